@@ -29,7 +29,7 @@ from autoshard.files import read_file
 from autoshard.mesh import Topology as MeshTopology
 from autoshard.mesh import parse_shape, topology_from_json
 from autoshard.plan import Algorithm, Mode, Plan, PlanOptions
-from autoshard.plan.options import Recomputing, ScheduleName, StateDType, SubMeshes
+from autoshard.plan.options import ExportableTo, Recomputing, ScheduleName, StateDType, SubMeshes
 from autoshard.quantities import implausible_memory, parse_bytes
 
 SERVER_VARIABLE = "AUTOSHARD_SERVER"
@@ -167,6 +167,7 @@ class Planning:
     overlap: Annotated[bool, _described("overlap", _TRAINING)] = False
     time_limit: Annotated[float, _described("time_limit", _SOLVER, metavar="SECONDS")] = 60.0
     algo: Annotated[Algorithm, _described("algo", _CONSTRAINTS)] = "optimal"
+    exportable_to: Annotated[ExportableTo | None, _described("exportable_to", _CONSTRAINTS)] = None
     pin: Annotated[
         list[str] | None,
         typer.Option(

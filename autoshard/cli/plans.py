@@ -14,6 +14,7 @@ from autoshard.client.requests import read_model
 from autoshard.graph import load_graph
 from autoshard.plan import EXPORT_TARGETS, check_plan
 from autoshard.plan.choices import find_choices
+from autoshard.plan.options import MIN_EXPRESSED
 
 mase = typer.Typer(
     no_args_is_help=True,
@@ -107,11 +108,22 @@ def export(
             "-o", "--output", callback=check_output, help="File for the export; default: stdout."
         ),
     ] = None,
+    min_expressed: Annotated[
+        float,
+        typer.Option(
+            min=0, max=1, help="Share of the plan that the target must express, from 0 to 1."
+        ),
+    ] = MIN_EXPRESSED,
     connection: Connection,
 ) -> None:
-    """Export a plan as code or settings of another framework."""
+    """Export a plan as code or settings of another framework.
+
+    The first line says what share of the plan the target expresses. It fails if that is too
+    little: then plan again with --exportable-to.
+    """
     with connection.open() as client:
-        text = client.export(connection.plan_or_id(plan), to)
+        source = connection.plan_or_id(plan)
+        text = client.export(source, to, min_expressed=min_expressed)
         if output is not None:
             write_file(output, text)
     if output is None:

@@ -43,6 +43,7 @@ from autoshard.client.transport import (
 from autoshard.errors import ServiceError
 from autoshard.mesh import Topology
 from autoshard.plan import Plan
+from autoshard.plan.options import MIN_EXPRESSED
 from autoshard_solver_cache import NamespacedCache
 
 if TYPE_CHECKING:
@@ -408,22 +409,29 @@ class AsyncClient(_Base):
             compute=plans.compare_plans,
         )
 
-    async def export(self, plan: Plan | str, target: str) -> str:
+    async def export(
+        self, plan: Plan | str, target: str, *, min_expressed: float = MIN_EXPRESSED
+    ) -> str:
         """Export a plan as code or settings of another framework; as `autoshard.export_plan`.
 
         Args:
             plan: the id of a plan, or a plan, which is exported in this process.
             target: one of `autoshard.plan.EXPORT_TARGETS`.
+            min_expressed: share of the plan that the target must express, from 0 to 1.
 
         Raises:
-            RequestRejectedError: there is no such plan or target.
+            PlanError: the target expresses less of the plan, in this process.
+            RequestRejectedError: there is no such plan or target, or the target expresses less of
+                the plan.
             ServiceUnavailableError: the service does not answer.
         """
         return await self._compute_from_plans(
             plan,
             kind=str,
-            make_request=lambda plan_id: get(f"{PLANS}/{plan_id}/export", to=target),
-            compute=lambda made: plans.export_plan(made, target),
+            make_request=lambda plan_id: get(
+                f"{PLANS}/{plan_id}/export", to=target, min_expressed=min_expressed
+            ),
+            compute=lambda made: plans.export_plan(made, target, min_expressed=min_expressed),
         )
 
     async def trace(self, plan: Plan | str) -> str:

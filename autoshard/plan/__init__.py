@@ -46,7 +46,9 @@ if TYPE_CHECKING:
     )
     from autoshard.plan.exports import (
         EXPORT_TARGETS,
+        Expressed,
         export_plan,
+        expressed_share,
     )
     from autoshard.plan.megatron_arguments import (
         MegatronLayout,
@@ -123,6 +125,7 @@ __all__ = [
     "Coverage",
     "Direction",
     "Event",
+    "Expressed",
     "Figure",
     "ForbiddenCollective",
     "GraphSummary",

@@ -10,6 +10,7 @@ from autoshard.quantities import Bytes
 Mode = Literal["training", "inference"]
 Pattern = Literal["ddp", "fsdp2", "hsdp", "megatron", "megatron-sp"]
 Algorithm = Literal["optimal", "megatron"]
+ExportableTo = Literal["fsdp2", "parallelize-module", "hf-tp-plan", "torchtitan"]
 Recomputing = Literal["auto", "never", "always"]
 StateDType = Literal["float32", "float16", "bfloat16"]
 CollectiveKind = Literal[
@@ -30,6 +31,9 @@ ScheduleName = Literal[
 SubMeshes = Literal["equal", "any"]
 Weight = Literal["time", "flops", "parameters", "bytes"]
 Cut = Annotated[str, Field(pattern="^(before|after|at):.", max_length=520)]
+
+MIN_EXPRESSED = 0.5
+"""Share of a plan that an export must express, unless less is allowed."""
 
 _Pattern = Annotated[str, Field(min_length=1, max_length=512)]
 _LayoutText = Annotated[str, Field(max_length=1024)]
@@ -234,6 +238,16 @@ class PlanOptions(BaseModel):
             "of Megatron-LM, a baseline: on the last axis weights are column- or row-parallel, "
             "attention is sharded by heads and embeddings by vocabulary; the other axes shard the "
             "batch."
+        ),
+    )
+    exportable_to: ExportableTo | None = Field(
+        default=None,
+        description=(
+            "plan only what this export target can express. fsdp2: all axes shard the batch, and "
+            "parameters over the last one. parallelize-module: in addition, the last axis other "
+            "than batch_axis is tensor-parallel: linear layers by columns or rows, embeddings by "
+            "vocabulary or features. hf-tp-plan: one axis, tensor-parallel in this way. "
+            "torchtitan: the pattern of its models, with FSDP2 on all axes but the last of several."
         ),
     )
     pins: Pins = Field(default=Pins(), description="layouts that the plan must have.")

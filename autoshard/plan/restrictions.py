@@ -16,6 +16,7 @@ _FREE: Mapping[str, object] = {
     "batch_axis": None,
     "skip_fully_replicated": False,
     "algo": "optimal",
+    "exportable_to": None,
 }
 """The options that rule out plans, with the value that rules out none."""
 

@@ -540,7 +540,8 @@ class _ReshardingCheck:
             fill_factor: bytes of a full bucket relative to the tensor's; 1 without a bucket.
             of_parameter: True if it reshards a parameter as it is stored.
         """
-        what = tensor, gradient, fixed_dims, fill_factor, of_parameter
+        forbidden = self._constraints.forbidden(resharding.value)
+        what = tensor, gradient, fixed_dims, fill_factor, of_parameter, forbidden
         chain = resharding.source, resharding.target, resharding.steps
         key = (*what, *chain, resharding.frequency)
         if key not in self._checked:
@@ -576,7 +577,7 @@ class _ReshardingCheck:
                 findings.append(str(error))
                 is_sound = False
                 break
-            findings += self._step_findings(stated, step, end, gradient)
+            findings += self._step_findings(stated, step, end, gradient, resharding.value)
             if {step.source.dim, step.target.dim} & fixed_dims:
                 findings.append(f"{stated.source} -> {stated.target} moves rows of experts")
             path.append(step)
@@ -636,7 +637,7 @@ class _ReshardingCheck:
         return Step(axis, source, target, nbytes, *actions, padded), after
 
     def _step_findings(
-        self, stated: PlannedStep, step: Step, before: Layout, gradient: Gradient
+        self, stated: PlannedStep, step: Step, before: Layout, gradient: Gradient, value: str
     ) -> Iterator[str]:
         found = before.types[step.axis]
         if step.source != found:
@@ -653,5 +654,5 @@ class _ReshardingCheck:
         if stated.nbytes != step.nbytes:
             yield f"a step moves {step.nbytes} bytes, not {stated.nbytes}"
         for action in (step.forward, step.backward):
-            for label in self._constraints.forbidding(action, self._axes, step.axis):
+            for label in self._constraints.forbidding(action, self._axes, step.axis, value):
                 yield f"a step runs {action} on {stated.axis} against the {label}"

@@ -117,7 +117,6 @@ class Formulation:
         # Pairs of variables that must have the same layout, and a label for each strategy.
         self.ties: list[tuple[int, int, IntArray]] = []
         self.fill_factors = bucket_fill_factors(graph, mesh)
-        self._pricer = constraints.pricer(self.axes)
         self._overlap = Overlap(graph, mesh) if prices.overlaps else None
         self._ragged = ragged_values(graph)
         self._several = self._values_with_several_uses()
@@ -250,7 +249,7 @@ class Formulation:
         return (
             *(id(source), use.output, id(target), use.position, use.gradient),
             *(self._overlap_share(use), use.value in self._ragged),
-            self.fill_factors.get(use.value),
+            *(self.fill_factors.get(use.value), self.constraints.forbidden(use.value)),
         )
 
     def edge_costs(self, use: Use) -> EdgeCosts:
@@ -304,7 +303,11 @@ class Formulation:
         fixed_dims = RAGGED_DIMS if value in self._ragged else ()
         fill_factor = self.fill_factors.get(value, 1.0)
         is_bool = tensor.dtype is DType.BOOL
-        key = (tensor.shape, tensor.dtype.itemsize, is_bool, gradient, fixed_dims, fill_factor)
+        forbidden = self.constraints.forbidden(value)
+        key = (
+            *(tensor.shape, tensor.dtype.itemsize, is_bool, gradient, fixed_dims, fill_factor),
+            forbidden,
+        )
         if key not in self._tables:
             self._tables[key] = ReshardingTable(
                 tensor.shape,
@@ -315,7 +318,7 @@ class Formulation:
                 backward=gradient is Gradient.FLOWS,
                 interleaved=self.prices.interleaved.get(tensor.shape, ()),
                 fixed_dims=fixed_dims,
-                pricer=self._pricer,
+                pricer=self.constraints.pricer(self.axes, forbidden),
                 fill_factor=fill_factor,
             )
         return self._tables[key]

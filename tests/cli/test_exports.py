@@ -29,10 +29,10 @@ def plan(archive: Path) -> Path:
 
 @pytest.mark.parametrize("target", EXPORT_TARGETS)
 def test_an_export_is_printed_or_written(plan: Path, tmp_path: Path, target: str) -> None:
-    expected = export_plan(Plan.from_json(plan.read_text()), target)
-    assert autoshard("export", plan, "--to", target).output == expected
+    expected = export_plan(Plan.from_json(plan.read_text()), target, min_expressed=0)
+    assert autoshard("export", plan, "--to", target, "--min-expressed", "0").output == expected
     path = tmp_path / "exported"
-    assert not autoshard("export", plan, "--to", target, "-o", path).output
+    assert not autoshard("export", plan, "--to", target, "--min-expressed", "0", "-o", path).output
     assert path.read_text() == expected
 
 
@@ -40,6 +40,15 @@ def test_an_unknown_target_is_named(plan: Path) -> None:
     result = autoshard("export", plan, "--to", "abacus")
     assert result.exit_code == 1
     assert "unknown export target 'abacus'" in result.output
+
+
+def test_an_export_that_expresses_little_fails(plan: Path, tmp_path: Path) -> None:
+    path = tmp_path / "exported"
+    result = autoshard("export", plan, "--to", "fsdp2", "-o", path)
+    assert result.exit_code == 1
+    assert "that is less than 50 %" in result.output
+    assert "--exportable-to" in result.output
+    assert not path.exists()
 
 
 def test_a_solution_of_mase_becomes_options_of_a_plan(archive: Path, tmp_path: Path) -> None:

@@ -16,7 +16,15 @@ from torch import nn
 from torch.nn import functional
 
 from autoshard.errors import OptionError, PlanError
-from autoshard.plan import EXPORT_TARGETS, Plan, PlanOptions, export_plan, read_megatron
+from autoshard.plan import (
+    EXPORT_TARGETS,
+    Plan,
+    PlanOptions,
+    check_plan,
+    export_plan,
+    expressed_share,
+    read_megatron,
+)
 from autoshard.planner import make_plan
 
 BATCH = {"inputs": {"*": "S(0),*"}}
@@ -37,8 +45,8 @@ def data_and_tensor() -> Plan:
 
 
 @pytest.mark.parametrize("target", EXPORT_TARGETS)
-def test_every_export_starts_with_what_it_leaves_out(data_and_tensor: Plan, target: str) -> None:
-    text = export_plan(data_and_tensor, target)
+def test_every_export_starts_with_what_it_expresses(data_and_tensor: Plan, target: str) -> None:
+    text = export_plan(data_and_tensor, target, min_expressed=0)
     if target == "json":
         first, comment = next(iter(json.loads(text).items()))
         assert first == "comment"
@@ -46,20 +54,23 @@ def test_every_export_starts_with_what_it_leaves_out(data_and_tensor: Plan, targ
         comment = text[: text.index("\n\n") if "\n\n" in text else None]
         assert text.startswith("# ")
     assert data_and_tensor.id[:12] in comment
-    assert "Not expressed" in comment or "is expressed" in comment
+    assert comment.removeprefix("# ").startswith("Expresses ")
+    assert "Not expressed" in comment
 
 
 def test_exports_say_that_micro_batches_are_left_out() -> None:
     options = PlanOptions(algo="megatron", micro_batches=4)
     plan = make_plan(small_graph(llama), slow_devices(dp=2, tp=2), options)
     for target in set(EXPORT_TARGETS) - {"json", "csv"}:
-        assert "the 4 micro-batches of a step" in export_plan(plan, target), target
+        assert "the 4 micro-batches of a step" in export_plan(plan, target, min_expressed=0), target
 
 
 @pytest.mark.parametrize("target", EXPORT_TARGETS)
 def test_a_plan_is_always_exported_alike(data_and_tensor: Plan, target: str) -> None:
     again = Plan.from_json(data_and_tensor.to_json())
-    assert export_plan(again, target) == export_plan(data_and_tensor, target)
+    assert export_plan(again, target, min_expressed=0) == export_plan(
+        data_and_tensor, target, min_expressed=0
+    )
 
 
 def test_exports_need_no_torch(data_and_tensor: Plan, tmp_path: Path) -> None:
@@ -69,24 +80,25 @@ def test_exports_need_no_torch(data_and_tensor: Plan, tmp_path: Path) -> None:
         "import sys; from pathlib import Path\n"
         "from autoshard.plan import EXPORT_TARGETS, Plan, export_plan\n"
         f"plan = Plan.from_json(Path({str(path)!r}).read_text())\n"
-        "assert all(export_plan(plan, target) for target in EXPORT_TARGETS)\n"
+        "assert all(export_plan(plan, x, min_expressed=0) for x in EXPORT_TARGETS)\n"
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)  # noqa: S603  our own program
 
 
 def test_layers_that_are_sharded_alike_share_a_line(data_and_tensor: Plan) -> None:
-    text = export_plan(data_and_tensor, "parallelize-module")
+    text = export_plan(data_and_tensor, "parallelize-module", min_expressed=0)
     assert "'model.layers.*.mlp.up_proj': ColwiseParallel(output_layouts=Shard(-1))" in text
     assert "'model.layers.*.self_attn.q_proj': ColwiseParallel(output_layouts=inner)" in text
-    assert "# - dp, a data-parallel axis" in text
+    assert "# Tensor parallelism over tp, FSDP2 over dp, from" in text
+    assert "SHARD_AXIS = 'dp'" in text
 
 
 def test_layers_that_are_sharded_otherwise_have_lines_of_their_own() -> None:
     pins = {"parameters": {"model.layers.1.mlp.*": "I"}, "inputs": {"*": "R"}}
     plan = planned(llama, pins, tp=4)
-    code = export_plan(plan, "parallelize-module")
-    rules = export_plan(plan, "hf-tp-plan")
+    code = export_plan(plan, "parallelize-module", min_expressed=0)
+    rules = export_plan(plan, "hf-tp-plan", min_expressed=0)
     assert "mlp" not in "".join(line for line in code.splitlines() if "layers.*." in line)
     assert "model.layers.0.mlp.up_proj" in code
     assert "'model.layers.*.mlp.up_proj': 'replicate'" in rules
@@ -95,7 +107,7 @@ def test_layers_that_are_sharded_otherwise_have_lines_of_their_own() -> None:
 
 def test_rows_and_columns_around_what_slices_cannot_pass_are_gathered() -> None:
     """Eight ranks cannot share out four key and value heads, so attention is not local."""
-    text = export_plan(planned(llama, {"inputs": {"*": "R"}}, tp=8), "hf-tp-plan")
+    text = export_plan(planned(llama, {"inputs": {"*": "R"}}, tp=8), "hf-tp-plan", min_expressed=0)
     assert "'model.layers.*.mlp.down_proj': 'rowwise'," in text
     assert "'model.layers.*.self_attn.q_proj': 'colwise'," not in text
 
@@ -147,33 +159,31 @@ def test_slices_stay_where_the_model_can_work_on_them(between: str, kept: str) -
     graph = graph_of((Between(between), {"x": torch.randn(16, 64)}))
     plan = make_plan(graph, slow_devices(tp=4), PlanOptions.model_validate({"pins": pins}))
     assert plan.found, plan.reason
-    text = export_plan(plan, "parallelize-module")
+    text = export_plan(plan, "parallelize-module", min_expressed=0)
     assert f"'up': ColwiseParallel(output_layouts={kept})" in text
     assert f"'down': RowwiseParallel(input_layouts={kept})" in text
 
 
 def test_what_other_modules_read_is_left_alone() -> None:
     graph = graph_of((Between("nothing"), {"x": torch.randn(16, 64)}))
-    for rows, axis in (("R", "tp"), ("S(0)", "dp")):
-        pins = {"inputs": {"*": rows}, "parameters": {"*.weight": "S(0)"}}
-        options = PlanOptions.model_validate({"pins": pins})
-        plan = make_plan(graph, slow_devices(**{axis: 4}), options)
-        assert plan.found, plan.reason
-        if axis == "dp":
-            with pytest.raises(PlanError, match="code of other modules reads"):
-                export_plan(plan, "parallelize-module")
-        else:
-            comment, code = export_plan(plan, "parallelize-module").split("\n\n", 1)
-            assert "- parameters of up, which code of other modules reads" in comment
-            assert "'up'" not in code
-            assert "'down': " in code
+    pins = {"inputs": {"*": "R"}, "parameters": {"*.weight": "S(0)"}}
+    options = PlanOptions.model_validate({"pins": pins})
+    plan = make_plan(graph, slow_devices(tp=4), options)
+    assert plan.found, plan.reason
+    comment, code = export_plan(plan, "parallelize-module", min_expressed=0).split("\n\n", 1)
+    assert "- parameters of up, which code of other modules reads" in comment
+    assert "'up'" not in code
+    assert "'down': " in code
 
 
 def test_fsdp_names_each_parameter_that_it_shards_otherwise() -> None:
     pins = {"inputs": {"*": "S(0),R"}, "parameters": {"up.weight": "S(0),S(0)", "*": "S(0),*"}}
     plan = planned(wide_mlp, pins, dp=2, tp=2)
-    comment, code = export_plan(plan, "fsdp2").split("\n\n", 1)
-    assert "up.weight: S(0),S(0) in the plan, S(0),S(0);1>0 here" in comment
+    comment, code = export_plan(plan, "fsdp2", min_expressed=0).split("\n\n", 1)
+    words = comment.replace("\n# ", " ").replace("  ", " ")
+    assert (
+        "up.weight: (Shard(0), Shard(0)), tp innermost in the plan, (Shard(0), Replicate) here"
+    ) in words
     assert "SHARD_AXIS = 'dp'" in code
     assert "'up.weight': 0," in code
 
@@ -188,8 +198,8 @@ def test_uneven_shares_are_left_out_where_fsdp_has_none() -> None:
         "parameters": {"up.weight": "S(1)", "down.weight": "S(0)", "*.bias": "I"},
     }
     plan = planned(lambda: mlp(16, 66, 128, 66), pins, a=4)
-    comment, code = export_plan(plan, "fsdp2").split("\n\n", 1)
-    assert "- up.weight: S(1) in the plan, I here" in comment
+    comment, code = export_plan(plan, "fsdp2", min_expressed=0).split("\n\n", 1)
+    assert "- up.weight: (Shard(1)) in the plan, (Replicate) here" in comment
     assert "'up.weight'" not in code
     assert "'down.weight': 0," in code
 
@@ -211,7 +221,9 @@ def test_uneven_shares_are_left_out_where_fsdp_has_none() -> None:
 def test_torchtitan_gets_the_degrees_of_the_plan(
     axes: dict[str, int], pins: dict[str, Any], degrees: tuple[int, ...]
 ) -> None:
-    settings = tomllib.loads(export_plan(planned(llama, pins, **axes), "torchtitan"))
+    settings = tomllib.loads(
+        export_plan(planned(llama, pins, **axes), "torchtitan", min_expressed=0)
+    )
     parallelism = settings["parallelism"]
     names = ("data_parallel_replicate", "data_parallel_shard", "tensor_parallel")
     assert tuple(parallelism[f"{n}_degree"] for n in (*names, "context_parallel")) == degrees
@@ -228,10 +240,10 @@ def test_torchtitan_is_told_what_runs_again() -> None:
     }
     mesh = slow_devices(a=4)
     plan = make_plan(small_graph(llama), mesh, PlanOptions.model_validate(options))
-    settings = tomllib.loads(export_plan(plan, "torchtitan"))
+    settings = tomllib.loads(export_plan(plan, "torchtitan", min_expressed=0))
     assert settings["parallelism"]["fsdp_reshard_after_forward"] == "always"
     assert settings["activation_checkpoint"]["mode"] == "full"
-    assert "'model.layers.0': True," in export_plan(plan, "fsdp2")
+    assert "'model.layers.0': True," in export_plan(plan, "fsdp2", min_expressed=0)
 
 
 @pytest.mark.parametrize(
@@ -268,7 +280,9 @@ def test_megatron_is_told_of_sequences_and_recomputation() -> None:
 
 def megatron_arguments(plan: Plan) -> list[str]:
     """Arguments as Bash passes them on."""
-    code = export_plan(plan, "megatron") + 'printf "%s\n" "${MEGATRON_ARGUMENTS[@]}"'
+    code = (
+        export_plan(plan, "megatron", min_expressed=0) + 'printf "%s\n" "${MEGATRON_ARGUMENTS[@]}"'
+    )
     done = subprocess.run(["bash", "-euc", code], check=True, capture_output=True, text=True)  # noqa: S603, S607  ours
     return done.stdout.split()
 
@@ -310,9 +324,11 @@ def test_arguments_of_megatron_become_a_plan_and_come_back(name: str) -> None:
     for field in fields:
         assert getattr(back.options, field) == getattr(found.options, field)
     assert given["--micro-batch-size"] in megatron_arguments(plan)
-    assert "where stages begin, model.layers." in export_plan(plan, "megatron").replace("\n# ", " ")
+    assert "where stages begin, model.layers." in export_plan(
+        plan, "megatron", min_expressed=0
+    ).replace("\n# ", " ")
     with pytest.raises(PlanError, match="which only these exports support: megatron"):
-        export_plan(plan, "fsdp2")
+        export_plan(plan, "fsdp2", min_expressed=0)
 
 
 @pytest.mark.parametrize(
@@ -407,7 +423,7 @@ def test_tables_hold_every_tensor_at_rest() -> None:
             {"a": 2, "b": 2},
             "in the opposite order",
         ),
-        ("parallelize-module", {"parameters": {"*": "I"}}, {"a": 4}, "shards no parameter"),
+        ("parallelize-module", {"parameters": {"*": "I"}}, {"a": 4}, "is not tensor-parallel"),
         ("torchtitan", {"inputs": {"*": "R,R"}}, {"a": 2, "b": 2}, "tensor parallelism"),
     ],
 )
@@ -416,7 +432,74 @@ def test_what_a_target_cannot_say_at_all_is_an_error(
 ) -> None:
     plan = planned(wide_mlp, pins, **axes)
     with pytest.raises(PlanError, match=complaint):
-        export_plan(plan, target)
+        export_plan(plan, target, min_expressed=0)
+
+
+@pytest.mark.parametrize("target", ["fsdp2", "hf-tp-plan"])
+def test_an_export_that_expresses_little_is_an_error(data_and_tensor: Plan, target: str) -> None:
+    found = expressed_share(data_and_tensor, target)
+    assert found is not None
+    assert found.share < 0.5
+    with pytest.raises(PlanError) as error:
+        export_plan(data_and_tensor, target)
+    message = str(error.value)
+    assert f"{target} would express {found}; that is less than 50 %" in message
+    assert "Not expressed: the compute of model.layers.*" in message
+    assert f"--exportable-to) {target}" in message
+    assert export_plan(data_and_tensor, target, min_expressed=found.share)
+
+
+MADE_FOR = {
+    "fsdp2": {"a": 2, "b": 2},
+    "parallelize-module": {"dp": 2, "tp": 2},
+    "hf-tp-plan": {"tp": 4},
+    "torchtitan": {"dp": 4},
+}
+
+
+@pytest.mark.parametrize("build", [llama, gpt2])
+@pytest.mark.parametrize("target", MADE_FOR)
+def test_plans_made_for_a_target_are_expressed(build: Any, target: str) -> None:
+    options = PlanOptions.model_validate({"exportable_to": target})
+    graph, mesh = small_graph(build), slow_devices(**MADE_FOR[target])
+    plan = make_plan(graph, mesh, options)
+    assert plan.found, plan.reason
+    assert not check_plan(plan, graph)
+    found = expressed_share(plan, target)
+    assert found is not None
+    assert found.share == 1, found.missing
+    assert found.operators == {node.name for node in plan.stages[0].nodes}
+    assert export_plan(plan, target, min_expressed=1).startswith("# Expresses 100 % of the plan")
+    free = make_plan(graph, mesh, PlanOptions())
+    assert free.certificate.objective is not None
+    assert plan.certificate.bound is not None
+    assert free.certificate.objective <= plan.certificate.objective
+    assert f"exportable_to {target!r}" in plan.certificate.statement
+
+
+def test_a_plan_that_the_target_cannot_express_is_found_by_the_checker() -> None:
+    graph, mesh = small_graph(llama), slow_devices(a=4)
+    plan = make_plan(graph, mesh, PlanOptions())
+    claimed = plan.options.model_copy(update={"exportable_to": "fsdp2"})
+    findings = check_plan(plan.model_copy(update={"options": claimed}), graph)
+    assert any("exportable_to 'fsdp2'" in finding for finding in findings)
+
+
+@pytest.mark.parametrize(
+    ("target", "axes", "batch_axis", "complaint"),
+    [
+        ("fsdp2", {"a": 2, "b": 2, "c": 2}, None, "at most 2 data-parallel axes"),
+        ("hf-tp-plan", {"a": 2, "b": 2}, None, "one axis, which shards layers"),
+        ("parallelize-module", {"a": 4}, "a", "needs an axis that shards layers"),
+        ("fsdp2", {"a": 3}, None, "divides the batch among 3 ranks, but it has 4 rows"),
+    ],
+)
+def test_meshes_that_a_target_cannot_use_are_errors(
+    target: str, axes: dict[str, int], batch_axis: str | None, complaint: str
+) -> None:
+    given = {"exportable_to": target, "batch_axis": batch_axis}
+    with pytest.raises(OptionError, match=complaint):
+        make_plan(small_graph(llama), slow_devices(**axes), PlanOptions.model_validate(given))
 
 
 def test_an_unknown_target_is_named() -> None:

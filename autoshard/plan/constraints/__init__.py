@@ -1,22 +1,27 @@
 """Constraints on plans: pins, forbidden collectives, the batch axis, the Megatron-LM pattern."""
 
-from autoshard.plan.constraints.batch import DimOrigins
+from autoshard.plan.constraints.batch import BatchSharding, DimOrigins
 from autoshard.plan.constraints.constraints import (
     UNCONSTRAINED,
     ChoiceId,
     Constraint,
     PlanConstraints,
+    ShardingConstraint,
     StrategyConstraint,
 )
 from autoshard.plan.constraints.from_options import LayoutPattern, plan_constraints
+from autoshard.plan.constraints.megatron import megatron_pattern
 
 __all__ = [
     "UNCONSTRAINED",
+    "BatchSharding",
     "ChoiceId",
     "Constraint",
     "DimOrigins",
     "LayoutPattern",
     "PlanConstraints",
+    "ShardingConstraint",
     "StrategyConstraint",
+    "megatron_pattern",
     "plan_constraints",
 ]

@@ -5,6 +5,7 @@ factors, each with an origin; the index letters of operator rules propagate fact
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from autoshard.errors import OptionError
 from autoshard.graph import DimFactors, Graph, InputKind, Node, Origin
@@ -137,6 +138,34 @@ def _split_factors(
             missing //= size
         split[letter] = tuple(taken)
     return split
+
+
+@dataclass(frozen=True)
+class BatchSharding:
+    """The sharding of the batch by data-parallel axes: each operator with a batch shards it.
+
+    Attributes:
+        graph: the program.
+        sizes: size of each non-trivial axis.
+        axes: indices of the data-parallel ones.
+        origins: origins of the dims of every value.
+    """
+
+    graph: Graph
+    sizes: tuple[int, ...]
+    axes: tuple[int, ...]
+    origins: DimOrigins
+
+    def of_call(self, node: Node) -> tuple[frozenset[Dim], tuple[int, ...]]:
+        """The batch dims of a call's tensors, and the axes that can shard one of them."""
+        batch = self.origins.of_call(node, Origin.BATCH)
+        sharding, left = [], rule_for(call_of(self.graph, node))
+        for axis in self.axes:
+            after = shard_any(left, self.sizes[axis], batch)
+            if after is not None:
+                sharding.append(axis)
+                left = after
+        return batch, tuple(sharding)
 
 
 def batch_constraints(

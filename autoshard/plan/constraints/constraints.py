@@ -22,6 +22,9 @@ ChoiceId = tuple[str, str]
 Dim = tuple[int, int]
 """Index of a tensor of a call, inputs before outputs, and one of its dims."""
 
+Collective = tuple[str, int]
+"""A collective, and the index of a non-trivial axis."""
+
 StrategyConstraint = Callable[[Strategy], bool]
 """Predicate of strategies over the non-trivial axes; hashable, and equal ones are run once."""
 
@@ -74,11 +77,13 @@ class Constraint:
         label: its name in messages.
         strategies: the constraint on the strategy of each variable that it concerns.
         collectives: forbidden collectives, each with the index of a non-trivial axis.
+        values: further collectives, by value, that are forbidden in the reshardings of the value.
     """
 
     label: str
     strategies: Mapping[ChoiceId, StrategyConstraint] = field(default_factory=dict)
-    collectives: frozenset[tuple[str, int]] = frozenset()
+    collectives: frozenset[Collective] = frozenset()
+    values: Mapping[str, frozenset[Collective]] = field(default_factory=dict)
 
 
 class PlanConstraints:
@@ -91,6 +96,7 @@ class PlanConstraints:
     def __init__(self, constraints: Sequence[Constraint] = ()) -> None:
         self.constraints = tuple(constraints)
         self._forbidden = frozenset(c for x in self.constraints for c in x.collectives)
+        self._forbidden_of: dict[str, frozenset[Collective]] = {}
         # Strategies and costs are stored with the result, so that their ids are not reused.
         self._applied: dict[
             tuple[object, ...], tuple[tuple[Strategy, ...], FloatArray, FloatArray]
@@ -129,9 +135,17 @@ class PlanConstraints:
         """True if a constraint, such as a pin, names a choice."""
         return any(choice in constraint.strategies for constraint in self.constraints)
 
-    def pricer(self, axes: NontrivialAxes) -> Pricer:
-        """A pricer for which forbidden collectives cost infinity."""
-        return _ConstrainedPricer(axes, self._forbidden) if self._forbidden else axes
+    def forbidden(self, value: str) -> frozenset[Collective]:
+        """The collectives that may not run in reshardings of a value."""
+        if value not in self._forbidden_of:
+            found = (c.values[value] for c in self.constraints if value in c.values)
+            forbidden = self._forbidden.union(*found)
+            self._forbidden_of[value] = forbidden
+        return self._forbidden_of[value]
+
+    def pricer(self, axes: NontrivialAxes, forbidden: frozenset[Collective]) -> Pricer:
+        """A pricer for which these collectives cost infinity."""
+        return _ConstrainedPricer(axes, forbidden) if forbidden else axes
 
     def violated(self, choice: ChoiceId, strategy: Strategy) -> tuple[str, ...]:
         """Labels of the constraints that a strategy violates."""
@@ -141,12 +155,26 @@ class PlanConstraints:
             if choice in c.strategies and not c.strategies[choice](strategy)
         )
 
-    def forbidding(self, action: str, axes: NontrivialAxes, axis: int) -> tuple[str, ...]:
-        """Labels of the constraints that forbid an action on an axis of the whole mesh."""
+    def forbidding(
+        self, action: str, axes: NontrivialAxes, axis: int, value: str | None = None
+    ) -> tuple[str, ...]:
+        """Labels of the constraints that forbid an action on an axis of the whole mesh.
+
+        Args:
+            action: the action.
+            axes: the mesh.
+            axis: index of an axis of the whole mesh.
+            value: the resharded value; None for a collective inside an operator.
+        """
         if axis not in axes.axes:
             return ()
         collective = (action, axes.axes.index(axis))
-        return tuple(c.label for c in self.constraints if collective in c.collectives)
+        return tuple(
+            c.label
+            for c in self.constraints
+            if collective in c.collectives
+            or (value is not None and collective in c.values.get(value, ()))
+        )
 
     def _runs_forbidden(self, strategy: Strategy) -> bool:
         return any((c.operation.action, c.axis) in self._forbidden for c in strategy.collectives)
@@ -158,7 +186,7 @@ UNCONSTRAINED = PlanConstraints()
 @dataclass(frozen=True)
 class _ConstrainedPricer:
     axes: NontrivialAxes
-    forbidden: frozenset[tuple[str, int]]
+    forbidden: frozenset[Collective]
 
     def collective_time(
         self, action: Action, axis: int, nbytes: int, *, inner: bool = False

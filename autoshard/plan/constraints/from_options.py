@@ -29,6 +29,7 @@ from autoshard.plan.constraints.constraints import (
     PlanConstraints,
     StrategyConstraint,
 )
+from autoshard.plan.constraints.exportable import exportable_constraint
 from autoshard.plan.constraints.megatron import MEGATRON_FORBIDS, megatron_constraints
 from autoshard.plan.gradients import Gradient, Gradients
 from autoshard.plan.nontrivial_axes import NontrivialAxes
@@ -63,6 +64,10 @@ def plan_constraints(graph: Graph, mesh: Mesh, options: PlanOptions) -> PlanCons
         strategies = megatron_constraints(graph, axes, batch_axis=options.batch_axis)
         label = option_label("algo", options.algo)
         found.append(Constraint(label, strategies, frozenset(collectives)))
+    if options.exportable_to is not None:
+        found.append(
+            exportable_constraint(graph, axes, options.exportable_to, batch_axis=options.batch_axis)
+        )
     return PlanConstraints(found)
 
 

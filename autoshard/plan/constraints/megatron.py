@@ -10,8 +10,8 @@ from collections.abc import Collection
 
 from autoshard.graph import Graph, InputKind, Node, Origin
 from autoshard.layouts import Action
-from autoshard.ops import Dims, OperatorRule, call_of, rule_for, weights_of
-from autoshard.plan.constraints.batch import DimOrigins
+from autoshard.ops import OperatorRule, call_of, rule_for, weights_of
+from autoshard.plan.constraints.batch import BatchSharding, DimOrigins
 from autoshard.plan.constraints.constraints import (
     ChoiceId,
     Dim,
@@ -19,6 +19,7 @@ from autoshard.plan.constraints.constraints import (
     StrategyConstraint,
     shard_any,
 )
+from autoshard.plan.constraints.letters import outermost_letters, propagated_letters
 from autoshard.plan.nontrivial_axes import NontrivialAxes
 
 MEGATRON_FORBIDS = (Action.REDUCE_SCATTER, Action.ALL_TO_ALL)
@@ -40,7 +41,32 @@ def megatron_constraints(
         batch_axis: name of the only axis that may shard the batch; if None, all other axes do
             that divide it.
     """
-    pattern = _Pattern(graph, axes, batch_axis)
+    origins = DimOrigins(graph)
+    names = [axes.name(axis) for axis in range(len(axes.sizes))]
+    others = [axis for axis, name in enumerate(names) if name != batch_axis]
+    weight_axis = others[-1] if others else None
+    batch_axes: list[int] = []
+    left = origins.batch_size or 1
+    for axis, name in enumerate(names):
+        may_shard = axis != weight_axis and batch_axis in (None, name)
+        if may_shard and left % axes.sizes[axis] == 0:
+            batch_axes.append(axis)
+            left //= axes.sizes[axis]
+    return megatron_pattern(graph, axes.sizes, weight_axis, batch_axes)
+
+
+def megatron_pattern(
+    graph: Graph, sizes: tuple[int, ...], weight_axis: int | None, batch_axes: Collection[int]
+) -> dict[ChoiceId, StrategyConstraint]:
+    """The pattern with given purposes of axes, as constraints on inputs and operators.
+
+    Args:
+        graph: the program.
+        sizes: size of each axis.
+        weight_axis: the axis that shards weights; None if none does.
+        batch_axes: the axes that shard the batch.
+    """
+    pattern = _Pattern(graph, sizes, weight_axis, tuple(batch_axes))
     # Operators first, since they determine the parameters that are factors of products.
     operators = {("operator", node.name): pattern.node(node) for node in graph.nodes}
     # What a stage receives has the layout in which the stage before sends it.
@@ -52,25 +78,24 @@ def megatron_constraints(
 class _Pattern:
     """The pattern, applied to the calls of a graph in program order."""
 
-    def __init__(self, graph: Graph, axes: NontrivialAxes, batch_axis: str | None) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        sizes: tuple[int, ...],
+        weight_axis: int | None,
+        batch_axes: tuple[int, ...],
+    ) -> None:
         self._graph = graph
-        self._sizes = axes.sizes
+        self._sizes = sizes
+        self._weight_axis = weight_axis
+        self._batch_axes = batch_axes
         self._origins = DimOrigins(graph)
+        self._batch = BatchSharding(graph, sizes, batch_axes, self._origins)
         self._parameters = weights_of(graph)
         # Parameters that are factors of products or looked up; others are replicated.
         self._products: set[str] = set()
         # Values and dims that are sharded because a column-parallel weight came before.
         self._sharded: set[tuple[str, int]] = set()
-        names = [axes.mesh.axis_names[axis] for axis in axes.axes]
-        others = [axis for axis, name in enumerate(names) if name != batch_axis]
-        self._weight_axis = others[-1] if others else None
-        self._batch_axes: list[int] = []
-        left = self._origins.batch_size or 1
-        for axis, name in enumerate(names):
-            may_shard = axis != self._weight_axis and batch_axis in (None, name)
-            if may_shard and left % self._sizes[axis] == 0:
-                self._batch_axes.append(axis)
-                left //= self._sizes[axis]
 
     def input(self, value: str) -> ShardingConstraint:
         batch = self._origins.of_input(value, Origin.BATCH)
@@ -79,14 +104,8 @@ class _Pattern:
         return self._constraint(batch, self._batch_axes, weights, _NONE)
 
     def node(self, node: Node) -> ShardingConstraint:
-        batch = self._origins.of_call(node, Origin.BATCH)
         rule = rule_for(call_of(self._graph, node))
-        sharding, left = [], rule
-        for axis in self._batch_axes:
-            after = shard_any(left, self._sizes[axis], batch)
-            if after is not None:
-                sharding.append(axis)
-                left = after
+        batch, sharding = self._batch.of_call(node)
         allowed = self._origins.of_call(node, Origin.MODEL)
         if node.operator == _EMBEDDING:
             allowed = frozenset({(0, 0)})
@@ -105,11 +124,11 @@ class _Pattern:
         letters = {
             letter
             for value, dims in zip(node.inputs, rule.inputs, strict=True)
-            for dim, letter in _outermost(rule, dims).items()
+            for dim, letter in outermost_letters(rule, dims).items()
             if (value, dim) in self._sharded
         }
         if node.operator == _ATTENTION:
-            heads = _outermost(rule, rule.inputs[0]).get(len(rule.inputs[0]) - 3)
+            heads = outermost_letters(rule, rule.inputs[0]).get(len(rule.inputs[0]) - 3)
             letters = {heads} if heads is not None else set()
         required = _NONE
         weights = self._weight_dims(node, rule)
@@ -123,9 +142,9 @@ class _Pattern:
             letters = set()
             if not is_row_parallel:
                 letters = {_at(rule, d)[0] for d in required if _at(rule, d)}
-        letters = _propagated(rule, letters)
+        letters = propagated_letters(rule, letters)
         for value, dims in zip(node.outputs, rule.outputs, strict=True):
-            for dim, letter in _outermost(rule, dims).items():
+            for dim, letter in outermost_letters(rule, dims).items():
                 divides = rule.sizes[letter] % num_ranks == 0
                 if letter in letters and (divides or rule.can_shard(letter, num_ranks)):
                     self._sharded.add((value, dim))
@@ -160,25 +179,3 @@ class _Pattern:
 def _at(rule: OperatorRule, dim: Dim) -> tuple[str, ...]:
     """The letters of a dim of an input."""
     return rule.inputs[dim[0]][dim[1]]
-
-
-def _outermost(rule: OperatorRule, dims: Dims) -> dict[int, str]:
-    """For each dim, the letter that is sharded first."""
-    found = {}
-    for dim, letters in enumerate(dims):
-        letter = next((x for x in letters if rule.sizes[x] > 1), None)
-        if letter is not None:
-            found[dim] = letter
-    return found
-
-
-def _propagated(rule: OperatorRule, letters: set[str]) -> set[str]:
-    """The output letters that are sharded if these letters are, including split and merged ones."""
-    kept = letters - rule.whole - rule.contracted
-    for letter, pieces in rule.pieces.items():
-        named = {piece for _, piece in pieces if piece}
-        if letter in letters:
-            kept |= named
-        elif named <= letters:
-            kept.add(letter)
-    return kept

@@ -6,29 +6,74 @@ this package are imported here. Exports read only the plan, and do not need torc
 
 from importlib import import_module
 from pkgutil import iter_modules
+from typing import get_args
 
 from autoshard.errors import OptionError, PlanError
 from autoshard.plan.document import Plan
+from autoshard.plan.exports.expressed import Expressed, percent
 from autoshard.plan.exports.outline import Outline
 from autoshard.plan.exports.target import EXPORT_TARGETS, ExportTarget
+from autoshard.plan.options import MIN_EXPRESSED, ExportableTo
 
 for _module in iter_modules(__path__):
     import_module(f"{__name__}.{_module.name}")
 
 
-def export_plan(plan: Plan, target: str) -> str:
+def export_plan(plan: Plan, target: str, *, min_expressed: float = MIN_EXPRESSED) -> str:
     """A plan as code or settings for another framework.
 
-    The text starts with a comment that lists the parts of the plan that the target cannot express.
+    The text starts with a comment that says what share of the plan the target expresses, and what
+    it does not express. Tables such as `json` have no such share.
 
     Args:
         plan: a plan; some targets support one stage only.
         target: a name in `EXPORT_TARGETS`.
+        min_expressed: share of the plan, from 0 to 1, that the target must express; see
+            `expressed_share`.
 
     Raises:
         OptionError: there is no such target.
-        PlanError: the document has no plan, or the target cannot express it.
+        PlanError: the document has no plan, or the target expresses less of it than
+            `min_expressed`.
     """
+    outline = _outline(plan, target)
+    found = _expressed(outline, target)
+    if found is not None and found.share < min_expressed:
+        raise PlanError(
+            f"{target} would express {found}; that is less than {percent(min_expressed)}. Not "
+            f"expressed: {found.missing}. {_WAYS_OUT.get(target, '')}To export it nevertheless, "
+            f"set min_expressed (--min-expressed) to 0"
+        )
+    return EXPORT_TARGETS[target].export(outline)
+
+
+def expressed_share(plan: Plan, target: str) -> Expressed | None:
+    """The parts of a plan that an export expresses; None if the target is a table of the plan.
+
+    Raises:
+        OptionError: there is no such target.
+        PlanError: the document has no plan, or the target cannot express any of it.
+    """
+    return _expressed(_outline(plan, target), target)
+
+
+_WAYS_OUT = {
+    **{
+        target: f"Plan again with exportable_to (--exportable-to) {target}, which finds the best "
+        f"plan that it can express. "
+        for target in get_args(ExportableTo)
+    },
+    "megatron": "Plan again with algo (--algo) megatron, the pattern of Megatron-LM. ",
+}
+
+
+def _expressed(outline: Outline, target: str) -> Expressed | None:
+    measure = EXPORT_TARGETS[target].expresses
+    return None if measure is None else measure(outline)
+
+
+def _outline(plan: Plan, target: str) -> Outline:
+    """The view of a plan for a target that can export it."""
     if target not in EXPORT_TARGETS:
         known = ", ".join(EXPORT_TARGETS)
         raise OptionError(f"unknown export target {target!r}; choose one of {known}")
@@ -38,7 +83,13 @@ def export_plan(plan: Plan, target: str) -> str:
             f"the plan has {len(plan.stages)} pipeline stages, which only these exports support: "
             f"{others}"
         )
-    return EXPORT_TARGETS[target].export(Outline(plan))
+    return Outline(plan)
 
 
-__all__ = ["EXPORT_TARGETS", "ExportTarget", "export_plan"]
+__all__ = [
+    "EXPORT_TARGETS",
+    "ExportTarget",
+    "Expressed",
+    "export_plan",
+    "expressed_share",
+]

@@ -5,25 +5,29 @@ from collections.abc import Iterator
 
 from autoshard.errors import PlanError
 from autoshard.layouts import I, Layout
+from autoshard.plan.exports.expressed import Expressed, expressed, headline, operators_on_shards
 from autoshard.plan.exports.outline import (
     Outline,
     OwnedParameter,
     at_rest,
     comment,
     folded,
+    in_words,
     not_expressed,
 )
 from autoshard.plan.exports.target import export_target
 
 _BLOCK = re.compile(r"^(?:.*?\.)?\d+(?=\.|$)")
 
-_CODE = '''
+IMPORTS = """
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
+"""
 
+_CODE = '''
 SHARD_AXIS = {shard_axis!r}
 REPLICATE_AXIS = {replicate_axis!r}
 DIMS = {{
@@ -73,18 +77,37 @@ def _average_gradient(parameter: nn.Parameter, mesh: DeviceMesh) -> None:
 '''
 
 
+def _fsdp2_expresses(outline: Outline) -> Expressed:
+    """The share of a plan that FSDP2 on its data-parallel axes expresses."""
+    shard_axis(outline)
+    axes = outline.data_axes
+    placed = [p for p in outline.parameters if placed_by_fsdp2(outline, p) == at_rest(p.layout)]
+    operators = operators_on_shards(outline, data=axes, tensor=None, on_shards=())
+    return expressed(outline, placed, operators)
+
+
 @export_target(
     "fsdp2",
     media_type="text/x-python",
     written_as="Python, `shard(model, mesh)`",
     content=(
-        "shards over the data-parallel axis, of any dim, and `reshard_after_forward` per "
-        "block. Apply it after `parallelize-module` if weights are sharded over another axis "
-        "too"
+        "shards over the data-parallel axis, of any dim, and `reshard_after_forward` per block; "
+        "nothing of other axes"
     ),
+    expresses=_fsdp2_expresses,
 )
 def to_fsdp2(outline: Outline) -> str:
     """Python with a function `shard(model, mesh)` that applies FSDP2 on the data-parallel axes.
+
+    Raises:
+        PlanError: no axis is data-parallel, or FSDP2 does not support the data-parallel axes.
+    """
+    code = IMPORTS + sharding_code(outline)
+    return comment(_header(outline)) + code
+
+
+def shard_axis(outline: Outline) -> int:
+    """The axis over which FSDP2 shards; it needs one even if all parameters are replicated.
 
     Raises:
         PlanError: no axis is data-parallel, or FSDP2 does not support the data-parallel axes.
@@ -93,9 +116,9 @@ def to_fsdp2(outline: Outline) -> str:
     if not axes:
         raise PlanError(
             "no axis of the plan shards the batch of every input, so there is no data-parallel "
-            "axis; export to parallelize-module, or plan with a batch axis"
+            "axis; export to parallelize-module, or plan with exportable_to fsdp2"
         )
-    shard = _shard_axis(outline)
+    shard = axes[-1] if outline.shard_axis is None else outline.shard_axis
     others = [axis for axis in axes if axis != shard]
     if len(others) > 1:
         raise PlanError(
@@ -106,20 +129,30 @@ def to_fsdp2(outline: Outline) -> str:
         raise PlanError(
             f"FSDP2 shards over the inner one of two axes, but the plan over "
             f"{outline.axes[shard]}, which is before {outline.named(others)}: plan on a mesh with "
-            f"these axes in the opposite order"
+            f"these axes in the opposite order, or with exportable_to fsdp2"
         )
+    return shard
+
+
+def sharding_code(outline: Outline) -> str:
+    """Python code of the function `shard`, without imports.
+
+    Raises:
+        PlanError: as `shard_axis`.
+    """
+    shard = shard_axis(outline)
+    others = [axis for axis in outline.data_axes if axis != shard]
     dims = {
         p.name: p.layout.types[shard].dim
         for p in outline.parameters
         if _is_sharded(outline, p, shard)
     }
-    code = _CODE.format(
+    return _CODE.format(
         shard_axis=outline.axes[shard],
         replicate_axis=outline.axes[others[0]] if others else None,
         dims="\n".join(f"    {name!r}: {dim}," for name, dim in dims.items()),
         groups="\n".join(_groups(outline, dims)),
     )
-    return comment(_header(outline, shard)) + code
 
 
 def _is_sharded(outline: Outline, parameter: OwnedParameter, axis: int) -> bool:
@@ -142,39 +175,50 @@ def _groups(outline: Outline, dims: dict[str, int]) -> Iterator[str]:
         yield f"    {name!r}: {groups[name]},"
 
 
-def _shard_axis(outline: Outline) -> int:
-    """The axis over which FSDP2 shards; it needs one even if all parameters are replicated."""
-    return outline.data_axes[-1] if outline.shard_axis is None else outline.shard_axis
+def placed_by_fsdp2(
+    outline: Outline, parameter: OwnedParameter, tensor: int | None = None
+) -> Layout:
+    """The layout of a parameter after FSDP2.
 
-
-def expressed_layout(outline: Outline, parameter: OwnedParameter) -> Layout:
-    """The layout of a parameter after the exports to parallelize-module and to FSDP2."""
-    shard = _shard_axis(outline)
-    tensor = outline.tensor_axis
+    Args:
+        outline: the plan.
+        parameter: a parameter.
+        tensor: an axis over which the parameter is already sharded as planned.
+    """
+    shard = shard_axis(outline)
     kept = {shard} if _is_sharded(outline, parameter, shard) else set()
-    if tensor is not None and parameter.name not in outline.read_elsewhere:
+    if tensor is not None:
         kept.add(tensor)
     types = [t if axis in kept else I for axis, t in enumerate(at_rest(parameter.layout).types)]
     return Layout.nested(types, [axis for axis in (tensor, shard) if axis is not None])
 
 
-def _header(outline: Outline, shard: int) -> Iterator[str]:
+def _header(outline: Outline) -> Iterator[str]:
+    yield headline(_fsdp2_expresses(outline))
     yield f"FSDP2 over {outline.named(outline.data_axes)}, from autoshard's {outline.title}."
-    if outline.tensor_axis is not None:
-        yield "Use: model = shard(parallelize(model, device_mesh), device_mesh)"
-        yield "with `parallelize` of the same plan's export to parallelize-module."
-    else:
-        yield "Use: model = shard(model, device_mesh)"
+    yield "Use: model = shard(model, device_mesh)"
     yield ""
-    yield from not_expressed(outline, _missing(outline, shard))
+    yield from not_expressed(outline, _missing(outline))
 
 
-def _missing(outline: Outline, shard: int) -> Iterator[str]:
+def _missing(outline: Outline) -> Iterator[str]:
+    others = [axis for axis in outline.active if axis not in outline.data_axes]
+    if others:
+        yield (
+            f"parallelism over {outline.named(others)}: its ranks repeat each other's work; the "
+            f"export to parallelize-module has both"
+        )
     for parameter in outline.parameters:
-        found = expressed_layout(outline, parameter)
+        found = placed_by_fsdp2(outline, parameter)
         if found != at_rest(parameter.layout):
-            yield f"{parameter.name}: {parameter.layout} in the plan, {found} here"
+            planned, here = (in_words(x, outline.axes) for x in (parameter.layout, found))
+            yield f"{parameter.name}: {planned} in the plan, {here} here"
+    yield from missing_of_sharding(outline)
+
+
+def missing_of_sharding(outline: Outline) -> Iterator[str]:
+    """Parts of the plan of the data-parallel axes that FSDP2 does not express."""
+    shard = shard_axis(outline)
     whole = [p.name for p in outline.parameters if not _is_sharded(outline, p, shard)]
     if whole:
         yield f"DTensors on {outline.axes[shard]} for parameters replicated there: {folded(whole)}"
-    yield "layouts of activations: each rank runs the model's code on its rows of the batch"

@@ -4,7 +4,9 @@ from collections.abc import Iterator
 
 from autoshard.graph import graph_from_json
 from autoshard.plan.document import Pipeline, Stage
+from autoshard.plan.exports.expressed import Expressed, headline
 from autoshard.plan.exports.outline import Outline, Role, comment, folded, not_expressed
+from autoshard.plan.exports.settings import settings_express
 from autoshard.plan.exports.target import export_target
 
 _FULLY_SHARDED = (
@@ -30,6 +32,11 @@ _HIDDEN_STATES = 3
 """Number of dims of batch, sequence and features."""
 
 
+def _expresses(outline: Outline) -> Expressed:
+    """The share of a plan that Megatron-LM's arguments express."""
+    return settings_express(outline, sequence_parallel=_shards_sequences(outline), first_dim=False)
+
+
 @export_target(
     "megatron",
     media_type="text/x-shellscript",
@@ -38,6 +45,7 @@ _HIDDEN_STATES = 3
         "arguments of Megatron-LM: tensor, sequence, context and pipeline parallelism, full "
         "sharding, recomputation"
     ),
+    expresses=_expresses,
     pipelines=True,
 )
 def to_megatron(outline: Outline) -> str:
@@ -100,6 +108,7 @@ def _shards_sequences(outline: Outline) -> bool:
 
 
 def _header(outline: Outline) -> Iterator[str]:
+    yield headline(_expresses(outline))
     yield f"Arguments of Megatron-LM, from autoshard's {outline.title}."
     yield f"Source this file, and start {outline.plan.mesh.num_devices} ranks with torchrun:"
     yield 'pretrain_gpt.py "${MEGATRON_ARGUMENTS[@]}" and the arguments of model, data, optimizer.'
@@ -108,7 +117,7 @@ def _header(outline: Outline) -> Iterator[str]:
 
 
 def _missing(outline: Outline) -> Iterator[str]:
-    yield "layouts of parameters and activations: Megatron-LM's models define them"
+    yield "layouts of single parameters and activations: Megatron-LM's models define them"
     if [axis for role in _ORDER for axis in outline.roles.get(role, ())] != [*outline.active]:
         yield (
             f"the order of the axes, {outline.named(outline.active)}: Megatron-LM nests tensor "

@@ -13,7 +13,7 @@ from autoshard.errors import PlanError
 from autoshard.graph import Graph, Node, graph_from_json
 from autoshard.layouts import AxisType, I, Layout
 from autoshard.plan.compare import mesh_text
-from autoshard.plan.document import PlacedInput, Plan, Stage
+from autoshard.plan.document import PlacedInput, PlacedNode, Plan, Stage
 
 Role = Literal["replicate", "shard", "tensor", "context"]
 """Purpose of an axis: data-parallel, with whole parameters or with shards; or another one."""
@@ -73,6 +73,11 @@ class Outline:
     def graph(self) -> Graph:
         """The program that was planned."""
         return graph_from_json(self.stage.program)
+
+    @cached_property
+    def placed(self) -> dict[str, PlacedNode]:
+        """The operators of the first stage with their layouts, by name."""
+        return {node.name: node for node in self.stage.nodes}
 
     @cached_property
     def parameters(self) -> tuple[OwnedParameter, ...]:
@@ -232,6 +237,21 @@ def placement_code(axis_type: AxisType) -> str:
     return f"_StridedShard({axis_type.dim}, split_factor={len(axis_type.sub_shards)})"
 
 
+def in_words(layout: Layout, axes: Sequence[str]) -> str:
+    """A layout in DTensor's words, one placement per axis; axes that shard one dim with order."""
+    texts = []
+    for axis_type in layout.types:
+        if axis_type.is_replicated:
+            texts.append("Replicate")
+            continue
+        interleaved = ", interleaved" if axis_type.sub_shards else ""
+        texts.append(f"Shard({axis_type.dim}{interleaved})")
+    dims = sorted({t.dim for t in layout.types if t.is_shard})
+    orders = [layout.sharding_axes(dim) for dim in dims]
+    nested = [f"{axes[order[-1]]} innermost" for order in orders if len(order) > 1]
+    return ", ".join([f"({', '.join(texts)})", *nested])
+
+
 _WIDTH = 96
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
@@ -248,6 +268,8 @@ def comment(paragraphs: Iterable[str]) -> str:
             break_on_hyphens=False,
             break_long_words=False,
         ) or [""]
+    while lines and not lines[-1]:
+        lines.pop()
     return "".join(f"# {line}".rstrip() + "\n" for line in lines)
 
 
@@ -262,7 +284,7 @@ def not_expressed(outline: Outline, items: Iterable[str]) -> list[str]:
             f"micro-batches"
         )
     if not listed:
-        return ["Everything that the plan specifies for parameters is expressed."]
+        return []
     return ["Not expressed:", *listed]
 
 

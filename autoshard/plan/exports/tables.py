@@ -28,7 +28,8 @@ def to_json(outline: Outline) -> str:
         mode="json", include={"nodes", "reshardings", "outputs", "checkpoints"}
     )
     document = {
-        "comment": f"Placements of autoshard's {outline.title}. Not expressed: {_LEFT_OUT}.",
+        "comment": "Expresses 100 % of the plan's placements, as data: "
+        f"autoshard's {outline.title}. Not expressed: {_LEFT_OUT}.",
         "mesh": dict(stage.axes),
         "tensors": {placed.target: _row(placed) for placed in stage.inputs},
         **dumped,
@@ -52,7 +53,8 @@ def to_csv(outline: Outline) -> str:
         writer.writerow([_cell(row[column]) for column in _COLUMNS])
     axes = ", ".join(outline.axes)
     head = [
-        f"Tensors at rest in autoshard's {outline.title}, one placement per axis: {axes}.",
+        "Expresses 100 % of the placements of tensors at rest, as data, and nothing else:",
+        f"autoshard's {outline.title}, one placement per axis: {axes}.",
         f"Not expressed: operators, reshardings and outputs (json has them); {_LEFT_OUT}.",
     ]
     return comment(head) + text.getvalue()

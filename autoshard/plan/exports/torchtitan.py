@@ -5,10 +5,11 @@ import re
 from collections.abc import Iterable, Iterator
 
 from autoshard.errors import PlanError
+from autoshard.plan.exports.expressed import Expressed, headline
 from autoshard.plan.exports.outline import Outline, Role, comment, folded, not_expressed
+from autoshard.plan.exports.settings import settings_express, stage_outlines
 from autoshard.plan.exports.target import export_target
 from autoshard.plan.modules import stage_modules
-from autoshard.plan.stage_plans import stage_plan
 
 _DEGREES: dict[str, Role] = {
     "data_parallel_replicate_degree": "replicate",
@@ -22,6 +23,11 @@ _LAYER = re.compile(r"(?:.*\.)?\d+")
 """Path of a module whose last part is a number."""
 
 
+def _expresses(outline: Outline) -> Expressed:
+    """The share of a plan that torchtitan's models of the same architecture express."""
+    return settings_express(outline, sequence_parallel=True, first_dim=True)
+
+
 @export_target(
     "torchtitan",
     media_type="application/toml",
@@ -30,6 +36,7 @@ _LAYER = re.compile(r"(?:.*\.)?\d+")
         "degrees of parallelism, modules of pipeline stages, resharding after forward, activation "
         "checkpointing"
     ),
+    expresses=_expresses,
     pipelines=True,
 )
 def to_torchtitan(outline: Outline) -> str:
@@ -44,10 +51,7 @@ def to_torchtitan(outline: Outline) -> str:
     """
     outline.require_one_axis("tensor", "torchtitan")
     outline.require_one_axis("context", "torchtitan")
-    stages = [outline]
-    if outline.plan.pipeline is not None:
-        numbers = range(len(outline.plan.stages))
-        stages = [Outline(stage_plan(outline.plan, number)[0]) for number in numbers]
+    stages = stage_outlines(outline)
     lines = ["", "[parallelism]"]
     lines += [f"{setting} = {outline.degree(role)}" for setting, role in _DEGREES.items()]
     lines += _pipeline(outline)
@@ -94,6 +98,7 @@ def _checkpointing(stages: Iterable[Outline]) -> str:
 
 
 def _header(outline: Outline) -> Iterator[str]:
+    yield headline(_expresses(outline))
     yield f"Degrees for torchtitan (0.2 and earlier), from autoshard's {outline.title}."
     yield "Put these tables into the job config of a model."
     yield ""
@@ -101,7 +106,7 @@ def _header(outline: Outline) -> Iterator[str]:
 
 
 def _missing(outline: Outline) -> Iterator[str]:
-    yield "layouts of parameters and activations: torchtitan's models define them"
+    yield "layouts of single parameters and activations: torchtitan's models define them"
     for role, axes in outline.roles.items():
         if len(axes) > 1:
             yield f"{outline.named(axes)} as separate axes: torchtitan merges them into one"

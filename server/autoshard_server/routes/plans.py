@@ -242,7 +242,7 @@ async def compare_plans(request: Request, service: ServiceParameter, _caller: Re
         headers=("If-None-Match",),
         answers={
             200: (
-                "Code or settings; the first lines list what they cannot express.",
+                "Code or settings; the first lines say what share of the plan they express.",
                 *("ETag", "Cache-Control"),
             ),
             304: ("The caller has this export.",),
@@ -261,10 +261,17 @@ async def export_plan(
             description="framework or format", json_schema_extra={"enum": [*plans.EXPORT_TARGETS]}
         ),
     ],
+    min_expressed: Annotated[
+        float,
+        Query(ge=0, le=1, description="share of the plan that the target must express"),
+    ] = MIN_EXPRESSED,
 ) -> Response:
-    """Export a plan as code or settings of another framework."""
+    """Export a plan as code or settings of another framework.
+
+    The first line says what share of the plan the target expresses.
+    """
     body = await _cached_plan(service, plan_id)
-    text = await service.in_parser(partial(_export, body, to))
+    text = await service.in_parser(partial(_export, body, to, min_expressed))
     # The plan never changes, but another release may export it differently.
     tag = hashlib.sha256(text).hexdigest()
     return tagged_response(
@@ -331,8 +338,9 @@ def _compare(before: bytes, after: bytes) -> bytes:
     return _DIFFERENCE.dump_json(found)
 
 
-def _export(plan: bytes, target: str) -> bytes:
-    return plans.export_plan(Plan.from_json(plan), target).encode()
+def _export(plan: bytes, target: str, min_expressed: float) -> bytes:
+    found = Plan.from_json(plan)
+    return plans.export_plan(found, target, min_expressed=min_expressed).encode()
 
 
 def _trace(plan: bytes) -> bytes:

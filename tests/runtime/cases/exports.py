@@ -1,6 +1,6 @@
-"""What exports say is done: parameters lie as planned, and numbers are the unsharded model's.
+"""Exports applied to models: their claims hold, and numbers are the unsharded model's.
 
-A parameter may lie otherwise only where the export's comment names it.
+Exactly the parameters that an export claims to express have the planned placements.
 """
 
 import copy
@@ -8,10 +8,11 @@ import csv
 import json
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -22,104 +23,173 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.distributed import DistributedConfig
 
-from autoshard.layouts import I, Layout, to_placements
-from autoshard.plan import PlacedInput, Plan, export_plan
+from autoshard.layouts import Layout, to_placements
+from autoshard.plan import Expressed, PlacedInput, Plan, export_plan, expressed_share
 from autoshard.runtime.shards import local_shard
 
-Layouts = Mapping[str, Layout]
+Difference = tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True)
 class Code:
-    """Python that is applied to a model: `parallelize` of one export, then `shard` of another.
+    """A model on which exported Python is run: its claims, numbers and collectives.
 
     Attributes:
         build: a model with example inputs.
         mesh: name of a mesh.
         options: name of options.
-        targets: of exports, in the order in which they are applied.
+        target: of the export.
         arguments: of `parallelize`.
+        share: share of the plan that the export should express at least.
+        difference: by kind, the number of collectives that run minus that of the plan; None if
+            they are not compared.
     """
 
     build: Callable[[], models.Case]
     mesh: str
     options: str
-    targets: tuple[str, ...]
+    target: str
     arguments: tuple[tuple[str, Any], ...] = ()
+    share: float = 0.0
+    difference: Difference | None = None
 
     def prepare(self) -> None:
-        assert all(self._texts)
+        assert self._text
+        assert self._expressed.share >= self.share, self._expressed
 
     @cached_property
     def _plan(self) -> Plan:
         return planned(self.build, self.mesh, self.options)
 
     @cached_property
-    def _texts(self) -> list[str]:
-        return [export_plan(self._plan, target) for target in self.targets]
+    def _text(self) -> str:
+        return export_plan(self._plan, self.target, min_expressed=self.share)
+
+    @cached_property
+    def _expressed(self) -> Expressed:
+        found = expressed_share(self._plan, self.target)
+        assert found is not None
+        return found
 
     def __call__(self) -> None:
         torch.manual_seed(0)
         model, inputs = self.build()
+        for parameter in model.parameters():  # those of norms are all equal
+            parameter.data += 0.01 * torch.randn_like(parameter)
         reference = copy.deepcopy(model)
         expected = reference(**inputs).loss
         expected.backward()
         mesh = device_mesh(self._plan)
-        for text in self._texts:
-            names = run(text)
-            if "parallelize" in names:
-                model = names["parallelize"](model, mesh, **dict(self.arguments))
-            else:
-                model = names["shard"](model, mesh)
+        names = run(self._text)
+        if "parallelize" in names:
+            model = names["parallelize"](model, mesh, **dict(self.arguments))
+        else:
+            model = names["shard"](model, mesh)
         # What a gathering module returns is a view of a DTensor; nothing here changes it in place.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view", UserWarning)
         shared = [self._plan.mesh.axis_names.index(axis) for axis in self._shared]
-        loss = model(**rows(inputs, mesh, shared)).loss
-        loss.backward()
+        with RecordedCollectives() as recorded:
+            loss = model(**rows(inputs, mesh, shared)).loss
+            loss.backward()
         check_loss(loss, expected)
-        layouts = self._layouts
-        if self.targets == TENSOR:
-            assert all(isinstance(p, DTensor) for p in model.parameters())
-        check_parameters(model, reference, mesh, layouts)
-        check_parameters(model, reference, mesh, layouts, gradients=True)
+        check_placements(model, reference, mesh, self._plan, self._expressed)
+        check_values(model, reference)
+        check_values(model, reference, gradients=True)
         for trained in (model, reference):
             torch.optim.SGD(trained.parameters(), lr=0.1).step()
-        check_parameters(model, reference, mesh, layouts)
+        check_values(model, reference)
+        check_collectives(recorded.counts, self._plan, self.difference)
 
     @property
     def _shared(self) -> list[str]:
         """Axes whose ranks get rows of their own."""
-        text = self._texts[-1]
-        if "IS_DATA_PARALLEL = True" in text:
-            return re.findall(r"^AXIS = '(\w+)'", text, re.MULTILINE)
-        return re.findall(r"^(?:SHARD|REPLICATE)_AXIS = '(\w+)'", text, re.MULTILINE)
+        return re.findall(r"^(?:SHARD|REPLICATE)_AXIS = '(\w+)'", self._text, re.MULTILINE)
 
-    @property
-    def _layouts(self) -> Layouts:
-        """Where parameters should be: as planned, unless a comment says otherwise."""
-        layouts = {}
-        for name, placed in parameters(self._plan).items():
-            layout = Layout.parse(placed.layout)
-            for text in self._texts:
-                line = rf"^# - {re.escape(name)}: .* in the plan, (.*) here$"
-                other = re.search(line, text, re.MULTILINE)
-                layout = Layout.parse(other[1]) if other else layout
-            if self.targets == ("parallelize-module",):
-                layout = self._on_the_axis(name, layout)
-            layouts[name] = layout
-        return layouts
 
-    def _on_the_axis(self, name: str, layout: Layout) -> Layout:
-        (text,) = self._texts
-        for axis, axis_type in enumerate(layout.types):
-            line = rf"^# - the sharding over {self._plan.mesh.axis_names[axis]} of ((?:.|\n#   )*)"
-            missing = re.search(line, text, re.MULTILINE)
-            if axis_type.is_shard and missing:
-                assert re.sub(r"\.\d+\.", ".*.", name) in missing[1]
-                layout = Layout(tuple(I if a == axis else t for a, t in enumerate(layout.types)))
-        return layout
+class RecordedCollectives(TorchDispatchMode):
+    """Counts the collectives that this process runs, by kind."""
+
+    NAMES: ClassVar = {
+        "allgather": "all_gather",
+        "all_gather": "all_gather",
+        "allreduce": "all_reduce",
+        "all_reduce": "all_reduce",
+        "reduce_scatter": "reduce_scatter",
+        "alltoall": "all_to_all",
+        "all_to_all": "all_to_all",
+    }
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented  # its collectives follow
+        if func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
+            name = func._schema.name.partition("::")[2].lstrip("_")
+            kind = next((k for n, k in self.NAMES.items() if name.startswith(n)), "")
+            if kind:
+                self.counts[kind] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def in_plan(plan: Plan) -> "Counter[str]":
+    """The number of collectives of a step of a plan, by kind."""
+    counts: Counter[str] = Counter()
+    for collective in plan.collectives:
+        counts[collective.kind] += collective.count
+    return counts
+
+
+def check_collectives(ran: "Counter[str]", plan: Plan, difference: Difference | None) -> None:
+    """The collectives that ran differ from those of the plan as stated."""
+    if difference is not None:
+        expected = in_plan(plan)
+        expected.update(dict(difference))
+        assert ran == expected, f"{dict(ran)}, not {dict(expected)}"
+
+
+def check_placements(
+    model: nn.Module, reference: nn.Module, mesh: DeviceMesh, plan: Plan, expressed: Expressed
+) -> None:
+    """Exactly the parameters that the export claims to place as planned are so on all ranks."""
+    wholes = dict(reference.named_parameters(remove_duplicate=False))
+    found = dict(model.named_parameters(remove_duplicate=False))
+    placed = parameters(plan)
+    assert set(found) == set(wholes) == set(placed)
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    as_planned = torch.zeros(len(found), dtype=torch.int64)
+    for number, name in enumerate(found):
+        layout = Layout.parse(placed[name].layout)
+        shard = local_shard(wholes[name].detach(), layout, tuple(mesh.shape), coordinate)
+        local = local_of(found[name].detach())
+        as_planned[number] = local.shape == shard.shape and bool(torch.equal(local, shard))
+    dist.all_reduce(as_planned, dist.ReduceOp.MIN)
+    claimed = [name for name, same in zip(found, as_planned.tolist(), strict=True) if same]
+    assert set(claimed) == expressed.parameters
+
+
+def check_values(model: nn.Module, reference: nn.Module, *, gradients: bool = False) -> None:
+    """The full parameters, or their gradients, are those of a reference."""
+    wholes = dict(reference.named_parameters())
+    for name, parameter in model.named_parameters():
+        expected, actual = wholes[name].detach(), parameter.detach()
+        if gradients:
+            assert parameter.grad is not None, name
+            assert wholes[name].grad is not None
+            expected, actual = wholes[name].grad, parameter.grad
+        full = actual.full_tensor() if isinstance(actual, DTensor) else actual
+        close(full, expected, f"{name}, gradient: {gradients}")
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a tensor that a rank has."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def run(text: str) -> dict[str, Any]:
@@ -152,33 +222,6 @@ def check_loss(loss: torch.Tensor, expected: torch.Tensor) -> None:
     close(losses / dist.get_world_size(), expected.detach(), "loss")
 
 
-def check_parameters(
-    model: nn.Module,
-    reference: nn.Module,
-    mesh: DeviceMesh,
-    layouts: Layouts,
-    *,
-    gradients: bool = False,
-) -> None:
-    """Each rank holds the slices that layouts say, of the values and gradients of a reference."""
-    wholes = dict(reference.named_parameters(remove_duplicate=False))
-    found = dict(model.named_parameters(remove_duplicate=False))
-    assert set(found) == set(wholes) == set(layouts)
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None
-    for name, parameter in found.items():
-        whole, actual = wholes[name].detach(), parameter.detach()
-        if gradients:
-            assert parameter.grad is not None, name
-            assert wholes[name].grad is not None
-            whole, actual = wholes[name].grad, parameter.grad
-            if isinstance(actual, DTensor):  # torch leaves those of embeddings as they come
-                actual = actual.redistribute(placements=parameter.placements)
-        local = actual.to_local() if isinstance(actual, DTensor) else actual
-        expected = local_shard(whole, layouts[name], tuple(mesh.shape), coordinate)
-        close(local, expected, f"{name} as {layouts[name]}, gradient: {gradients}")
-
-
 @dataclass(frozen=True)
 class Transformers:
     """A model that transformers distributes by an exported `tp_plan`."""
@@ -186,9 +229,12 @@ class Transformers:
     build: Callable[[], models.Case]
     mesh: str
     options: str
+    share: float = 0.0
+    difference: Difference | None = None
 
     def prepare(self) -> None:
         assert self._text
+        assert self._expressed.share >= self.share, self._expressed
 
     @cached_property
     def _plan(self) -> Plan:
@@ -196,7 +242,13 @@ class Transformers:
 
     @cached_property
     def _text(self) -> str:
-        return export_plan(self._plan, "hf-tp-plan")
+        return export_plan(self._plan, "hf-tp-plan", min_expressed=self.share)
+
+    @cached_property
+    def _expressed(self) -> Expressed:
+        found = expressed_share(self._plan, "hf-tp-plan")
+        assert found is not None
+        return found
 
     def __call__(self) -> None:
         torch.manual_seed(0)
@@ -216,22 +268,14 @@ class Transformers:
         _, _, manager = model.prepare_distribute_model(config)
         model = model.maybe_distribute_model(model, config, manager)
         model.tie_weights()
-        loss = model(**inputs).loss
-        loss.backward()
+        with RecordedCollectives() as recorded:
+            loss = model(**inputs).loss
+            loss.backward()
         check_loss(loss, expected)
-        line = r"^# - the sharding of ((?:.|\n#   )*), which stay replicated"
-        missing = re.search(line, self._text, re.MULTILINE)
-        left = re.split(r",\s+(?:#\s+)?", missing[1]) if missing else []
-        layouts = {
-            name: Layout((I,))
-            if re.sub(r"\.\d+\.", ".*.", name) in left
-            else Layout.parse(placed.layout)
-            for name, placed in parameters(self._plan).items()
-        }
-        assert any(layout.types[0].is_shard for layout in layouts.values())
-        mesh = device_mesh(self._plan)
-        check_parameters(model, reference, mesh, layouts)
-        check_parameters(model, reference, mesh, layouts, gradients=True)
+        check_placements(model, reference, device_mesh(self._plan), self._plan, self._expressed)
+        check_values(model, reference)
+        check_values(model, reference, gradients=True)
+        check_collectives(recorded.counts, self._plan, self.difference)
 
 
 @dataclass(frozen=True)
@@ -295,24 +339,44 @@ OPTIONS["thirds"] = {
         "parameters": {"*.c_attn.weight": "S(0),S(1)/1+1+1", "*.c_fc.weight": "S(1),S(1)"},
     }
 }
+for target in ("fsdp2", "parallelize-module", "hf-tp-plan"):
+    OPTIONS[f"for {target}"] = {"exportable_to": target}
 LOCAL = (("sizes_from_tensors", True),)
-TENSOR = ("parallelize-module",)
-BOTH = ("parallelize-module", "fsdp2")
+TENSOR = "parallelize-module"
+LOSS = ("all_reduce", -2)
+"""The plan's loss is reduced over the ranks, in two collectives; with FSDP2 each has its own."""
+GROUPS = (("all_gather", 2), ("reduce_scatter", 2))
+"""FSDP2 gathers two blocks and the rest apart; the plan has one bucket for these few bytes."""
+READERS = ("all_reduce", 6)
+"""In the backward of two layers: query, key and value, or gate and up, reduce the gradient of what
+they read one by one; in the plan their sum is reduced."""
 llama, gpt2 = partial(models.llama), partial(models.gpt2)
 
 CASES = {
+    "llama for fsdp2": Code(llama, "4", "for fsdp2", "fsdp2", (), 1.0, (*GROUPS, LOSS)),
+    "gpt2 for fsdp2": Code(gpt2, "4", "for fsdp2", "fsdp2", (), 1.0, (*GROUPS, LOSS)),
+    "llama for fsdp2, two axes": Code(llama, "2x2", "for fsdp2", "fsdp2", (), 1.0, (*GROUPS, LOSS)),
+    "llama for parallelize_module": Code(
+        llama, "4", f"for {TENSOR}", TENSOR, LOCAL, 1.0, (READERS,)
+    ),
+    "gpt2 for parallelize_module": Code(gpt2, "4", f"for {TENSOR}", TENSOR, (), 1.0, ()),
+    "llama for both": Code(
+        llama, "2x2", f"for {TENSOR}", TENSOR, LOCAL, 1.0, (*GROUPS, ("all_reduce", 4))
+    ),
+    "gpt2 for both": Code(gpt2, "2x2", f"for {TENSOR}", TENSOR, (), 1.0, (LOSS,)),
+    "llama for transformers": Transformers(llama, "4", "for hf-tp-plan", 1.0, (READERS,)),
+    "gpt2 for transformers": Transformers(gpt2, "4", "for hf-tp-plan", 1.0, ()),
     "tensor parallel llama": Code(llama, "4", "megatron", TENSOR),
     "tensor parallel llama, local heads": Code(llama, "4", "megatron", TENSOR, LOCAL),
     "tensor parallel gpt2, weights gathered": Code(gpt2, "4", "megatron", TENSOR),
-    "one axis of a free plan of llama": Code(llama, "2x2", "free", TENSOR, LOCAL),
     "free plan of gpt2, weights gathered": Code(gpt2, "4", "free", TENSOR),
-    "weights and rows cut by one axis": Code(gpt2, "4", "fsdp", TENSOR),
-    "fsdp of gpt2": Code(gpt2, "4", "fsdp", ("fsdp2",)),
-    "fsdp of llama over one of two axes": Code(llama, "2x2", "hsdp", ("fsdp2",)),
-    "data and tensor parallel llama": Code(llama, "2x2", "megatron", BOTH, LOCAL),
-    "fsdp and a free plan of llama": Code(llama, "2x2", "free", BOTH, LOCAL),
-    "fsdp and a free plan of gpt2": Code(gpt2, "2x2", "free", BOTH),
-    "fsdp of thirds": Code(gpt2, "2x2", "thirds", BOTH),
+    "fsdp of gpt2": Code(gpt2, "4", "fsdp", "fsdp2"),
+    "fsdp of llama over one of two axes": Code(llama, "2x2", "hsdp", "fsdp2"),
+    "data and tensor parallel llama": Code(llama, "2x2", "megatron", TENSOR, LOCAL),
+    "data parallel half of llama": Code(llama, "2x2", "megatron", "fsdp2"),
+    "fsdp and a free plan of llama": Code(llama, "2x2", "free", TENSOR, LOCAL),
+    "fsdp and a free plan of gpt2": Code(gpt2, "2x2", "free", TENSOR),
+    "fsdp of thirds": Code(gpt2, "2x2", "thirds", TENSOR),
     "llama by transformers": Transformers(llama, "4", "megatron"),
     "free plan of llama by transformers": Transformers(llama, "4", "free"),
     "gpt2 by transformers": Transformers(gpt2, "4", "megatron"),
