@@ -13,12 +13,13 @@ _OTHER_NAMES = {
     "max_axes": "--max-axes",
     "intra_bandwidth": "--intra-bandwidth",
     "inter_bandwidth": "--inter-bandwidth",
+    "min_expressed": "--min-expressed",
 }
 _FLAGS = {name: f"--{name.replace('_', '-')}" for name in PlanOptions.model_fields} | _OTHER_NAMES
 
 _ANY = "|".join(_FLAGS)
 _LONG = "|".join(name for name in _FLAGS if "_" in name)
-_WITH_VALUE = re.compile(rf"`?\b({_ANY})(?: ?= ?| (?=['\"]))(['\"]?)([\w.]+)\2`?")
+_WITH_VALUE = re.compile(rf"`?\b({_ANY})(?: ?= ?| (?=['\"]))(['\"]?)([\w.-]+)\2`?")
 """`stages=1`, `mode 'inference'`."""
 _BEFORE_COLON = re.compile(rf"^({_ANY})(?=[.:])")
 """The option that a message is about: `mode: Input should be ...`."""

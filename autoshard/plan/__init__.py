@@ -157,6 +157,7 @@ __all__ = [
     "chrome_trace",
     "compare_plans",
     "export_plan",
+    "expressed_share",
     "find_roles",
     "fold_parameters",
     "mesh_text",

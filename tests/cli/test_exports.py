@@ -47,7 +47,8 @@ def test_an_export_that_expresses_little_fails(plan: Path, tmp_path: Path) -> No
     result = autoshard("export", plan, "--to", "fsdp2", "-o", path)
     assert result.exit_code == 1
     assert "that is less than 50 %" in result.output
-    assert "--exportable-to" in result.output
+    assert "--exportable-to fsdp2" in " ".join(result.output.split())
+    assert "set --min-expressed 0" in " ".join(result.output.split())
     assert not path.exists()
 
 

@@ -445,7 +445,7 @@ def test_an_export_that_expresses_little_is_an_error(data_and_tensor: Plan, targ
     message = str(error.value)
     assert f"{target} would express {found}; that is less than 50 %" in message
     assert "Not expressed: the compute of model.layers.*" in message
-    assert f"--exportable-to) {target}" in message
+    assert f"exportable_to={target!r}" in message
     assert export_plan(data_and_tensor, target, min_expressed=found.share)
 
 

@@ -42,7 +42,7 @@ def export_plan(plan: Plan, target: str, *, min_expressed: float = MIN_EXPRESSED
         raise PlanError(
             f"{target} would express {found}; that is less than {percent(min_expressed)}. Not "
             f"expressed: {found.missing}. {_WAYS_OUT.get(target, '')}To export it nevertheless, "
-            f"set min_expressed (--min-expressed) to 0"
+            f"set min_expressed=0"
         )
     return EXPORT_TARGETS[target].export(outline)
 
@@ -59,11 +59,11 @@ def expressed_share(plan: Plan, target: str) -> Expressed | None:
 
 _WAYS_OUT = {
     **{
-        target: f"Plan again with exportable_to (--exportable-to) {target}, which finds the best "
-        f"plan that it can express. "
+        target: f"Plan again with exportable_to={target!r}, which finds the best plan that it can "
+        f"express. "
         for target in get_args(ExportableTo)
     },
-    "megatron": "Plan again with algo (--algo) megatron, the pattern of Megatron-LM. ",
+    "megatron": "Plan again with algo='megatron', its pattern. ",
 }
 
 

@@ -116,7 +116,7 @@ def shard_axis(outline: Outline) -> int:
     if not axes:
         raise PlanError(
             "no axis of the plan shards the batch of every input, so there is no data-parallel "
-            "axis; export to parallelize-module, or plan with exportable_to fsdp2"
+            "axis; export to parallelize-module, or plan with exportable_to='fsdp2'"
         )
     shard = axes[-1] if outline.shard_axis is None else outline.shard_axis
     others = [axis for axis in axes if axis != shard]
@@ -129,7 +129,7 @@ def shard_axis(outline: Outline) -> int:
         raise PlanError(
             f"FSDP2 shards over the inner one of two axes, but the plan over "
             f"{outline.axes[shard]}, which is before {outline.named(others)}: plan on a mesh with "
-            f"these axes in the opposite order, or with exportable_to fsdp2"
+            f"these axes in the opposite order, or with exportable_to='fsdp2'"
         )
     return shard
 

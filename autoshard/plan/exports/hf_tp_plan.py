@@ -28,8 +28,8 @@ def _axis_and_rules(outline: Outline) -> tuple[int, dict[str, str]]:
     if axis is None or set(rules.values()) <= {"replicate"}:
         raise PlanError(
             "a tp_plan can express only linear layers and embeddings that are sharded over an axis "
-            "which does not shard the batch; the plan has none: plan with exportable_to "
-            "hf-tp-plan, or export to fsdp2 or parallelize-module"
+            "which does not shard the batch; the plan has none: plan with "
+            "exportable_to='hf-tp-plan', or export to fsdp2 or parallelize-module"
         )
     return axis, rules
 

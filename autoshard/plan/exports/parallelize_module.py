@@ -192,7 +192,7 @@ def _tensor_axis(outline: Outline) -> int:
     if outline.tensor_axis is None:
         raise PlanError(
             "the plan is not tensor-parallel: no axis that has the whole batch shards a parameter; "
-            "plan with exportable_to parallelize-module, or export to fsdp2"
+            "plan with exportable_to='parallelize-module', or export to fsdp2"
         )
     return outline.tensor_axis
 

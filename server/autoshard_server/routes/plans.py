@@ -11,6 +11,7 @@ from pydantic import TypeAdapter
 from autoshard import plan as plans
 from autoshard.client.results import Validation
 from autoshard.plan import Plan, PlanDifference
+from autoshard.plan.options import MIN_EXPRESSED
 from autoshard.planner import Explanation
 from autoshard_server.http.auth import Planner, Reader
 from autoshard_server.http.documents import KnownPlan, PlanPage
