@@ -86,12 +86,12 @@ def parse_rate(value: str | float) -> float:
     )
 
 
-def implausible_memory(nbytes: int) -> str | None:
-    """Return a remark on an amount of memory that was probably meant in another unit, or None."""
+def unit_hint(nbytes: int) -> str | None:
+    """Return a question if an amount of memory was probably meant in another unit, or None."""
     if nbytes >= MIN_PLAUSIBLE_BYTES:
         return None
     unit = "GB" if nbytes <= _MAX_GB else "MB"
-    return f"{nbytes} bytes; did you mean {nbytes}{unit}?"
+    return f"did you mean {nbytes}{unit}?"
 
 
 def format_bytes(nbytes: float) -> str:
@@ -162,7 +162,7 @@ def _schema(number: dict[str, Any], pattern: str) -> dict[str, Any]:
     return {"anyOf": [number, {"type": "string", "pattern": pattern}]}
 
 
-Bytes = Annotated[
+ByteCount = Annotated[
     int,
     Field(gt=0),
     BeforeValidator(partial(_from_text, parse_bytes)),

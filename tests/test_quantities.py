@@ -1,4 +1,4 @@
-"""Bytes, bandwidths and times: what people write, and what they read."""
+"""ByteCount, bandwidths and times: what people write, and what they read."""
 
 import re
 from typing import Any
@@ -12,17 +12,17 @@ from autoshard.errors import InputError
 from autoshard.plan import PlanOptions
 from autoshard.quantities import (
     Bandwidth,
-    Bytes,
+    ByteCount,
     format_bytes,
     format_flops,
     format_rate,
     format_seconds,
-    implausible_memory,
     parse_bytes,
     parse_rate,
+    unit_hint,
 )
 
-BYTES: TypeAdapter[int] = TypeAdapter(Bytes)
+BYTES: TypeAdapter[int] = TypeAdapter(ByteCount)
 BANDWIDTH: TypeAdapter[float] = TypeAdapter(Bandwidth)
 
 
@@ -158,9 +158,9 @@ def test_options_take_strings() -> None:
 
 
 def test_memory_without_a_unit_may_be_a_mistake() -> None:
-    assert implausible_memory(80) == "80 bytes; did you mean 80GB?"
-    assert implausible_memory(81920) == "81920 bytes; did you mean 81920MB?"
-    assert implausible_memory(10**6) is None
+    assert unit_hint(80) == "did you mean 80GB?"
+    assert unit_hint(81920) == "did you mean 81920MB?"
+    assert unit_hint(10**6) is None
 
 
 @pytest.mark.parametrize(

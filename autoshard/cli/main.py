@@ -33,6 +33,11 @@ COMMANDS = {
         "List the operators of a graph, those that cannot be sharded and why, and their cost.",
         PLANNING,
     ),
+    "topologies": Deferred(
+        "autoshard.cli.topologies:topologies",
+        "List the clusters that --topology can name, with their devices and links.",
+        PLANNING,
+    ),
     "show": Deferred("autoshard.cli.plans:show", "Show a plan as tables.", PLANS),
     "check": Deferred(
         "autoshard.cli.plans:check",

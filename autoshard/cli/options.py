@@ -30,7 +30,7 @@ from autoshard.mesh import Topology as MeshTopology
 from autoshard.mesh import parse_shape, topology_from_json
 from autoshard.plan import Algorithm, Mode, Plan, PlanOptions
 from autoshard.plan.options import ExportableTo, Recomputing, ScheduleName, StateDType, SubMeshes
-from autoshard.quantities import implausible_memory, parse_bytes
+from autoshard.quantities import parse_bytes, unit_hint
 
 SERVER_VARIABLE = "AUTOSHARD_SERVER"
 
@@ -394,9 +394,9 @@ def read_memory(text: str) -> int:
         nbytes = parse_bytes(text)
     except InputError as error:
         raise OptionError(f"--memory-budget: {error}") from None
-    remark = implausible_memory(nbytes)
-    if remark is not None and text.strip().isdecimal():
-        raise OptionError(f"--memory-budget {text} is {remark}")
+    hint = unit_hint(nbytes)
+    if hint is not None and text.strip().isdecimal():
+        raise OptionError(f"--memory-budget {text} is {nbytes} bytes; {hint}")
     return nbytes
 
 

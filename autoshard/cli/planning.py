@@ -105,6 +105,8 @@ def search(
     *,
     devices: Annotated[int, typer.Option(help="Number of devices of the mesh.")],
     topology: Topology = None,
+    nodes: Nodes = None,
+    gpus_per_node: GpusPerNode = None,
     max_axes: Annotated[int, typer.Option(help="Largest number of mesh axes.")] = 3,
     workers: Annotated[
         int, typer.Option(help="Number of meshes planned at the same time, without a service.")
@@ -123,6 +125,8 @@ def search(
                 graph,
                 num_devices=devices,
                 topology=read_topology(topology),
+                nodes=nodes,
+                gpus_per_node=gpus_per_node,
                 max_axes=max_axes,
                 options=options,
                 discover=discover,

@@ -132,17 +132,18 @@ class AsyncClient(_Base):
     ) -> Plan:
         """Plan a model for a mesh, and wait for the plan.
 
-            plan = client.plan("gpt2.pt2", mesh=(2, 4), memory_budget=40 * 10**9)
+            plan = client.plan("gpt2.pt2", mesh=(2, 4), memory_budget="40GB")
 
         Args:
             model: a module, which is exported on the meta device; or the path or bytes of a
                 `.pt2` archive or of its model.json.
             args: example arguments of the module's forward.
             kwargs: example keyword arguments of the module's forward.
-            mesh: size of each axis, or the arguments of `make_mesh` as a mapping, or a mesh.
+            mesh: size of each axis, such as `(2, 4)` or `"2x4"`, or the arguments of `make_mesh` as
+                a mapping, or a mesh.
             options: of planning.
             mode: replaces that of the options.
-            memory_budget: bytes per device; replaces that of the options.
+            memory_budget: per device, such as "80GB"; replaces that of the options.
             discover: run the model's own operators in this process, on small tensors, to find
                 their sharding rules; the service never runs them. If False, they are replicated.
             on_progress: called with each progress report of the job.
@@ -206,10 +207,12 @@ class AsyncClient(_Base):
             kwargs: as in `plan`.
             num_devices: of each mesh.
             topology: a name of `list_topologies`, or a topology; the default one if None.
+            nodes: number of nodes, as for `make_mesh`.
+            gpus_per_node: number of devices of a node, instead of `nodes`.
             max_axes: largest number of mesh axes.
             options: of planning, the same for all meshes; `time_limit` is that of each plan.
             mode: replaces that of the options.
-            memory_budget: bytes per device; replaces that of the options.
+            memory_budget: per device, such as "80GB"; replaces that of the options.
             discover: as in `plan`.
             on_progress: called with each progress report of the job: its phase counts the meshes
                 that are planned, its incumbent is the seconds of a step under the latest plan.

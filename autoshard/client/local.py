@@ -27,7 +27,7 @@ from autoshard.client.results import (
 )
 from autoshard.client.transport import Transport
 from autoshard.errors import MeshError, RequestRejectedError
-from autoshard.mesh import Topology, get_topology, list_topologies
+from autoshard.mesh import Topology, get_topology, list_topologies, resolve_topology
 from autoshard.outcome import SolveStatus
 from autoshard.plan import PLAN_VERSION, Plan
 
@@ -326,7 +326,12 @@ class Local:
             InputError: the request cannot be planned.
         """
         named = request.topology
-        topology = self._topologies.get(named, named) if isinstance(named, str) else named
+        topology = resolve_topology(
+            self._topologies.get(named, named) if isinstance(named, str) else named,
+            request.num_devices,
+            request.nodes,
+            request.gpus_per_node,
+        )
 
         def make(job: LocalJob) -> _Made | None:
             plans: list[Plan] = []

@@ -27,6 +27,7 @@ from autoshard.mesh import (
     make_mesh,
     mesh_from_json,
     mesh_to_json,
+    parse_shape,
     topology_to_json,
 )
 from autoshard.plan import Mode, PlanOptions
@@ -34,7 +35,7 @@ from autoshard.plan import Mode, PlanOptions
 if TYPE_CHECKING:
     import torch
 
-MeshLike: TypeAlias = Sequence[int] | Mapping[str, Any] | Mesh
+MeshLike: TypeAlias = str | Sequence[int] | Mapping[str, Any] | Mesh
 ModelLike: TypeAlias = "str | Path | bytes | torch.nn.Module"
 
 _TORCH_NAMESPACES = frozenset({"aten", "higher_order"})
@@ -50,7 +51,7 @@ class _ModelArguments(TypedDict, total=False):
 
     options: PlanOptions | None
     mode: Mode | None
-    memory_budget: int | None
+    memory_budget: int | str | None
     discover: bool
 
 
@@ -65,6 +66,8 @@ class SearchArguments(_ModelArguments):
 
     num_devices: int
     topology: NotRequired[str | Topology | None]
+    nodes: NotRequired[int | None]
+    gpus_per_node: NotRequired[int | None]
     max_axes: NotRequired[int]
 
 
@@ -154,21 +157,26 @@ class SearchRequest(GraphRequest):
         *,
         num_devices: int,
         topology: str | Topology | None = None,
+        nodes: int | None = None,
+        gpus_per_node: int | None = None,
         max_axes: int = 3,
         discover: bool = True,
         **options: Any,
     ) -> None:
         self.num_devices, self.topology, self.max_axes = num_devices, topology, max_axes
+        self.nodes, self.gpus_per_node = nodes, gpus_per_node
         self.options = _merge_options(**options)
         members = {
             "num_devices": num_devices,
             "topology": _topology_document(topology),
+            "nodes": nodes,
+            "gpus_per_node": gpus_per_node,
             "max_axes": max_axes,
             "options": self.options.model_dump(mode="json"),
         }
         super().__init__(model, args, kwargs, members, discover=discover)
 
-    def digest(self, topology: str | Topology | None) -> str:
+    def digest(self, topology: Topology) -> str:
         """Digest of the whole request, with its topology resolved."""
         document = self.document | {"topology": _topology_document(topology)}
         text = json.dumps([self.graph_sha256, document], sort_keys=True)
@@ -234,7 +242,7 @@ def read_model(
 def _merge_options(
     options: PlanOptions | None = None,
     mode: Mode | None = None,
-    memory_budget: int | None = None,
+    memory_budget: int | str | None = None,
 ) -> PlanOptions:
     """Replace options by those that were given as separate arguments.
 
@@ -295,14 +303,34 @@ def _mesh_document(mesh: MeshLike) -> dict[str, Any]:
         document: dict[str, Any] = json.loads(mesh_to_json(mesh))
         return document
     if isinstance(mesh, Mapping):
-        return dict(mesh)
+        return _mesh_arguments(mesh)
+    if isinstance(mesh, str):
+        return _mesh_arguments({"shape": mesh})
     try:
         return {"shape": [index(size) for size in mesh]}
     except TypeError:
         raise MeshError(
-            f"invalid mesh {mesh!r}: give the size of each axis, such as (2, 4), the arguments of "
-            f"make_mesh as a mapping, or a Mesh"
+            f"invalid mesh {mesh!r}: give the size of each axis, such as (2, 4) or '2x4', the "
+            f"arguments of make_mesh as a mapping, or a Mesh"
         ) from None
+
+
+def _mesh_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of `make_mesh` as the service takes them: a list of sizes, and `axes`."""
+    document = dict(given)
+    if "mesh_dim_names" in document and "axes" not in document:
+        document["axes"] = document.pop("mesh_dim_names")
+    shape = document.get("shape")
+    if isinstance(shape, str):
+        sizes, names = parse_shape(shape)
+        document["shape"] = list(sizes)
+        if names is not None:
+            if document.get("axes") is not None:
+                raise MeshError(
+                    f"the axes are named twice: {names} in the shape, and {document['axes']}"
+                )
+            document["axes"] = list(names)
+    return document
 
 
 def _topology_document(topology: str | Topology | None) -> Any:

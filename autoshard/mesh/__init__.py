@@ -1,6 +1,6 @@
 """Device meshes and the cost of communication; independent of graphs and layouts."""
 
-from autoshard.mesh.build import make_mesh
+from autoshard.mesh.build import make_mesh, resolve_topology
 from autoshard.mesh.mesh import (
     AlphaBeta,
     Axis,
@@ -45,6 +45,7 @@ __all__ = [
     "mesh_from_json",
     "mesh_to_json",
     "parse_shape",
+    "resolve_topology",
     "topology_from_json",
     "topology_to_json",
 ]

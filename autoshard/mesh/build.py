@@ -83,9 +83,9 @@ def make_mesh(
     }
     given = {name: value for name, value in links.items() if value is not None}
     if not given:
-        known = _known(topology, backend)
-        size = node_size(num_devices, nodes, gpus_per_node, most=known.devices_per_node)
-        return Mesh(mesh_axes, known if size is None else set_node_size(known, num_devices, size))
+        return Mesh(
+            mesh_axes, resolve_topology(topology, num_devices, nodes, gpus_per_node, backend)
+        )
     if topology is not None:
         raise MeshError(
             f"both a topology and {', '.join(given)} are given; a topology has its own links, "
@@ -93,6 +93,30 @@ def make_mesh(
         )
     size = node_size(num_devices, nodes, gpus_per_node) or mesh_axes[-1].size
     return Mesh(mesh_axes, _two_level(size, num_devices // size, given, backend or "nccl"))
+
+
+def resolve_topology(
+    topology: str | Topology | None,
+    num_devices: int,
+    nodes: int | None = None,
+    gpus_per_node: int | None = None,
+    backend: str | None = None,
+) -> Topology:
+    """Return the topology of a mesh of a number of devices, with nodes of the given size.
+
+    Args:
+        topology: as in `make_mesh`.
+        num_devices: number of devices of the mesh.
+        nodes: as in `make_mesh`.
+        gpus_per_node: as in `make_mesh`.
+        backend: as in `make_mesh`.
+
+    Raises:
+        MeshError: the topology is unknown, or the devices cannot be divided among its nodes so.
+    """
+    known = _known(topology, backend)
+    size = node_size(num_devices, nodes, gpus_per_node, most=known.devices_per_node)
+    return known if size is None else set_node_size(known, num_devices, size)
 
 
 def _axes(shape: str | Sequence[int], names: Sequence[str] | None) -> tuple[Axis, ...]:

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 from pydantic import ConfigDict
 
 from autoshard.errors import InputError, MeshError
-from autoshard.quantities import Bandwidth, Bytes, parse_bytes, parse_rate
+from autoshard.quantities import Bandwidth, ByteCount, parse_bytes, parse_rate
 
 MAX_NAME = 255
 """Maximum characters of a name."""
@@ -165,7 +165,7 @@ class Device:
     name: str
     peak_flops: Mapping[str, float] = field(hash=False)
     memory_bandwidth: Bandwidth
-    memory: Bytes
+    memory: ByteCount
     launch_overhead: float = 0.0
     tile: float = TILE
     host_bandwidth: Bandwidth = 0.0
@@ -206,7 +206,7 @@ class Device:
 
     @property
     def input_bandwidth(self) -> float:
-        """Bytes per second at which inputs of a step are written to memory."""
+        """ByteCount per second at which inputs of a step are written to memory."""
         return min(self.memory_bandwidth, self.host_bandwidth or self.memory_bandwidth)
 
 
@@ -221,7 +221,7 @@ class Bend:
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
-    nbytes: Bytes
+    nbytes: ByteCount
     bandwidth: Bandwidth
 
     def __post_init__(self) -> None:

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from autoshard.quantities import Bytes
+from autoshard.quantities import ByteCount
 
 Mode = Literal["training", "inference"]
 Pattern = Literal["ddp", "fsdp2", "hsdp", "megatron", "megatron-sp"]
@@ -117,7 +117,7 @@ class PlanOptions(BaseModel):
         default=None,
         description="element type of the optimizer state; the type of the updated values if null.",
     )
-    memory_budget: Bytes | None = Field(
+    memory_budget: ByteCount | None = Field(
         default=None,
         description="limit of the peak memory per device, bytes or a text such as '80GB'; the "
         "device's memory if null.",

@@ -14,6 +14,7 @@ from autoshard.plan.document import Conflict
 from autoshard.plan.options import PlanOptions
 from autoshard.planner.budget_search import BudgetSearch
 from autoshard.planner.formulation import Formulation
+from autoshard.quantities import unit_hint
 from autoshard.solve import USAGE_TOLERANCE, CancelToken, solve_problem
 
 _MIN_SECONDS = 1.0
@@ -51,6 +52,8 @@ def conflict_text(conflict: Conflict, *, proven: bool) -> str:
         return f"no plan is possible, {what}: {options}; change or remove one"
     fits = "fits" if proven else "was found that fits"
     short = f"no plan {fits} the memory budget of {conflict.budget:,} bytes per device"
+    if (hint := unit_hint(conflict.budget)) is not None:
+        short += f" ({hint})"
     least = "raise memory_budget, "
     if conflict.least_budget is not None:
         least = f"the smallest feasible budget is {conflict.least_budget:,} bytes: {least}"

@@ -15,7 +15,14 @@ from typing import IO, Any
 
 from autoshard.errors import OptionError
 from autoshard.graph import Graph, graph_to_json
-from autoshard.mesh import Mesh, Topology, default_axis_names, make_mesh, mesh_to_json
+from autoshard.mesh import (
+    Mesh,
+    Topology,
+    default_axis_names,
+    make_mesh,
+    mesh_to_json,
+    resolve_topology,
+)
 from autoshard.plan.compare import mesh_text
 from autoshard.plan.document import Plan
 from autoshard.plan.options import PlanOptions
@@ -80,6 +87,8 @@ def search_meshes(
     num_devices: int,
     *,
     topology: str | Topology | None = None,
+    nodes: int | None = None,
+    gpus_per_node: int | None = None,
     options: PlanOptions | None = None,
     max_axes: int = 3,
     num_workers: int = 2,
@@ -98,6 +107,8 @@ def search_meshes(
         graph: the normalised program.
         num_devices: number of devices of each mesh.
         topology: name of a preset, or a topology; the default one if None.
+        nodes: as for `make_mesh`.
+        gpus_per_node: as for `make_mesh`.
         options: options for all meshes. Pins have one part per axis, so with pins only meshes
             with that number of axes can be planned. `time_limit` is per mesh.
         max_axes: maximum number of axes.
@@ -118,7 +129,14 @@ def search_meshes(
     if num_workers < 1:
         raise OptionError(f"num_workers is {num_workers}; a search needs 1 process or more")
     options = options or PlanOptions()
-    meshes = candidate_meshes(num_devices, topology=topology, max_axes=max_axes, options=options)
+    meshes = candidate_meshes(
+        num_devices,
+        topology=topology,
+        nodes=nodes,
+        gpus_per_node=gpus_per_node,
+        max_axes=max_axes,
+        options=options,
+    )
     waiting: queue.SimpleQueue[_Question] = queue.SimpleQueue()
     results: queue.SimpleQueue[Candidate] = queue.SimpleQueue()
     for mesh in meshes:
@@ -154,6 +172,8 @@ def candidate_meshes(
     num_devices: int,
     *,
     topology: str | Topology | None = None,
+    nodes: int | None = None,
+    gpus_per_node: int | None = None,
     max_axes: int = 3,
     most: int | None = None,
     options: PlanOptions | None = None,
@@ -165,7 +185,9 @@ def candidate_meshes(
 
     Args:
         num_devices: number of devices of each mesh.
-        topology: name of a preset, or a topology.
+        topology: name of a preset, or a topology; the default one if None.
+        nodes: as for `make_mesh`.
+        gpus_per_node: as for `make_mesh`.
         max_axes: maximum number of axes.
         most: maximum number of meshes; None for all.
         options: of planning. If they ask for pipelines, the outermost axis of a mesh is `pp`; with
@@ -180,9 +202,10 @@ def candidate_meshes(
     if not 1 <= max_axes <= _MAX_AXES:
         raise OptionError(f"max_axes is {max_axes}; give a number from 1 to {_MAX_AXES}")
     options = options or PlanOptions()
+    resolved = resolve_topology(topology, num_devices, nodes, gpus_per_node)
     distinct: dict[object, Mesh] = {}
     for shape in _shapes(num_devices, max_axes):
-        for mesh in _meshes(shape, topology, options):
+        for mesh in _meshes(shape, resolved, options):
             ranks = num_pipeline_ranks(mesh)
             first = 0 if ranks is None else 1
             axes = Counter((shape[axis], mesh.spans(axis)) for axis in range(first, len(shape)))
@@ -192,9 +215,7 @@ def candidate_meshes(
     return tuple(distinct.values())[:most]
 
 
-def _meshes(
-    shape: tuple[int, ...], topology: str | Topology | None, options: PlanOptions
-) -> Iterator[Mesh]:
+def _meshes(shape: tuple[int, ...], topology: Topology, options: PlanOptions) -> Iterator[Mesh]:
     """The meshes of one shape: without a pipeline, and with its outermost axis for one."""
     stages = len(options.balance) if isinstance(options.balance, tuple) else options.stages
     is_cut = bool(options.cuts) or options.balance is not None or stages not in (None, 1)

@@ -23,13 +23,28 @@ from autoshard.mesh import (
 )
 from autoshard.plan import PLAN_VERSION, PlanOptions
 from autoshard.planner import candidate_meshes, torch_version
+from autoshard.quantities import Bandwidth
 from autoshard_server.problems import ProblemType, limit_error
 from autoshard_server.settings import Settings
 from autoshard_server.store.jobs import JobKind
 
-Bandwidth = Annotated[float, Field(description="bytes per second per device and direction")]
+LinkBandwidth = Annotated[
+    Bandwidth,
+    Field(description="per device and direction: bytes per second, or a text such as '450GB/s'"),
+]
 Latency = Annotated[float, Field(description="seconds per step")]
-TopologyName = Annotated[str, Field(max_length=255, description="a name of GET /v1/topologies")]
+Nodes = Annotated[
+    int, Field(ge=1, description="number of nodes; default: what the topology's node size gives")
+]
+GpusPerNode = Annotated[
+    int, Field(ge=1, description="number of devices of a node, instead of nodes")
+]
+TopologyName = Annotated[
+    str,
+    Field(
+        max_length=255, description="a name of GET /v1/topologies, or a part of one, such as h100"
+    ),
+]
 PlanIdField = Annotated[str, Field(pattern="^[0-9a-f]{64}$", description="id of a plan")]
 GraphField = Annotated[
     str,
@@ -52,8 +67,10 @@ class MeshShorthand(BaseModel):
     )
     axes: tuple[str, ...] | None = Field(default=None, description="name of each axis")
     topology: TopologyName | None = None
-    intra_bandwidth: Bandwidth | None = None
-    inter_bandwidth: Bandwidth | None = None
+    nodes: Nodes | None = None
+    gpus_per_node: GpusPerNode | None = None
+    intra_bandwidth: LinkBandwidth | None = None
+    inter_bandwidth: LinkBandwidth | None = None
     intra_latency: Latency | None = None
     inter_latency: Latency | None = None
     backend: str | None = Field(default=None, description="nccl or gloo")
@@ -161,6 +178,8 @@ class SearchRequest(GraphRequest):
         description="a name of GET /v1/topologies, or a whole topology as `topology_to_json` "
         "writes it; the default one if null.",
     )
+    nodes: Nodes | None = None
+    gpus_per_node: GpusPerNode | None = None
     max_axes: int = Field(default=3, ge=1, le=6, description="largest number of axes")
     options: PlanOptions = Field(
         default=PlanOptions(), description="the same for all meshes; time_limit is for each."
@@ -290,6 +309,8 @@ def search_task(
     meshes = candidate_meshes(
         request.num_devices,
         topology=inline or stored or (given if isinstance(given, str) else None),
+        nodes=request.nodes,
+        gpus_per_node=request.gpus_per_node,
         max_axes=request.max_axes,
         most=settings.max_search_meshes + 1,
         options=request.options,

@@ -16,7 +16,7 @@ from cachetools import TTLCache
 
 from autoshard.errors import MeshError
 from autoshard.graph import ArchiveLimits, Graph, load_graph
-from autoshard.mesh import Topology, list_topologies, topology_from_json
+from autoshard.mesh import Topology, get_topology, list_topologies, topology_from_json
 from autoshard.ops import with_rules
 from autoshard.plan import PLAN_VERSION
 from autoshard.planner import plan_id
@@ -164,7 +164,9 @@ class Service:
         return await self._read(kind.namespace, result_id)
 
     async def stored_topology(self, name: str | None) -> Topology | None:
-        """The stored topology of a name; None for a preset or without a name.
+        """The topology of a name: a stored one, or a preset of which it is a part.
+
+        None for the whole name of a preset, and without a name.
 
         Raises:
             MeshError: there is no such topology.
@@ -173,10 +175,10 @@ class Service:
             return None
         document = await anyio.to_thread.run_sync(self.stores.topologies.get, name)
         if document is None:
-            raise MeshError(
-                f"unknown topology {name!r}; use one of {', '.join(list_topologies())}, or "
-                "store it with PUT /v1/topologies/{name}"
-            )
+            try:
+                return get_topology(name)
+            except MeshError as error:
+                raise MeshError(f"{error}; or store it with PUT /v1/topologies/{{name}}") from None
         return topology_from_json(document)
 
     async def stored_graph(self, sha256: str) -> bytes:

@@ -54,7 +54,7 @@ def without_service(folder: Path | bool, **options: Any) -> Client:
     return Client(NOBODY, cache=folder, retry=AT_ONCE, **options)
 
 
-@pytest.mark.parametrize("mesh", [None, 4, (2.5,), "24"], ids=["none", "number", "part", "text"])
+@pytest.mark.parametrize("mesh", [None, 4, (2.5,)], ids=["none", "number", "part"])
 def test_what_is_no_mesh_is_told_before_anybody_is_asked(graph: bytes, mesh: Any) -> None:
     with Client.local(cache=False) as here, without_service(folder=False) as away:
         for client in (here, away):

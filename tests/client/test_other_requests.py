@@ -16,7 +16,7 @@ from support.services import Mlp, keeping
 from autoshard import get_topology, list_topologies, operator_coverage, search_meshes
 from autoshard.client import AsyncClient, Client, JobProgress, Retry
 from autoshard.discovery import discover
-from autoshard.errors import AutoshardError, RequestRejectedError, ServiceError
+from autoshard.errors import AutoshardError, MeshError, RequestRejectedError, ServiceError
 from autoshard.errors import ServiceUnavailableError as UnavailableError
 from autoshard.graph import export_model, load_graph
 from autoshard.mesh import Topology, make_mesh, topology_from_json, topology_to_json
@@ -116,6 +116,26 @@ def slower(topology: Topology) -> Topology:
     """The same cluster with links that take a thousandth of the bytes."""
     document = topology_to_json(topology).replace("450000000000.0", "450000000.0")
     return topology_from_json(document)
+
+
+def test_meshes_and_searches_have_nodes(call: Call, graph: bytes) -> None:
+    texts = {"topology": "H100", "nodes": 2, "shape": "a=2,b=2"}
+    plan = call("plan", graph, mesh=texts, memory_budget="1GB")
+    assert plan.mesh == make_mesh((2, 2), axes=("a", "b"), topology="h100-sxm", gpus_per_node=2)
+    assert plan.options.memory_budget == 10**9
+    links = {"intra_bandwidth": "2GB/s", "inter_bandwidth": "8Gb/s"}
+    named = call("plan", graph, mesh={"shape": [4], "nodes": 2, "mesh_dim_names": ["n"], **links})
+    assert named.mesh == make_mesh((4,), axes=("n",), nodes=2, **links)
+    assert call("plan", graph, mesh="2x2").mesh.topology.assumed == "topology"
+    found = call("search", graph, num_devices=4, topology="h100", gpus_per_node=2, max_axes=1)
+    assert {mesh.mesh.num_nodes for mesh in found.meshes} == {2}
+    for wrong in ({"shape": [4], "nodes": 3}, {"shape": [4], "topology": "h10"}):
+        with pytest.raises(AutoshardError, match=r"possible numbers|did you mean h100-sxm"):
+            call("plan", graph, mesh=wrong)
+    with pytest.raises(MeshError, match="named twice"):
+        call("plan", graph, mesh={"shape": "a=2,b=2", "axes": ["c", "d"]})
+    with pytest.raises(MeshError, match="'2-2' is not a mesh"):
+        call("plan", graph, mesh="2-2")
 
 
 def test_a_search_takes_a_topology_and_options(call: Call, graph: bytes) -> None:

@@ -7,10 +7,10 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute
-from pydantic import BaseModel
+from pydantic import BaseModel, TypeAdapter
 from pydantic.json_schema import models_json_schema
 
-from autoshard.mesh import get_topology, topology_to_json
+from autoshard.mesh import Mesh, get_topology, topology_to_json
 from autoshard_server.http.documents import JobDocument, Problem
 from autoshard_server.http.parameters import JSON
 from autoshard_server.problems import PROBLEM_MEDIA_TYPE, ProblemType, problem_document
@@ -24,6 +24,8 @@ from autoshard_server.requests import (
 )
 
 _REF = "#/components/schemas/{model}"
+_INPUT_NAME = "{model}Input"
+_INPUT_REF = f"#/components/schemas/{_INPUT_NAME}"
 
 _ANSWER_HEADERS = {
     "Autoshard-Cache": "`hit` if the result was cached before, else `miss`.",
@@ -231,7 +233,7 @@ GRAPH_BODY: dict[str, Any] = {
 
 TOPOLOGY_BODY: dict[str, Any] = {
     JSON: {
-        "schema": {"$ref": _REF.format(model="Topology")},
+        "schema": {"$ref": _INPUT_REF.format(model="Topology")},
         "example": {
             **json.loads(topology_to_json(get_topology("h100-sxm"), indent=None)),
             "name": "my-cluster",
@@ -265,7 +267,8 @@ def specification(app: FastAPI) -> dict[str, Any]:
     schemas: dict[str, Any] = found["components"]["schemas"]
     schemas.update(extra["$defs"])
     # Its type is a free-form object, because `mesh_from_json` validates it; this is its schema.
-    schemas["MeshDocument"] = {"$ref": _REF.format(model="Mesh")}
+    schemas["MeshDocument"] = {"$ref": _INPUT_REF.format(model="Mesh")}
+    schemas.update(_input_schemas())
     for path in found["paths"].values():
         for operation in path.values():
             _drop_default_validation_answer(operation)
@@ -273,6 +276,14 @@ def specification(app: FastAPI) -> dict[str, Any]:
         schemas.pop(name, None)
     found["components"]["schemas"] = dict(sorted(schemas.items()))
     return found
+
+
+def _input_schemas() -> dict[str, Any]:
+    """Schemas of a mesh in a request, in which bytes and bandwidths may be texts with units."""
+    _, found = TypeAdapter.json_schemas(
+        [("mesh", "validation", TypeAdapter(Mesh))], ref_template=_INPUT_REF
+    )
+    return {_INPUT_NAME.format(model=name): schema for name, schema in found["$defs"].items()}
 
 
 def _drop_default_validation_answer(operation: Mapping[str, Any]) -> None:

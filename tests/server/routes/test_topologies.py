@@ -217,7 +217,7 @@ def test_a_client_may_name_one(service: Any, make_graph: Any, tmp_path: Path) ->
     with Client(service.url, cache=tmp_path) as client:
         found = client.plan(make_graph(40), mesh=mesh)
         assert found.mesh.topology == cluster("named")
-        with pytest.raises(RequestRejectedError, match="unknown topology 'nobody'"):
+        with pytest.raises(RequestRejectedError, match="topology 'nobody' is unknown"):
             client.plan(make_graph(40), mesh={**mesh, "topology": "nobody"})
     service.http.delete("/v1/topologies/named")
 
