@@ -49,6 +49,8 @@ def _possible(selection: Selection) -> list[str]:
 def _conditions(name: str, settings: Settings, selection: Selection) -> str:
     if name in {"contest", "random"}:
         return "one run"
+    if name == "startup":
+        return f"medians of {settings.repetitions} runs"
     part = ", a part of the models and meshes" if selection.models or selection.meshes else ""
     resumed = ", results of an earlier run taken where there were any" if settings.resume else ""
     times = "one run" if settings.repetitions == 1 else f"medians of {settings.repetitions} runs"

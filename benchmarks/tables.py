@@ -10,6 +10,7 @@ from types import MappingProxyType
 
 from benchmarks.archives import ExportFailedError, archive
 from benchmarks.planning import UNLIMITED, Case, Result, Settings, measure_case, run_module
+from benchmarks.startup import measure_startup
 
 LLAMA = "llama3-8b"
 MODES = ("training", "inference")
@@ -177,6 +178,13 @@ def service(settings: Settings, _: Selection) -> str:
     return rows(header, lines)
 
 
+def startup(settings: Settings, _: Selection) -> str:
+    """Seconds until commands and imports are done, by `benchmarks/startup.py`."""
+    _log("startup")
+    header = ("command", "median s", "of the processor, s")
+    return rows(header, measure_startup(settings.repetitions))
+
+
 def contest(_: Settings, selection: Selection) -> str:
     """Instances of the contest, by `benchmarks/iopddl.py`."""
     _log(f"contest: {' '.join(selection.instances)}")
@@ -209,13 +217,16 @@ TABLES: Mapping[str, Table] = MappingProxyType(
         "memory": memory,
         "budgets": budgets,
         "service": service,
+        "startup": startup,
         "random": random,
         "contest": contest,
     }
 )
 """Tables by name, which is also that of the markers in the document."""
 
-REPETITIONS: Mapping[str, int] = MappingProxyType({"models": 1, "memory": 3, "budgets": 1})
+REPETITIONS: Mapping[str, int] = MappingProxyType(
+    {"models": 1, "memory": 3, "budgets": 1, "startup": 20}
+)
 """Measurements of each case, for tables with many or slow cases; the others have 5."""
 
 TIME_LIMITS: Mapping[str, float] = MappingProxyType({"models": 30.0, "budgets": 60.0})

@@ -1,6 +1,5 @@
 """The `autoshard` command and the table of its subcommands."""
 
-from importlib.metadata import version
 from typing import Annotated
 
 import typer
@@ -131,7 +130,9 @@ def main() -> None:
 
 def _version(*, value: bool) -> None:
     if value:
-        typer.echo(f"autoshard {version('autoshard')}")
+        from autoshard.version import __version__  # noqa: PLC0415  reads the installed packages
+
+        typer.echo(f"autoshard {__version__}")
         raise typer.Exit
 
 

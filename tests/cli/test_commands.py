@@ -1,6 +1,9 @@
 """The commands as a whole: help, start-up, output files, exit statuses."""
 
+import inspect
 import os
+import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +12,7 @@ import pytest
 from support.command_line import autoshard
 from typer.core import TyperGroup
 
+from autoshard.cli import ExitCode
 from autoshard.cli.main import COMMANDS
 
 
@@ -81,3 +85,82 @@ def test_a_reader_that_ends_early_is_no_error(archive: Path) -> None:
     os.close(write)
     assert done.stderr == b""
     assert done.returncode == 1
+
+
+@pytest.mark.parametrize("flag", ["--version", "--help"])
+def test_version_and_help_import_nothing_heavy(flag: str) -> None:
+    code = (
+        "import sys\n"
+        f"sys.argv = ['autoshard', {flag!r}]\n"
+        "from autoshard.cli import main\n"
+        "try:\n"
+        "    main()\n"
+        "except SystemExit:\n"
+        "    print('MODULES', *sys.modules)\n"
+    )
+    done = subprocess.run(  # noqa: S603  our own program
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    modules = done.stdout.split("MODULES")[1].split()
+    packages = {name.partition(".")[0] for name in modules}
+    heavy = {"numpy", "scipy", "pydantic", "torch", "highspy", "httpx2", "fastapi", "sqlalchemy"}
+    assert not packages & heavy
+    ours = {name for name in modules if name.startswith("autoshard")}
+    others = {name for name in ours if not name.startswith("autoshard.cli")}
+    assert others <= {"autoshard", "autoshard.lazy_imports", "autoshard.version"}
+    assert not {f"autoshard.cli.{name}" for name in ("options", "planning", "render")} & ours
+
+
+def test_exit_statuses_are_documented() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "cli.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| (\d+) \| (.+) \|$", page, re.MULTILINE))
+    source = inspect.getsource(ExitCode)
+    meanings = re.findall(r'= (\d+)\n    """(.+)"""', source)
+    assert len(meanings) == len(ExitCode)
+    assert rows == dict(meanings)
+    shown = " ".join(re.sub("[│]", " ", autoshard("--help").output).split())
+    assert all(f" {code.value} " in shown for code in ExitCode)
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("autoshard pl", "plan"),
+        ("autoshard plan --mem", "--memory"),
+        ("autoshard plan --mode ", "inference"),
+        ("autoshard export plan.json --to fs", "fsdp2"),
+        ("autoshard cache ex", "export"),
+    ],
+)
+def test_shells_complete_commands_options_and_choices(
+    line: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("_AUTOSHARD_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", line)
+    monkeypatch.setenv("COMP_CWORD", str(len(line.split(" ")) - 1))
+    assert expected in autoshard().output.split()
+
+
+def test_explain_lists_what_a_pattern_stands_for(archive: Path, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    autoshard("plan", archive, "--mesh", "2", "--no-cache", "-o", path)
+    for pattern in ("up", "u*"):
+        result = autoshard("explain", path, pattern)
+        assert result.exit_code == 0, result.output
+        assert "up.weight" in result.output
+        assert "linear" in result.output
+    listed = autoshard("explain", path, "*.weight").output
+    assert "up.weight" in listed
+    assert "down.weight" in listed
+    one = autoshard("explain", path, "up.we*").output
+    assert one == autoshard("explain", path, "up.weight").output
+    assert "chosen" in one
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_a_taken_port_is_a_plain_error(host: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = autoshard("serve", "--host", host, "--port", port)
+    assert result.exit_code == 1
+    assert f"error: cannot listen on {host}:{port}: Address already in use" in result.output
