@@ -12,7 +12,9 @@
     │   ├── OptionError             planning options that contradict each other or the graph
     │   ├── ProblemError            an optimization problem that is malformed
     │   ├── PlanError               a plan document that does not fit its graph, mesh or model
-    │   └── CheckpointError         weights in files that cannot be read, or do not fit the model
+    │   ├── CheckpointError         weights in files that cannot be read, or do not fit the model
+    │   ├── ArgumentTypeError       an argument of the wrong type; also a TypeError
+    │   └── UnknownNameError        a name that the plan does not have; also a KeyError
     ├── MissingPackageError         an optional package is not installed; also an ImportError
     ├── LaunchError                 a rank of a launched program failed
     └── ServiceError                a request to the planning service failed
@@ -89,6 +91,17 @@ class CheckpointError(InputError):
 
 class MissingPackageError(AutoshardError, ImportError):
     """An optional package is not installed; the message names the extra that installs it."""
+
+
+class ArgumentTypeError(InputError, TypeError):
+    """An argument has the wrong type; the message says what to pass."""
+
+
+class UnknownNameError(InputError, KeyError):
+    """A plan has no tensor of this name; the message names similar ones."""
+
+    # That of KeyError quotes the message.
+    __str__ = Exception.__str__
 
 
 class LaunchError(AutoshardError):

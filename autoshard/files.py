@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 
-from autoshard.errors import ArchiveError, InputError, PlanError
+from autoshard.errors import ArchiveError, InputError, OptionError, PlanError
 
 _MAX_TEXT = 1 << 20
 """Largest size of a text that is examined."""
@@ -114,6 +114,19 @@ def read_file(path: Path, error: type[InputError], most: int | None = None) -> b
     except (OSError, ValueError) as reason:
         text = reason.strerror if isinstance(reason, OSError) else str(reason)
         raise error(f"{path} cannot be read: {text or reason}") from reason
+
+
+def write_file(path: Path, content: str | bytes) -> None:
+    """Write a file.
+
+    Raises:
+        OptionError: it cannot be written.
+    """
+    data = content.encode() if isinstance(content, str) else content
+    try:
+        path.write_bytes(data)
+    except OSError as error:
+        raise OptionError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def read_graph_file(path: Path, most: int | None = None) -> bytes:

@@ -68,19 +68,6 @@ def write_stdout(text: str) -> None:
         sys.stdout.flush()
 
 
-def write_file(path: Path, content: str | bytes) -> None:
-    """Write a file.
-
-    Raises:
-        OptionError: it cannot be written.
-    """
-    data = content.encode() if isinstance(content, str) else content
-    try:
-        path.write_bytes(data)
-    except OSError as error:
-        raise OptionError(f"cannot write {path}: {error.strerror or error}") from error
-
-
 def check_output(context: typer.Context, path: Path | None) -> Path | None:
     """Check, before any work, that a file can be written; a callback of options.
 

@@ -23,12 +23,12 @@ from autoshard.cli.output import (
     console,
     errors,
     marked,
-    write_file,
     write_stdout,
 )
 from autoshard.cli.progress import Run, followed
 from autoshard.cli.render import render_coverage, render_plan, render_search
 from autoshard.client import PlanResult
+from autoshard.files import write_file
 from autoshard.mesh import make_mesh
 from autoshard.outcome import SolveStatus
 from autoshard.plan import Plan

@@ -6,11 +6,12 @@ from typing import Annotated
 import typer
 
 from autoshard.cli.options import Archive, Connection, PlanSource, Quiet, expand_groups, read_sizes
-from autoshard.cli.output import check_output, console, errors, marked, write_file, write_stdout
+from autoshard.cli.output import check_output, console, errors, marked, write_stdout
 from autoshard.cli.progress import followed
 from autoshard.cli.render import render_choices, render_difference, render_explanation, render_plan
 from autoshard.client.core import load_planned_graph
 from autoshard.client.requests import read_model
+from autoshard.files import write_file
 from autoshard.graph import load_graph
 from autoshard.plan import EXPORT_TARGETS, check_plan
 from autoshard.plan.choices import find_choices

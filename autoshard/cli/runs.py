@@ -17,7 +17,7 @@ from autoshard.cli.options import (
     read_sizes,
     read_topology,
 )
-from autoshard.cli.output import check_output, console, write_file
+from autoshard.cli.output import check_output, console
 from autoshard.cli.progress import calibration_progress
 from autoshard.cli.render import (
     render_calibration,
@@ -26,6 +26,7 @@ from autoshard.cli.render import (
 )
 from autoshard.cli.render_pipeline import render_schedule
 from autoshard.errors import OptionError
+from autoshard.files import write_file
 from autoshard.mesh import get_topology, topology_to_json
 from autoshard.plan import (
     chrome_trace,

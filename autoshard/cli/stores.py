@@ -12,10 +12,11 @@ import typer
 from rich.table import Table
 
 from autoshard.cli import options
-from autoshard.cli.output import check_output, console, errors, marked, write_file
+from autoshard.cli.output import check_output, console, errors, marked
 from autoshard.cli.tables import make_table
 from autoshard.errors import InputError
 from autoshard.extras import from_extra
+from autoshard.files import write_file
 from autoshard.quantities import format_bytes
 from autoshard_solver_cache import (
     Cache,

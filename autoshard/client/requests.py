@@ -3,20 +3,21 @@
 import hashlib
 import json
 import logging
+import sys
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NotRequired, TypeAlias, TypedDict
 
 from pydantic import ValidationError
 
 from autoshard.client.core import load_request_graph
-from autoshard.errors import GraphError, MeshError, OptionError
+from autoshard.errors import ArgumentTypeError, GraphError, MeshError
 from autoshard.files import read_graph_file
 from autoshard.graph import (
     ArchiveLimits,
     Graph,
+    graph_source,
     load_graph,
     operator_namespaces,
     rules_to_json,
@@ -26,17 +27,22 @@ from autoshard.mesh import (
     Topology,
     make_mesh,
     mesh_from_json,
+    mesh_sizes,
     mesh_to_json,
     parse_shape,
+    to_mesh,
     topology_to_json,
 )
+from autoshard.mesh.sources import MeshLike as PlainMeshLike
 from autoshard.plan import Mode, PlanOptions
+from autoshard.plan.options import option_error, to_options
 
 if TYPE_CHECKING:
-    import torch
+    from torch.export import ExportedProgram
+    from torch.nn import Module
 
-MeshLike: TypeAlias = str | Sequence[int] | Mapping[str, Any] | Mesh
-ModelLike: TypeAlias = "str | Path | bytes | torch.nn.Module"
+MeshLike: TypeAlias = "PlainMeshLike | Mapping[str, Any]"
+ModelLike: TypeAlias = "str | Path | bytes | ExportedProgram | Module"
 
 _TORCH_NAMESPACES = frozenset({"aten", "higher_order"})
 
@@ -51,7 +57,7 @@ class _ModelArguments(TypedDict, total=False):
 
     options: PlanOptions | None
     mode: Mode | None
-    memory_budget: int | str | None
+    memory_budget: str | int | None
     discover: bool
 
 
@@ -218,8 +224,7 @@ def validate_options(document: Mapping[str, Any]) -> PlanOptions:
     try:
         return PlanOptions.model_validate(document)
     except ValidationError as error:
-        first = error.errors()[0]
-        raise OptionError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        raise option_error(error, PlanOptions) from None
 
 
 def read_model(
@@ -230,28 +235,27 @@ def read_model(
     Raises:
         GraphError: the module cannot be exported, or the file cannot be read.
     """
-    if isinstance(model, bytes):
-        return model
-    if isinstance(model, str | Path):
-        return read_graph_file(Path(model))
-    from autoshard.graph import export_model  # noqa: PLC0415  torch is slow to import
+    if isinstance(model, Graph):
+        raise ArgumentTypeError(
+            "a Graph is passed in place of a model: pass the file or the bytes that it was loaded "
+            "from"
+        )
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(model, torch.nn.Module):
+        from autoshard.graph import export_model  # noqa: PLC0415  torch is slow to import
 
-    return export_model(model, args, dict(kwargs or {}))
+        return export_model(model, args, dict(kwargs or {}))
+    source = graph_source(model)
+    return source if isinstance(source, bytes) else read_graph_file(Path(source))
 
 
-def _merge_options(
-    options: PlanOptions | None = None,
-    mode: Mode | None = None,
-    memory_budget: int | str | None = None,
-) -> PlanOptions:
+def _merge_options(options: PlanOptions | None = None, **given: Any) -> PlanOptions:
     """Replace options by those that were given as separate arguments.
 
     Raises:
-        OptionError: one of them is invalid.
+        OptionError: one of them is invalid or does not exist.
     """
-    given = {"mode": mode, "memory_budget": memory_budget}
-    changed = {name: value for name, value in given.items() if value is not None}
-    return validate_options((options or PlanOptions()).model_dump() | changed)
+    return to_options(options, {k: value for k, value in given.items() if value is not None})
 
 
 def _unlimited(graph: bytes) -> ArchiveLimits:
@@ -299,20 +303,14 @@ def _build_mesh(document: Mapping[str, Any], topologies: Mapping[str, Topology])
 
 
 def _mesh_document(mesh: MeshLike) -> dict[str, Any]:
-    if isinstance(mesh, Mesh):
-        document: dict[str, Any] = json.loads(mesh_to_json(mesh))
-        return document
     if isinstance(mesh, Mapping):
         return _mesh_arguments(mesh)
     if isinstance(mesh, str):
         return _mesh_arguments({"shape": mesh})
-    try:
-        return {"shape": [index(size) for size in mesh]}
-    except TypeError:
-        raise MeshError(
-            f"invalid mesh {mesh!r}: give the size of each axis, such as (2, 4) or '2x4', the "
-            f"arguments of make_mesh as a mapping, or a Mesh"
-        ) from None
+    if isinstance(mesh, Sequence | int):
+        return {"shape": [*mesh_sizes(mesh)]}
+    document: dict[str, Any] = json.loads(mesh_to_json(to_mesh(mesh)))
+    return document
 
 
 def _mesh_arguments(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -62,6 +62,7 @@ if TYPE_CHECKING:
         forward_code,
         hooked_modules,
     )
+    from autoshard.graph.sources import GraphLike, graph_source, to_graph
     from autoshard.graph.stages import (
         CutPoint,
         StageCutter,
@@ -84,6 +85,7 @@ __all__ = [
     "DimFactors",
     "ExportedModel",
     "Graph",
+    "GraphLike",
     "Input",
     "InputKind",
     "Letters",
@@ -104,6 +106,7 @@ __all__ = [
     "forward_code",
     "graph_digest",
     "graph_from_json",
+    "graph_source",
     "graph_to_json",
     "hooked_modules",
     "load_graph",
@@ -114,5 +117,6 @@ __all__ = [
     "rules_from_json",
     "rules_to_json",
     "shorten",
+    "to_graph",
     "training_operators",
 ]

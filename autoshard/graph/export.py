@@ -114,6 +114,18 @@ def export_model(
     return export(opaque)
 
 
+def save_exported(program: torch.export.ExportedProgram) -> bytes:
+    """The bytes of the archive of an exported program.
+
+    Raises:
+        GraphError: it cannot be saved.
+    """
+    buffer = BytesIO()
+    with _named("torch.export.save cannot save the program"):
+        torch.export.save(program, buffer)
+    return buffer.getvalue()
+
+
 def _with_untraceable(model: torch.nn.Module, export: Callable[[Iterable[str]], bytes]) -> bytes:
     """Export a model, and keep modules whole that cannot be traced.
 

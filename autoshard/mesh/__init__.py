@@ -13,6 +13,7 @@ from autoshard.mesh.mesh import (
 )
 from autoshard.mesh.presets import DEFAULT_TOPOLOGY, get_topology, list_topologies
 from autoshard.mesh.shapes import default_axis_names, parse_shape
+from autoshard.mesh.sources import MeshLike, mesh_sizes, preset_of_device, to_mesh
 from autoshard.mesh.topology import (
     COLLECTIVES,
     Bend,
@@ -33,6 +34,7 @@ __all__ = [
     "Device",
     "Link",
     "Mesh",
+    "MeshLike",
     "OperatorFit",
     "Rate",
     "RooflineFit",
@@ -43,9 +45,12 @@ __all__ = [
     "list_topologies",
     "make_mesh",
     "mesh_from_json",
+    "mesh_sizes",
     "mesh_to_json",
     "parse_shape",
+    "preset_of_device",
     "resolve_topology",
+    "to_mesh",
     "topology_from_json",
     "topology_to_json",
 ]

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from autoshard.collection import collection_paused
 from autoshard.errors import InputError
-from autoshard.graph import Graph, graph_digest, graph_from_json
+from autoshard.graph import Graph, GraphLike, graph_digest, graph_from_json, to_graph
 from autoshard.plan.document import Plan
 from autoshard.plan.lowering import count_collectives
 from autoshard.plan.pipeline_checker import pipeline_findings
@@ -18,17 +18,18 @@ from autoshard.plan.stage_checker import StageCheck, certificate_findings
 
 
 @collection_paused()
-def check_plan(plan: Plan, graph: Graph | None = None) -> tuple[str, ...]:
+def check_plan(plan: Plan, graph: GraphLike | None = None) -> tuple[str, ...]:
     """The errors of a plan, one message each; empty if it is valid.
 
     Args:
         plan: the plan.
-        graph: the program that the plan should be for; by default the one in the plan. A pipeline
+        graph: the program that the plan should be for, or what `load_graph` reads; by default
+            the one in the plan. A pipeline
             contains only the parts of its stages, which can then not be compared with the program.
     """
     if not plan.found:
         return (f"there is no plan to check: {plan.reason}",)
-    return tuple(_findings_or_error(plan, graph))
+    return tuple(_findings_or_error(plan, None if graph is None else to_graph(graph)))
 
 
 def _findings_or_error(plan: Plan, graph: Graph | None) -> Iterator[str]:

@@ -5,8 +5,10 @@ program. The program is part of the plan, so only the model's parameters are nee
 """
 
 from collections.abc import Sequence
+from html import escape
 from importlib import import_module
-from typing import Annotated, Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 from pydantic_core import from_json
@@ -14,7 +16,7 @@ from pydantic_core import from_json
 from autoshard.collection import collection_paused
 from autoshard.costs import Frequency
 from autoshard.errors import PlanError
-from autoshard.files import explain_plan_error
+from autoshard.files import explain_plan_error, read_file, write_file
 from autoshard.graph import Graph, MixedPrecision, graph_digest
 from autoshard.layouts import Layout
 from autoshard.mesh import Mesh
@@ -31,6 +33,11 @@ from autoshard.plan.predictions import (
     Memory,
     Seconds,
 )
+from autoshard.plan.tensor_placements import TensorPlacements
+from autoshard.quantities import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.placement_types import Placement
 
 PLAN_VERSION: Literal[1] = 1
 
@@ -530,6 +537,68 @@ class Plan(Document):
             self, width=width, commands=commands
         )
         return text
+
+    @property
+    def placements(self) -> TensorPlacements:
+        """DTensor placements of all parameters and buffers, by name; tied ones by each name."""
+        return TensorPlacements(
+            {
+                name: (tensor.layout, tuple(size for _, size in stage.axes))
+                for stage in reversed(self.stages)
+                for tensor in stage.inputs
+                if tensor.kind in ("parameter", "buffer")
+                for name in (tensor.target, *tensor.aliases)
+            }
+        )
+
+    def __getitem__(self, name: str) -> "tuple[Placement, ...]":
+        """The DTensor placement of a parameter or buffer on each mesh axis.
+
+        Raises:
+            UnknownNameError: there is none of this name; the message names similar ones.
+            LayoutError: DTensor has no placement for its layout.
+
+        Example:
+            >>> plan["transformer.h.0.mlp.c_fc.weight"]
+            (Shard(dim=1), Shard(dim=0))
+        """
+        return self.placements[name]
+
+    def __str__(self) -> str:
+        """One line: the program, the mesh, and the predictions."""
+        axes = " x ".join(f"{axis.name}={axis.size}" for axis in self.mesh.axes)
+        request = f"{self.options.mode} on {axes} ({self.mesh.topology.name})"
+        if self.costs is None or self.memory is None:
+            return f"No plan for {request}: {self.reason}"
+        return (
+            f"Plan {self.id[:12]} of {self.graph.num_parameters:,} parameters for {request}: "
+            f"{format_seconds(self.costs.total)} a step, {format_bytes(self.memory.peak)} at the "
+            f"peak, {self.certificate.status}"
+        )
+
+    def __repr__(self) -> str:
+        return f"<{self}>"
+
+    def _repr_html_(self) -> str:
+        """The plan in a notebook."""
+        return f"<pre>{escape(self.summary())}</pre>"
+
+    def save(self, path: str | Path) -> None:
+        """Write the document to a file.
+
+        Raises:
+            OptionError: it cannot be written.
+        """
+        write_file(Path(path), self.to_json(indent=1))
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Plan":
+        """Read the document from a file.
+
+        Raises:
+            PlanError: the file cannot be read, or has no plan of a supported version.
+        """
+        return cls.from_json(read_file(Path(path), PlanError))
 
     def to_json(self, *, indent: int | None = None) -> str:
         """The document as JSON text."""

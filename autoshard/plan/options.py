@@ -1,10 +1,12 @@
 """Planning options."""
 
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from autoshard.errors import ArgumentTypeError, OptionError
+from autoshard.names import did_you_mean
 from autoshard.quantities import ByteCount
 
 Mode = Literal["training", "inference"]
@@ -40,7 +42,45 @@ _LayoutText = Annotated[str, Field(max_length=1024)]
 _PinTable = Annotated[Mapping[_Pattern, _LayoutText], Field(max_length=1024)]
 
 
-class Pins(BaseModel):
+class _Options(BaseModel):
+    """Base class of options: immutable, without unknown fields."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
+
+    if not TYPE_CHECKING:  # type checkers know the fields
+
+        def __init__(self, **given: Any) -> None:
+            try:
+                super().__init__(**given)
+            except ValidationError as error:
+                raise option_error(error, type(self)) from None
+
+        # Only direct calls run it: validation of documents reports all its errors itself.
+        __init__.__pydantic_base_init__ = True
+
+
+def option_error(error: ValidationError, kind: type[BaseModel]) -> OptionError:
+    """The error of invalid options, about the first of them.
+
+    Args:
+        error: found by validation.
+        kind: type of the options.
+    """
+    first = error.errors(include_url=False, include_context=False)[0]
+    place = ".".join(map(str, first["loc"]))
+    if first["type"] == "extra_forbidden" and len(first["loc"]) == 1:
+        return unknown_option(place, kind)
+    return OptionError(f"{place}: {first['msg'].removeprefix('Value error, ')}")
+
+
+def unknown_option(name: str, kind: type[BaseModel]) -> OptionError:
+    """The error of an option that does not exist."""
+    known = list(kind.model_fields)
+    hint = did_you_mean(name, known) or f"; the options are {', '.join(known)}"
+    return OptionError(f"there is no option {name!r}{hint}")
+
+
+class Pins(_Options):
     """Layouts that a plan must have, by name.
 
     A name may be a pattern in which `*` matches any text, including dots. A plan obeys every pin
@@ -53,8 +93,6 @@ class Pins(BaseModel):
 
     The part for an axis of one rank is ignored.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
     inputs: _PinTable = Field(default={}, description="by argument name of forward.")
     outputs: _PinTable = Field(
@@ -79,10 +117,8 @@ class Pins(BaseModel):
     )
 
 
-class ForbiddenCollective(BaseModel):
+class ForbiddenCollective(_Options):
     """A collective that a plan may not run, forward or backward."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
     kind: CollectiveKind
     axis: str | None = Field(
@@ -93,10 +129,8 @@ class ForbiddenCollective(BaseModel):
         return self.kind if self.axis is None else f"{self.kind}@{self.axis}"
 
 
-class PlanOptions(BaseModel):
+class PlanOptions(_Options):
     """Options of planning, with defaults that suit most users."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
     mode: Mode = Field(
         default="training",
@@ -268,3 +302,26 @@ class PlanOptions(BaseModel):
             "every rank; views, scalars and operators without inputs are exempt."
         ),
     )
+
+
+def to_options(options: PlanOptions | None, given: dict[str, Any]) -> PlanOptions:
+    """The options of a call that takes them as `options`, as keywords, or both.
+
+    Args:
+        options: an object; the defaults if None.
+        given: single options, which replace those of the object.
+
+    Raises:
+        OptionError: an option is invalid or does not exist; the message names a similar one.
+    """
+    if not isinstance(options, PlanOptions | None):
+        raise ArgumentTypeError(
+            f"options is {type(options).__name__}: pass PlanOptions(...), or single options as "
+            f"keywords, such as memory_budget='70GB'"
+        )
+    if options is None:
+        return PlanOptions(**given)
+    if not given:
+        return options
+    chosen = {name: getattr(options, name) for name in options.model_fields_set}
+    return PlanOptions(**chosen | given)

@@ -10,7 +10,7 @@ import numpy as np
 
 from autoshard.arrays import BoolArray, FloatArray, IntArray
 from autoshard.errors import OptionError, PlanError
-from autoshard.graph import Graph, graph_digest, graph_from_json
+from autoshard.graph import GraphLike, graph_digest, graph_from_json, to_graph
 from autoshard.layouts import Layout
 from autoshard.ops import Strategy
 from autoshard.outcome import SolveStatus
@@ -81,7 +81,7 @@ class Explanation:
 
 
 def explain(
-    graph: Graph | None, plan: Plan, name: str, *, value: bool = False, time_limit: float = 60.0
+    graph: GraphLike | None, plan: Plan, name: str, *, value: bool = False, time_limit: float = 60.0
 ) -> Explanation:
     """Compute the cost of every strategy of one variable of a plan.
 
@@ -89,7 +89,7 @@ def explain(
     stage by itself.
 
     Args:
-        graph: the program that was planned; None for the one in the plan.
+        graph: the program that was planned, as for `make_plan`; None for the one in the plan.
         plan: its plan.
         name: a node, an input (by argument or dotted name), a value, or the position of an
             output (`0`).
@@ -104,14 +104,15 @@ def explain(
     """
     if not plan.found or plan.certificate.objective is None:
         raise PlanError(f"there is no plan to explain: {plan.reason}")
-    if graph is not None and graph_digest(graph) != plan.graph.digest:
+    known = None if graph is None else to_graph(graph)
+    if known is not None and graph_digest(known) != plan.graph.digest:
         raise PlanError("the plan was made for another graph; pass the graph of the plan")
     if plan.pipeline is not None:
         stage = _stage_of(plan, name)
         own, program = stage_plan(plan, stage)
         found = explain(program, own, name, value=value, time_limit=time_limit)
         return replace(found, stage=stage)
-    program = graph_from_json(plan.stages[0].program, known=graph)
+    program = graph_from_json(plan.stages[0].program, known=known)
     formulation = Formulation.of(program, plan.mesh, plan.options)
     number = _find(formulation, name, value=value)
     return _Explainer(formulation, plan, number, time_limit).explanation()

@@ -15,12 +15,12 @@ import numpy as np
 
 from autoshard.arrays import FloatArray, IntArray
 from autoshard.errors import OptionError, PlanError
-from autoshard.graph import Graph, Input, InputKind
-from autoshard.mesh import Mesh
+from autoshard.graph import Graph, GraphLike, Input, InputKind, to_graph
+from autoshard.mesh import Mesh, MeshLike, to_mesh
 from autoshard.outcome import relative_gap
 from autoshard.plan.document import Plan
 from autoshard.plan.legality import without_invariant
-from autoshard.plan.options import Pins, PlanOptions
+from autoshard.plan.options import Pins, PlanOptions, to_options
 from autoshard.planner.formulation import Formulation, Role, same_label
 from autoshard.planner.pipeline.policies import num_stages, stage_cutter
 from autoshard.planner.planner import make_stage_plan
@@ -51,16 +51,16 @@ class JointPlans:
 
 
 def make_plans(
-    programs: Mapping[str, tuple[Graph, PlanOptions]],
-    mesh: Mesh,
+    programs: Mapping[str, tuple[GraphLike, PlanOptions]],
+    mesh: MeshLike,
     *,
     weights: Mapping[str, float] | None = None,
 ) -> JointPlans:
     """Plan several programs of one model together.
 
     Args:
-        programs: normalised program and options of each, by name.
-        mesh: the devices and the links between them.
+        programs: program and options of each, by name; programs as for `make_plan`.
+        mesh: the devices and the links between them, as for `make_plan`.
         weights: how often each program runs, by name; 1 for those that are not listed.
 
     Raises:
@@ -81,6 +81,18 @@ def make_plans(
     """
     if not programs:
         raise OptionError("no programs are given")
+    read = {
+        name: (to_graph(graph), to_options(options, {}))
+        for name, (graph, options) in programs.items()
+    }
+    return _joint_plans(read, to_mesh(mesh), weights)
+
+
+def _joint_plans(
+    programs: Mapping[str, tuple[Graph, PlanOptions]],
+    mesh: Mesh,
+    weights: Mapping[str, float] | None,
+) -> JointPlans:
     weight_of = _weights(programs, weights or {})
     _check_stages(programs)
     own = {

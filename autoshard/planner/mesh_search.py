@@ -14,7 +14,7 @@ from threading import Lock, Thread
 from typing import IO, Any
 
 from autoshard.errors import OptionError
-from autoshard.graph import Graph, graph_to_json
+from autoshard.graph import GraphLike, graph_to_json, to_graph
 from autoshard.mesh import (
     Mesh,
     Topology,
@@ -83,7 +83,7 @@ class SearchProgress:
 
 
 def search_meshes(
-    graph: Graph,
+    graph: GraphLike,
     num_devices: int,
     *,
     topology: str | Topology | None = None,
@@ -104,7 +104,7 @@ def search_meshes(
     'auto', meshes without it are planned as one stage.
 
     Args:
-        graph: the normalised program.
+        graph: the program, as for `make_plan`.
         num_devices: number of devices of each mesh.
         topology: name of a preset, or a topology; the default one if None.
         nodes: as for `make_mesh`.
@@ -143,7 +143,7 @@ def search_meshes(
         waiting.put((mesh, _options_of(mesh, options)))
     request = json.dumps(
         {
-            "graph": graph_to_json(graph),
+            "graph": graph_to_json(to_graph(graph)),
             "block_cache": block_cache is not None,
             "max_strategies": max_strategies,
         }

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.errors import PlanError
+from autoshard.errors import ArgumentTypeError, PlanError
 from autoshard.graph.buffers import HeldBuffers
 from autoshard.plan import Plan, Stage
 from autoshard.runtime.accumulation import GradientAccumulation
@@ -94,7 +94,7 @@ def parallelize(
     """
     if isinstance(model, Planned):
         raise PlanError("the model is parallelized already; apply plans to a new model")
-    given = [plan] if isinstance(plan, Plan) else list(plan.values())
+    given = _plans(plan)
     if any(one.pipeline is not None for one in given):
         settings: Any = {"constants": constants, "custom_operators": custom_operators}
         return pipeline(model, plan, device_mesh, seed=seed, **settings)
@@ -142,6 +142,22 @@ def parallelize(
     install_dtensor_handlers()
     support_state_dicts(model)
     return model
+
+
+def _plans(plan: object) -> list[Plan]:
+    """The plans of a call.
+
+    Raises:
+        ArgumentTypeError: it is neither a plan nor a mapping of plans.
+    """
+    plans = list(plan.values()) if isinstance(plan, Mapping) else [plan]
+    found = [one for one in plans if isinstance(one, Plan)]
+    if len(found) < len(plans):
+        wrong = next(type(one).__name__ for one in plans if not isinstance(one, Plan))
+        raise ArgumentTypeError(
+            f"{wrong} is passed in place of a plan: pass a Plan of make_plan, or Plan.load(path)"
+        )
+    return found
 
 
 def _planned_class(original: type[ModelT]) -> type[ModelT]:

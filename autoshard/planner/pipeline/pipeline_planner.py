@@ -9,13 +9,13 @@ from math import inf, log2
 from typing import Any, NamedTuple
 
 from autoshard.errors import OptionError
-from autoshard.graph import Graph, StageCutter
-from autoshard.mesh import Mesh
+from autoshard.graph import Graph, GraphLike, StageCutter, to_graph
+from autoshard.mesh import Mesh, MeshLike, to_mesh
 from autoshard.outcome import SolveStatus, relative_gap
 from autoshard.plan.certificate import with_statement
 from autoshard.plan.document import GraphSummary, Plan, Provenance
 from autoshard.plan.lowering import count_collectives
-from autoshard.plan.options import PlanOptions
+from autoshard.plan.options import PlanOptions, to_options
 from autoshard.plan.predictions import Certificate, Costs
 from autoshard.plan.schedule_simulation import ScheduleSimulation
 from autoshard.plan.schedules import Schedule, schedule_error
@@ -60,22 +60,26 @@ _WHY_STOPPED = {
 
 
 def make_plan(
-    graph: Graph,
-    mesh: Mesh,
+    graph: GraphLike,
+    mesh: MeshLike,
     options: PlanOptions | None = None,
     *,
     on_progress: Callable[[Progress], None] | None = None,
     cancel: CancelToken | None = None,
     block_cache: KeyValueStore | None = None,
     max_strategies: int | None = None,
+    **single_options: Any,
 ) -> Plan:
     """Find the fastest way to run a graph on a mesh, as one stage or as a pipeline.
 
     Args:
-        graph: the normalised program, from `load_graph`; of a pipeline, that of a micro-batch.
-        mesh: the devices and the links between them. Pipeline stages cut the outermost axes; if
-            the outermost one is named `pp`, its size is the number of pipeline ranks.
+        graph: the program, from `load_graph`, or what it reads: the path or bytes of an archive;
+            or an `ExportedProgram`. Of a pipeline, that of a micro-batch.
+        mesh: the devices and the links between them, a `DeviceMesh`, or the size of each axis:
+            `(2, 4)`, `"dp=2,tp=4"`, `8`. Pipeline stages cut the outermost axes; if the outermost
+            one is named `pp`, its size is the number of pipeline ranks.
         options: mode, optimizer, memory budget, pipeline stages, limits of the solver.
+        **single_options: single members of `PlanOptions`, which replace those of `options`.
         on_progress: called with phase, incumbent and bound while the solver runs.
         cancel: an event; setting it stops the solver.
         block_cache: a store of solved blocks, read and written. Only the time of planning and
@@ -88,15 +92,37 @@ def make_plan(
 
     Raises:
         GraphError: the graph cannot be planned in this mode, or cannot be cut so often.
+        MeshError: the mesh is invalid.
         OptionError: an option is invalid, or the problem has more than `max_strategies`.
+        ArgumentTypeError: an argument has the wrong type; the message says what to pass.
 
     Example:
+        >>> plan = make_plan("gpt2.pt2", "dp=2,tp=4", memory_budget="70GB")
+
         Four pipeline stages on a mesh of 4 x 8, each on 8 devices:
 
         >>> plan = make_plan(graph, make_mesh((4, 8)), PlanOptions(stages=4, micro_batches=16))
     """
-    options = options or PlanOptions()
+    request = to_graph(graph), to_mesh(mesh), to_options(options, single_options)
+    return _plan(
+        *request,
+        on_progress=on_progress,
+        cancel=cancel,
+        block_cache=block_cache,
+        max_strategies=max_strategies,
+    )
 
+
+def _plan(
+    graph: Graph,
+    mesh: Mesh,
+    options: PlanOptions,
+    *,
+    on_progress: Callable[[Progress], None] | None,
+    cancel: CancelToken | None,
+    block_cache: KeyValueStore | None,
+    max_strategies: int | None,
+) -> Plan:
     def plan_stage(
         program: Graph,
         devices: Mesh,
