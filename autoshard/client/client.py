@@ -284,7 +284,7 @@ class AsyncClient(_Base):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
         *,
-        mesh: MeshLike | None = None,
+        mesh: "MeshLike | None" = None,
         plan: Plan | None = None,
         discover: bool = True,
     ) -> "plans.Coverage":

@@ -197,7 +197,7 @@ class CoverageRequest(GraphRequest):
         model: ModelLike,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any] | None,
-        mesh: MeshLike | None,
+        mesh: "MeshLike | None",
         *,
         discover: bool,
     ) -> None:

@@ -18,7 +18,7 @@ from autoshard.plan.stage_checker import StageCheck, certificate_findings
 
 
 @collection_paused()
-def check_plan(plan: Plan, graph: GraphLike | None = None) -> tuple[str, ...]:
+def check_plan(plan: Plan, graph: "GraphLike | None" = None) -> tuple[str, ...]:
     """The errors of a plan, one message each; empty if it is valid.
 
     Args:

@@ -81,7 +81,12 @@ class Explanation:
 
 
 def explain(
-    graph: GraphLike | None, plan: Plan, name: str, *, value: bool = False, time_limit: float = 60.0
+    graph: "GraphLike | None",
+    plan: Plan,
+    name: str,
+    *,
+    value: bool = False,
+    time_limit: float = 60.0,
 ) -> Explanation:
     """Compute the cost of every strategy of one variable of a plan.
 

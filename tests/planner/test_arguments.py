@@ -16,16 +16,16 @@ from autoshard.errors import ArgumentTypeError, AutoshardError, MeshError, Optio
 from autoshard.graph import GraphLike, load_graph
 from autoshard.mesh import MeshLike, preset_of_device, to_mesh
 
-MODEL, ARGS, _ = (*meta(mlp)[:2], None)
+MODEL, KWARGS = meta(mlp)
 
 
 @pytest.fixture(scope="module")
 def archive() -> bytes:
-    return export_model(MODEL, ARGS)
+    return export_model(MODEL, (), KWARGS)
 
 
 def exported() -> torch.export.ExportedProgram:
-    return torch.export.export(MODEL, ARGS)
+    return torch.export.export(MODEL, (), KWARGS)
 
 
 @pytest.mark.parametrize("form", ["graph", "bytes", "path", "text", "exported"])
