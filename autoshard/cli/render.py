@@ -28,7 +28,7 @@ from autoshard.plan import (
 from autoshard.plan.choices import Choice
 from autoshard.plan.timeline import KINDS
 from autoshard.planner import Explanation
-from autoshard.quantities import format_bytes
+from autoshard.quantities import format_bytes, format_flops, format_seconds
 
 if TYPE_CHECKING:  # they need torch
     from autoshard.runtime.calibration import Calibration
@@ -231,7 +231,9 @@ def render_calibration(calibration: "Calibration") -> RenderableType:
     """Show the measured device, and the error on collectives that were not used in the fit."""
     topology = calibration.topology
     device = topology.device
-    peaks = ", ".join(f"{flops:.3g} {dtype}" for dtype, flops in device.peak_flops.items())
+    peaks = ", ".join(
+        f"{format_flops(flops)} {dtype}" for dtype, flops in device.peak_flops.items()
+    )
     table = make_table(
         "Collectives not used in the fit",
         ["axis", "collective"],
@@ -250,8 +252,8 @@ def render_calibration(calibration: "Calibration") -> RenderableType:
     return Group(
         _bold(f"{topology.name}: {topology.source}"),
         Text(
-            f"{device.name}: {peaks} FLOP/s, memory bandwidth "
-            f"{format_bytes(device.memory_bandwidth)}/s, {milliseconds(device.launch_overhead)} "
+            f"{device.name}: {peaks}, memory bandwidth "
+            f"{format_bytes(device.memory_bandwidth)}/s, {format_seconds(device.launch_overhead)} "
             f"launch overhead per operator"
         ),
         *(Text(text) for text in _remarks_of(calibration)),
@@ -264,7 +266,7 @@ def _remarks_of(calibration: "Calibration") -> Iterator[str]:
         yield f"{calibration.num_kept} measurements are of an interrupted calibration"
     if calibration.comparisons:
         yield (
-            f"next to compute, a collective takes {milliseconds(calibration.skew)} more, because "
+            f"next to compute, a collective takes {format_seconds(calibration.skew)} more, because "
             f"ranks wait for the slowest one"
         )
     if calibration.remarks:
@@ -448,7 +450,7 @@ def _longest(simulation: Simulation, limit: int) -> Table:
 
 def _predicted_measured(predicted: float, measured: float) -> tuple[str, str, str]:
     ratio = f"{measured / predicted:.2f}" if predicted else "-"
-    return milliseconds(predicted), milliseconds(measured), ratio
+    return format_seconds(predicted), format_seconds(measured), ratio
 
 
 def _shape(shape: tuple[int, ...]) -> str:

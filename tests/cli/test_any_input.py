@@ -157,7 +157,7 @@ COMMANDS: list[tuple[str, int, str]] = [
     ("compare plan.json plan4.json", 0, "before"),
     ("compare plan.json graph.pt2", 1, "this is an exported graph, not a plan"),
     ("compare plan.json none-found.json", 1, "no plan"),
-    ("export plan.json --to parallelize-module", 1, "shards no parameter"),
+    ("export plan.json --to parallelize-module", 1, "not tensor-parallel"),
     ("export sharded.json --to parallelize-module", 0, "parallelize_module"),
     ("export plan.json --to jax", 1, "jax"),
     ("export plan.json", 2, "--to"),

@@ -1,6 +1,7 @@
 """The command `autoshard launch`: torchrun with a plan."""
 
 import os
+import signal
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -8,6 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from autoshard.errors import OptionError, PlanError
@@ -19,6 +21,9 @@ from autoshard.runtime.launch.functions import first_failure
 
 _PER_NODE_VARIABLE = "PET_NPROC_PER_NODE"
 """The default of torchrun's option."""
+
+_SIGNALLED = 128
+"""A program that a signal ends has this exit status plus the signal's number, as shells say it."""
 
 
 def run_command(arguments: Sequence[str], *, find: Callable[[str], Path] = Path) -> None:
@@ -72,6 +77,11 @@ def _run(options: Namespace, variables: Mapping[str, str]) -> None:
                 torchrun.run(options)  # type: ignore[no-untyped-call]  # torch's own
         except ChildFailedError as failed:
             raise first_failure(Path(folder), failed) from None
+        except SignalException as stopped:
+            # The ranks have ended; torchrun turns Ctrl-C and SIGTERM into this exception.
+            if stopped.sigval is not signal.SIGINT:
+                raise SystemExit(_SIGNALLED + stopped.sigval) from None
+            raise KeyboardInterrupt from None
 
 
 def _parser() -> ArgumentParser:
