@@ -449,19 +449,24 @@ def test_an_export_that_expresses_little_is_an_error(data_and_tensor: Plan, targ
     assert export_plan(data_and_tensor, target, min_expressed=found.share)
 
 
-MADE_FOR = {
-    "fsdp2": {"a": 2, "b": 2},
-    "parallelize-module": {"dp": 2, "tp": 2},
-    "hf-tp-plan": {"tp": 4},
-    "torchtitan": {"dp": 4},
-}
+MADE_FOR: list[tuple[str, Any, dict[str, int]]] = [
+    ("fsdp2", llama, {"a": 2, "b": 2}),
+    ("fsdp2", gpt2, {"a": 4}),
+    ("parallelize-module", llama, {"dp": 2, "tp": 2}),
+    ("parallelize-module", gpt2, {"dp": 2, "tp": 2}),
+    ("hf-tp-plan", llama, {"tp": 4}),
+    ("hf-tp-plan", gpt2, {"tp": 4}),
+    ("torchtitan", llama, {"dp": 2, "tp": 2}),
+    ("torchtitan", gpt2, {"dp": 4}),
+]
 
 
-@pytest.mark.parametrize("build", [llama, gpt2])
-@pytest.mark.parametrize("target", MADE_FOR)
-def test_plans_made_for_a_target_are_expressed(build: Any, target: str) -> None:
+@pytest.mark.parametrize(("target", "build", "axes"), MADE_FOR)
+def test_plans_made_for_a_target_are_expressed(
+    target: str, build: Any, axes: dict[str, int]
+) -> None:
     options = PlanOptions.model_validate({"exportable_to": target})
-    graph, mesh = small_graph(build), slow_devices(**MADE_FOR[target])
+    graph, mesh = small_graph(build), slow_devices(**axes)
     plan = make_plan(graph, mesh, options)
     assert plan.found, plan.reason
     assert not check_plan(plan, graph)
@@ -475,6 +480,21 @@ def test_plans_made_for_a_target_are_expressed(build: Any, target: str) -> None:
     assert plan.certificate.bound is not None
     assert free.certificate.objective <= plan.certificate.objective
     assert f"exportable_to {target!r}" in plan.certificate.statement
+
+
+def test_plans_for_torchtitan_are_sequence_parallel_between_sharded_layers() -> None:
+    options = PlanOptions(exportable_to="torchtitan")
+    graph = small_graph(llama)
+    plan = make_plan(graph, slow_devices(dp=2, tp=2), options)
+    (stage,) = plan.stages
+    nodes = {node.name: node for node in stage.nodes}
+    norms = [node.name for node in graph.nodes if "layernorm" in node.module]
+    assert norms
+    assert all(nodes[name].outputs == ("S(0),S(1)",) for name in norms)
+    layouts = {p.target: p.layout for p in stage.parameters}
+    assert layouts["model.layers.0.self_attn.q_proj.weight"] == "S(0),S(0);1>0"
+    assert layouts["model.layers.0.self_attn.o_proj.weight"] == "S(0),S(1)"
+    assert layouts["model.norm.weight"] == "S(0),I"
 
 
 def test_a_plan_that_the_target_cannot_express_is_found_by_the_checker() -> None:

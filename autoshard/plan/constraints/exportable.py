@@ -23,6 +23,7 @@ from autoshard.plan.constraints.constraints import (
     StrategyConstraint,
 )
 from autoshard.plan.constraints.letters import outermost_letters, propagated_letters
+from autoshard.plan.constraints.megatron import sequence_parallel_pattern
 from autoshard.plan.nontrivial_axes import NontrivialAxes
 from autoshard.plan.options import ExportableTo
 from autoshard.plan.parallel_layers import LayerKind, ParallelLayer, parallel_layers
@@ -205,7 +206,7 @@ class _Exportable:
 
     def constraint(self) -> Constraint:
         strategies: dict[ChoiceId, StrategyConstraint] = {
-            ("operator", node.name): self._operator(node) for node in self._graph.nodes
+            ("operator", name): constraint for name, constraint in self._operators()
         }
         for given in self._graph.inputs:
             if given.kind is InputKind.PARAMETER:
@@ -220,6 +221,16 @@ class _Exportable:
             strategies,
             values=dict(self._forbidden_collectives()),
         )
+
+    def _operators(self) -> Iterator[tuple[str, StrategyConstraint]]:
+        tensor = self._axes.tensor
+        if self._target == "torchtitan" and tensor is not None:
+            yield from sequence_parallel_pattern(
+                self._graph, self._sizes, tensor, self._axes.data
+            ).items()
+            return
+        for node in self._graph.nodes:
+            yield node.name, self._operator(node)
 
     def _user_input(self, given: Input) -> ShardingConstraint:
         batch = self._origins.of_input(given.name, Origin.BATCH)
@@ -338,6 +349,8 @@ class _Exportable:
                 forbidden |= set(_on(_MOVES, self._axes.data))
             if self._axes.tensor is not None:
                 moves = [m for m in _MOVES if m is not Action.ALL_GATHER or value not in gathered]
+                if self._target == "torchtitan":
+                    moves = [Action.ALL_TO_ALL, Action.HALO_EXCHANGE]
                 forbidden |= set(_on(moves, [self._axes.tensor]))
             if forbidden:
                 yield value, frozenset(forbidden)

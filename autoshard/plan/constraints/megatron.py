@@ -75,6 +75,24 @@ def megatron_pattern(
     return {**operators, **{("input", name): pattern.input(name) for name in names}}
 
 
+def sequence_parallel_pattern(
+    graph: Graph, sizes: tuple[int, ...], weight_axis: int, batch_axes: Collection[int]
+) -> dict[str, ShardingConstraint]:
+    """The pattern with sequence parallelism, as constraints on operators by name.
+
+    Korthikanti et al., "Reducing Activation Recomputation", arXiv:2205.05198: between the layers
+    that shard weights, activations are sharded along the sequence.
+
+    Args:
+        graph: the program.
+        sizes: size of each axis.
+        weight_axis: the axis that shards weights and sequences.
+        batch_axes: the axes that shard the batch.
+    """
+    pattern = _Pattern(graph, sizes, weight_axis, tuple(batch_axes))
+    return {node.name: pattern.sequence_parallel_node(node) for node in graph.nodes}
+
+
 class _Pattern:
     """The pattern, applied to the calls of a graph in program order."""
 
@@ -112,6 +130,24 @@ class _Pattern:
         if node.operator == _EMBEDDING or self._weight_dims(node, rule):
             self._products.update(self._parameters.get(value, "") for value in node.inputs)
         return self._constraint(batch, sharding, allowed, self._weight_sharding(node, rule))
+
+    def sequence_parallel_node(self, node: Node) -> ShardingConstraint:
+        """The constraint of a call, whose sequence is sharded if it is between sharded layers."""
+        found = self.node(node)
+        axis = self._weight_axis
+        assert axis is not None
+        required, allowed = list(found.required), list(found.allowed)
+        if node.operator == _EMBEDDING:
+            required[axis] = frozenset({(0, 0)})
+            return ShardingConstraint(found.allowed, tuple(required))
+        sequence = self._origins.of_call(node, Origin.INPUT)
+        results = {(i, dim) for i, dim in sequence if i >= len(node.inputs)}
+        values = {value for value, _ in self._sharded}
+        has_gradient = any(self._graph.values[value].requires_grad for value in node.outputs)
+        if found.required[axis] or not results or not has_gradient or values & {*node.outputs}:
+            return found
+        allowed[axis] = required[axis] = sequence
+        return ShardingConstraint(tuple(allowed), tuple(required))
 
     def _weight_sharding(self, node: Node, rule: OperatorRule) -> frozenset[Dim]:
         """Dims of a product's weights of which one must be sharded.
