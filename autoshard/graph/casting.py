@@ -37,6 +37,13 @@ def cast_parameters(model: nn.Module, policy: MixedPrecision) -> dict[str, DType
     return stored
 
 
+def cast_parameter(parameter: torch.Tensor, policy: MixedPrecision) -> torch.Tensor:
+    """A parameter as operators read it."""
+    if policy.param_dtype is None or not parameter.is_floating_point():
+        return parameter
+    return parameter.to(torch_dtype(policy.param_dtype))
+
+
 def with_casts(
     forward: Callable[..., Any], policy: MixedPrecision, *, num_leading: int = 0
 ) -> Callable[..., Any]:

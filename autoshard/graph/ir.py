@@ -625,18 +625,30 @@ class Graph:
         }
 
     @property
+    def compute_dtype(self) -> DType | None:
+        """Element type in which operators read most parameters; None if all are integers."""
+        values = {name: self.values[name] for name in self._floating}
+        numel = {name: tensor.numel for name, tensor in values.items()}
+        dtypes = {name: tensor.dtype for name, tensor in values.items()}
+        return _most(numel, dtypes) if dtypes else None
+
+    @cached_property
+    def _floating(self) -> tuple[str, ...]:
+        """Floating-point parameters; other floating-point inputs if there are no parameters."""
+        sources = self.parameters or tuple(i for i in self.inputs if i.name in self.values)
+        return tuple(i.name for i in sources if self.values[i.name].dtype.is_differentiable)
+
+    @property
     def precision(self) -> str:
         """The element types of most parameters in words; one alone if all are equal.
 
         Such as "bfloat16 compute, float32 parameters, bfloat16 gradient reductions": as operators
         read them, at rest, and of the sums of their gradients over ranks.
         """
-        sources = self.parameters or tuple(i for i in self.inputs if i.name in self.values)
-        floating = [i.name for i in sources if self.values[i.name].dtype.is_differentiable]
-        if not floating:
+        compute, floating = self.compute_dtype, self._floating
+        if compute is None:
             return ""
         numel = {name: self.values[name].numel for name in floating}
-        compute = _most(numel, {name: self.values[name].dtype for name in floating})
         stored = _most(numel, {name: self.stored_dtype(name) for name in floating})
         reduced = compute
         if any(self.values[name].requires_grad for name in floating):

@@ -110,6 +110,7 @@ class Step:
         forward: action in the forward pass.
         backward: action in the backward pass; nothing if no gradient flows.
         padded: True if the axis has uneven shards, which are padded for collectives.
+        gradient_nbytes: the same as `nbytes` of the gradient, if that is in another element type.
     """
 
     axis: int
@@ -119,6 +120,12 @@ class Step:
     forward: Action
     backward: Action
     padded: bool = False
+    gradient_nbytes: int | None = None
+
+    @property
+    def backward_nbytes(self) -> int:
+        """Bytes of a rank's gradient after or before the step, whichever is larger."""
+        return self.nbytes if self.gradient_nbytes is None else self.gradient_nbytes
 
     @property
     def reorders(self) -> bool:
@@ -171,7 +178,11 @@ def step_price(step: Step, pricer: Pricer, fill_factor: float = 1.0) -> float:
     if (step.forward, step.backward) == (Action.SLICE, Action.NOTHING) and not step.reorders:
         return 0.0
     return STEP_OVERHEAD + sum(
-        _action_price(action, step, pricer, fill_factor) for action in (step.forward, step.backward)
+        _action_price(action, step, nbytes, pricer, fill_factor)
+        for action, nbytes in (
+            (step.forward, step.nbytes),
+            (step.backward, step.backward_nbytes),
+        )
     )
 
 
@@ -179,23 +190,25 @@ def regather_price(step: Step, pricer: Pricer, fill_factor: float = 1.0) -> floa
     """Seconds of the forward action alone, when it runs again; arguments as in `step_price`."""
     if step.forward is Action.NOTHING or (step.forward is Action.SLICE and not step.reorders):
         return 0.0
-    return STEP_OVERHEAD + _action_price(step.forward, step, pricer, fill_factor)
+    return STEP_OVERHEAD + _action_price(step.forward, step, step.nbytes, pricer, fill_factor)
 
 
-def _action_price(action: Action, step: Step, pricer: Pricer, fill_factor: float) -> float:
+def _action_price(
+    action: Action, step: Step, nbytes: int, pricer: Pricer, fill_factor: float
+) -> float:
     if action is Action.NOTHING:
         return 0.0
-    reordered = pricer.copy_time(step.nbytes) if step.reorders else 0.0
+    reordered = pricer.copy_time(nbytes) if step.reorders else 0.0
     # A slice is a view.
     if action is Action.SLICE:
         return reordered
     if action.is_collective:
-        copy = pricer.copy_time(step.nbytes) if step.copies else 0.0
+        copy = pricer.copy_time(nbytes) if step.copies else 0.0
         factor = fill_factor if step.is_bucketable else 1.0
-        bucket_nbytes = round(step.nbytes * factor)
+        bucket_nbytes = round(nbytes * factor)
         seconds = pricer.collective_time(action, step.axis, bucket_nbytes, inner=step.is_inner)
         return copy + seconds / factor
-    return reordered + pricer.copy_time(step.nbytes)
+    return reordered + pricer.copy_time(nbytes)
 
 
 _KINDS = tuple(Kind)
@@ -372,6 +385,7 @@ class ReshardingTable:
         fixed_dims: dims whose sharding no step changes.
         pricer: prices of collectives and copies.
         fill_factor: bytes of a full bucket relative to the tensor's (see `step_price`).
+        gradient_itemsize: bytes of an element of the gradient; `itemsize` if None.
     """
 
     def __init__(
@@ -387,7 +401,9 @@ class ReshardingTable:
         fixed_dims: Collection[int] = (),
         pricer: Pricer,
         fill_factor: float = 1.0,
+        gradient_itemsize: int | None = None,
     ) -> None:
+        self._gradient_itemsize = gradient_itemsize
         self._shape = tuple(shape)
         self._itemsize = itemsize
         self._axis_sizes = tuple(axis_sizes)
@@ -478,11 +494,13 @@ class ReshardingTable:
                 num_ranks = self._axis_sizes[sharding_axis]
                 shape[dim] = largest_shard(self._shape[dim], num_ranks) * num_ranks
                 padded = padded or sharding_axis == axis
+        parts, gradient = int(table.parts[i]), self._gradient_itemsize
         return Step(
             axis=axis,
             source=source,
             target=target,
-            nbytes=prod(shape) * self._itemsize // int(table.parts[i]),
+            nbytes=prod(shape) * self._itemsize // parts,
+            gradient_nbytes=None if gradient is None else prod(shape) * gradient // parts,
             forward=forward,
             backward=backward if self._backward else Action.NOTHING,
             padded=padded,

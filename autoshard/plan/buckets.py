@@ -63,10 +63,11 @@ class Bucket:
         return runs_per_step(actions, self.frequency, micro_batches)
 
     @property
-    def steps(self) -> Iterator[tuple[PlannedStep, int]]:
-        """Each step of the first resharding, and the bytes of this step in all reshardings."""
+    def steps(self) -> Iterator[tuple[PlannedStep, int, int]]:
+        """Each step of the first resharding, and its bytes in all, forward and backward."""
         for steps in zip(*(resharding.steps for resharding in self.reshardings), strict=True):
-            yield steps[0], sum(step.nbytes for step in steps)
+            nbytes = sum(step.nbytes for step in steps)
+            yield steps[0], nbytes, sum(step.backward_nbytes for step in steps)
 
 
 def bucket_fill_factors(graph: Graph, mesh: Mesh) -> Mapping[str, float]:
@@ -159,8 +160,10 @@ def _shared_steps(resharding: Resharding, stage: Stage, graph: Graph) -> Hashabl
         if not (is_bucketable(source, target) and is_even and size > 1):
             return None
         chain.append((step.axis, source.kind, step.forward, step.backward))
-    alike = resharding.regather, resharding.frequency, tensor.dtype, tensor.requires_grad
-    return (*chain, *alike) if chain else None
+    name = resharding.value
+    dtypes = graph.stored_dtype(name), tensor.dtype, graph.reduced_dtype(name)
+    alike = resharding.regather, resharding.frequency, tensor.requires_grad
+    return (*chain, *dtypes, *alike) if chain else None
 
 
 def _blocks(graph: Graph) -> dict[int, int]:

@@ -93,7 +93,9 @@ class PlacedInput(Document):
     )
     target: str = Field(description="name in the state dict, or of the argument")
     aliases: tuple[str, ...] = ()
-    dtype: str
+    dtype: str = Field(
+        description="element type at rest; the program may read a parameter converted to another"
+    )
     shape: tuple[int, ...]
     local_shape: tuple[int, ...]
     layout: LayoutText
@@ -151,7 +153,17 @@ class PlannedStep(Document):
     nbytes: Bytes = Field(
         description="bytes of a rank's tensor before or after the step, whichever is larger"
     )
+    gradient_nbytes: Bytes | None = Field(
+        default=None,
+        description="the same of the gradient, if that is reduced in another element type; null "
+        "if not",
+    )
     time: Seconds = Field(description="seconds of all its runs in a training step")
+
+    @property
+    def backward_nbytes(self) -> int:
+        """Bytes of a rank's gradient after or before the step, whichever is larger."""
+        return self.nbytes if self.gradient_nbytes is None else self.gradient_nbytes
 
 
 class Resharding(Document):
@@ -255,8 +267,8 @@ class Stage(Document):
     )
     accumulation_dtype: str | None = Field(
         default=None,
-        description="element type of sums of gradients over micro-batches; that of the gradients "
-        "if null",
+        description="element type of sums of gradients over micro-batches; that in which the "
+        "gradients are reduced if null",
     )
     program: dict[str, Any] = Field(description="the normalised graph, as graph_to_json writes it")
     inputs: tuple[PlacedInput, ...]

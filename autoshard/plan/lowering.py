@@ -106,7 +106,8 @@ class Reshard(NamedTuple):
         """The collectives of the steps."""
         runs = micro_batches, micro_batches
         for step in self.steps:
-            yield from _step_collectives(step, step.nbytes, runs, recomputed=self.recomputed)
+            nbytes = step.nbytes, step.backward_nbytes
+            yield from _step_collectives(step, nbytes, runs, recomputed=self.recomputed)
 
 
 class BeginBucket(NamedTuple):
@@ -129,7 +130,7 @@ class BeginBucket(NamedTuple):
     def collectives(self, micro_batches: int) -> Iterator[Collective]:
         """All collectives of the bucket, including those that run when it ends."""
         every_run = self.bucket.runs(micro_batches)
-        for (step, nbytes), runs in zip(self.bucket.steps, every_run, strict=True):
+        for (step, *nbytes), runs in zip(self.bucket.steps, every_run, strict=True):
             yield from _step_collectives(step, nbytes, runs, recomputed=self.recomputed)
 
 
@@ -153,7 +154,30 @@ class EndBucket(NamedTuple):
         return iter(())
 
 
-Instruction = Call | Reshard | BeginBucket | EndBucket
+class Cast(NamedTuple):
+    """Convert a parameter to the element type in which operators read it.
+
+    It serves the uses of a parameter in the layout in which it is stored; reshardings convert
+    parameters themselves. Backward converts it again instead of saving the result.
+
+    Attributes:
+        reads: slot of the parameter.
+        targets: slot of the result.
+        value: name of the parameter in the program.
+        checkpoint: -1; one that is read inside of a checkpoint runs before it.
+    """
+
+    reads: Slots
+    targets: Slots
+    value: str
+    checkpoint: int = -1
+
+    def collectives(self, _: int) -> Iterator[Collective]:
+        """No collectives."""
+        return iter(())
+
+
+Instruction = Call | Reshard | BeginBucket | EndBucket | Cast
 
 
 @dataclass(frozen=True)
@@ -223,15 +247,15 @@ _COLLECTIVES = frozenset(action.value for action in Action if action.is_collecti
 
 
 def _step_collectives(
-    step: PlannedStep, nbytes: int, runs: tuple[int, int], *, recomputed: bool
+    step: PlannedStep, nbytes: Sequence[int], runs: tuple[int, int], *, recomputed: bool
 ) -> Iterator[Collective]:
-    gathers, reductions = runs
+    (gathers, reductions), (forward, backward) = runs, nbytes
     if step.forward in _COLLECTIVES:
-        yield Collective(step.forward, step.axis, "forward", nbytes, gathers)
+        yield Collective(step.forward, step.axis, "forward", forward, gathers)
         if recomputed:
-            yield Collective(step.forward, step.axis, "backward", nbytes, gathers)
+            yield Collective(step.forward, step.axis, "backward", forward, gathers)
     if step.backward in _COLLECTIVES:
-        yield Collective(step.backward, step.axis, "backward", nbytes, reductions)
+        yield Collective(step.backward, step.axis, "backward", backward, reductions)
 
 
 class _Lowerer:
@@ -250,6 +274,7 @@ class _Lowerer:
         self._instructions: list[Instruction] = []
         self._current = {placed.name: slot for slot, placed in enumerate(stage.inputs)}
         self._num_slots = len(stage.inputs)
+        self._converted: dict[int, int] = {}  # slots of stored parameters, and of their casts
         self._checkpoint = -1
 
     def lower(self) -> Lowering:
@@ -293,12 +318,18 @@ class _Lowerer:
         return self._num_slots - 1
 
     def _enter_checkpoint(self, number: int, span: range) -> None:
-        """Run shared reshardings and end buckets outside of a checkpoint that its nodes read."""
+        """Run what nodes of a checkpoint read, and what belongs outside of it.
+
+        These are shared reshardings, ends of buckets, and casts of parameters.
+        """
         for node in self._graph.nodes[span.start : span.stop]:
             for position, value in enumerate(node.inputs):
+                use = value, node.name, position
                 if value in self._current:
                     self._share(value)
-                self._end_bucket((value, node.name, position))
+                    if use not in self._reshardings:
+                        self._as_read(value)
+                self._end_bucket(use)
         self._checkpoint = number
 
     def _call(self, number: int, node: Node) -> None:
@@ -336,11 +367,21 @@ class _Lowerer:
 
     def _read(self, value: str, consumer: str, position: int) -> int:
         """The slot that a use of a value reads, after its planned resharding."""
-        if value not in self._resharded:
-            return self._current[value]
-        self._share(value)
-        own = self._reshardings.pop((value, consumer, position), None)
-        return self._current[value] if own is None else self._reshard(own)
+        own = None
+        if value in self._resharded:
+            self._share(value)
+            own = self._reshardings.pop((value, consumer, position), None)
+        return self._as_read(value) if own is None else self._reshard(own)
+
+    def _as_read(self, value: str) -> int:
+        """The slot of a value in the element type in which operators read it."""
+        slot = self._current[value]
+        if value not in self._graph.converted or slot >= len(self._stage.inputs):
+            return slot
+        if slot not in self._converted:
+            self._converted[slot] = self._new_slot()
+            self._instructions.append(Cast((slot,), (self._converted[slot],), value))
+        return self._converted[slot]
 
     def _share(self, value: str) -> None:
         """Reshard a value for all its readers, if that is planned and has not been done yet."""
@@ -361,7 +402,7 @@ class _Lowerer:
         source = self._current[resharding.value]
         steps = tuple([step for step in resharding.steps if self._sizes[step.axis] > 1])
         if not steps:
-            return source
+            return source if resharding.consumer is None else self._as_read(resharding.value)
         target = self._new_slot()
         again = use in self._again.reshardings
         self._instructions.append(

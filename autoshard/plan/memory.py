@@ -9,7 +9,7 @@ from math import prod
 from typing import NamedTuple
 
 from autoshard.costs import Frequency
-from autoshard.graph import Graph, Tensor
+from autoshard.graph import DType, Graph, Tensor
 from autoshard.layouts import Action, S, parse_type
 from autoshard.ops import (
     Strides,
@@ -24,7 +24,7 @@ from autoshard.ops import (
 from autoshard.ops.collectives import NO_HALO_BYTES
 from autoshard.plan.document import PlannedStep, Use
 from autoshard.plan.gradients import Gradients
-from autoshard.plan.lowering import BeginBucket, Call, EndBucket, Lowering, Reshard, Shape
+from autoshard.plan.lowering import BeginBucket, Call, Cast, EndBucket, Lowering, Reshard, Shape
 from autoshard.plan.recompute import Keeps
 
 
@@ -95,8 +95,11 @@ class ReshardingMemory(NamedTuple):
         working_backward: bytes of working memory in backward, without gradients.
         passes_gradient: True if source and result share their gradient tensor.
         pending_backward: bytes of the output of the first reduction in backward.
+        gradient_nbytes: bytes of the gradient of the result, as it is reduced.
         has_one_step: True if there is one step.
         arrives_in_order: True if the output of the collective needs no reordering.
+        converts: True if the source is a parameter that is converted first.
+        converts_gradient: True if the gradient is converted after its reduction.
     """
 
     result: LocalTensor
@@ -105,8 +108,11 @@ class ReshardingMemory(NamedTuple):
     working_backward: int
     passes_gradient: bool
     pending_backward: int
+    gradient_nbytes: int
     has_one_step: bool
     arrives_in_order: bool
+    converts: bool = False
+    converts_gradient: bool = False
 
     @classmethod
     def of(
@@ -150,8 +156,37 @@ class ReshardingMemory(NamedTuple):
             max(map(sum, zip(backward, around, strict=True))),
             all(step.backward == Action.NOTHING for step in steps),
             sizes[-2],
+            sizes[-1],
             len(steps) == 1,
             len(steps) == 1 and parse_type(steps[0].source) == S(0),
+        )
+
+    def converted(
+        self, source: LocalTensor, stored: DType, read: DType, reduced: DType
+    ) -> "ReshardingMemory":
+        """The memory where element types are converted.
+
+        Args:
+            source: the tensor before the steps, in the element type of the result.
+            stored: element type of the source at rest.
+            read: element type of the result.
+            reduced: element type in which gradients are reduced.
+        """
+        if stored is read is reduced:
+            return self
+        copied = 0 if stored is read or self.in_place else source.nbytes
+        backward, pending, gradient = (
+            nbytes // read.itemsize * reduced.itemsize
+            for nbytes in (self.working_backward, self.pending_backward, self.gradient_nbytes)
+        )
+        return self._replace(
+            working=self.working + copied,
+            working_backward=backward + (0 if read is reduced else gradient),
+            pending_backward=pending,
+            gradient_nbytes=gradient,
+            passes_gradient=self.passes_gradient and stored is read,
+            converts=stored is not read,
+            converts_gradient=stored is not reduced,
         )
 
 
@@ -233,7 +268,7 @@ class StageMemory:
         self._pending: dict[int, list[_Pending]] = {}  # by slot of the bucket
         self._of_slot: dict[int, int] = {}
         for slot, placed in enumerate(lowering.stage.inputs):
-            nbytes = prod(placed.local_shape) * self._graph.values[placed.name].dtype.itemsize
+            nbytes = prod(placed.local_shape) * self._graph.stored_dtype(placed.name).itemsize
             tensor = LocalTensor(nbytes, gradients.exists(placed.name), placed.local_shape, None)
             self._of_slot[slot] = self._add(self._intern(tensor), self._new_storage(-1))
         for number, instruction in enumerate(lowering.instructions):
@@ -246,6 +281,8 @@ class StageMemory:
                     self._begin(instruction, number)
                 case EndBucket():
                     self._end(instruction, number)
+                case Cast():
+                    self._cast(instruction, number)
         self.outputs = tuple(self._of_slot[slot] for slot in lowering.outputs if slot is not None)
 
     def _add(self, tensor: LocalTensor, storage: int) -> int:
@@ -332,11 +369,42 @@ class StageMemory:
             tuple(passes_gradient(call, i) for i in range(len(inputs))),
         )
 
+    def _cast(self, instruction: Cast, number: int) -> None:
+        (slot,), value = instruction.reads, instruction.value
+        source = self._of_slot[slot]
+        target = self._add(self._as_read(value, source), self._new_storage())
+        self._of_slot[instruction.targets[0]] = target
+        self.ops.append(
+            MemoryOp(
+                value,
+                number,
+                (source,),
+                (target,),
+                (),
+                0,
+                0,
+                0,
+                (False,),
+                (),
+                regather=True,
+                checkpoint=instruction.checkpoint,
+            )
+        )
+
+    def _as_read(self, value: str, source: int) -> LocalTensor:
+        """A tensor in the element type in which operators read the value."""
+        tensor = self.tensors[source]
+        if value not in self._graph.converted or source >= len(self.lowering.stage.inputs):
+            return tensor
+        nbytes = _nbytes(tensor.shape, self._graph.values[value])
+        return self._intern(tensor._replace(nbytes=nbytes))
+
     def _reshard(self, instruction: Reshard, number: int) -> None:
         (source,) = (self._of_slot[slot] for slot in instruction.reads)
         resharding = instruction.resharding
         memory = self._resharding_memory(resharding.value, instruction.steps, source)
-        storage = self.storages[source] if memory.in_place else self._new_storage()
+        is_copy = memory.converts or not memory.in_place
+        storage = self._new_storage() if is_copy else self.storages[source]
         target = self._add(memory.result, storage)
         self._of_slot[instruction.targets[0]] = target
         self.ops.append(
@@ -351,7 +419,7 @@ class StageMemory:
                 memory.working_backward,
                 (memory.passes_gradient,),
                 (resharding.use,),
-                regather=resharding.regather and not memory.in_place,
+                regather=is_copy and (resharding.regather or _converts_again(instruction, memory)),
                 checkpoint=instruction.checkpoint,
             )
         )
@@ -362,7 +430,7 @@ class StageMemory:
         members = self._pending[instruction.targets[0]] = []
         for slot, resharding in zip(instruction.reads, instruction.bucket.reshardings, strict=True):
             source = self._of_slot[slot]
-            before = self.tensors[source]
+            before = self._as_read(resharding.value, source)
             memory = self._resharding_memory(resharding.value, resharding.steps, source)
             is_view = memory.arrives_in_order and not several
             moved = None
@@ -381,9 +449,9 @@ class StageMemory:
                     (gradient,) if moved is None else (moved, gradient),
                     (),
                     0,
+                    before.nbytes if memory.converts and moved is not None else 0,
                     0,
-                    0,
-                    (memory.has_one_step,),
+                    (memory.has_one_step and not memory.converts_gradient,),
                     (resharding.use,),
                     regather=resharding.regather and is_view,
                     checkpoint=instruction.checkpoint,
@@ -400,13 +468,18 @@ class StageMemory:
             memory = member.memory
             if member.moved is None:
                 storage = self.storages[member.gradient]
+                if memory.converts:
+                    storage = self._new_storage()
             else:
                 storage = self.storages[member.moved] if member.is_view else self._new_storage()
             targets.append(self._add(memory.result, storage))
             working = max(working, 0 if memory.has_one_step else memory.working)
             # Gradients are copied into one buffer, rank by rank.
             laid_out = several and member.moved is not None
-            backward += memory.result.nbytes if laid_out else memory.working_backward
+            # They may be converted before that.
+            copies = 2 if memory.gradient_nbytes != memory.result.nbytes else 1
+            nbytes = memory.gradient_nbytes * copies
+            backward += nbytes if laid_out else memory.working_backward
         self._of_slot.update(zip(instruction.targets, targets, strict=True))
         moved = [member.moved for member in members if member.moved is not None]
         reads = (*(member.gradient for member in members), *moved)
@@ -422,7 +495,8 @@ class StageMemory:
                 backward,
                 (False,) * len(reads),
                 bucket.uses,
-                regather=bucket.regather and not members[0].is_view and bool(moved),
+                regather=(bucket.regather and not members[0].is_view and bool(moved))
+                or (members[0].memory.converts and not moved),
                 checkpoint=instruction.checkpoint,
                 frequency=bucket.frequency,
             )
@@ -431,13 +505,22 @@ class StageMemory:
     def _resharding_memory(
         self, value: str, steps: Sequence[PlannedStep], source: int
     ) -> ReshardingMemory:
-        before, dtype = self.tensors[source], self._graph.values[value].dtype
+        before, dtype = self._as_read(value, source), self._graph.values[value].dtype
+        is_stored = source < len(self.lowering.stage.inputs)
+        stored = self._graph.stored_dtype(value) if is_stored else dtype
+        dtypes = stored, dtype, self._graph.reduced_dtype(value)
         chain = [(s.axis, s.source, s.target, s.forward, s.backward) for s in steps]
-        key = (id(before), dtype, *chain)
+        key = (id(before), *dtypes, *chain)
         if key not in self._reshardings:
             found = ReshardingMemory.of(before, dtype.itemsize, steps, self._sizes)
+            found = found.converted(before, *dtypes)
             self._reshardings[key] = found._replace(result=self._intern(found.result))
         return self._reshardings[key]
+
+
+def _converts_again(instruction: Reshard, memory: ReshardingMemory) -> bool:
+    """True if backward converts a parameter again, since forward only converts it."""
+    return memory.converts and memory.in_place and instruction.checkpoint < 0
 
 
 def _nbytes(shape: Shape, tensor: Tensor) -> int:

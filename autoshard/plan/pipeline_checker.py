@@ -246,6 +246,7 @@ class _PipelineCheck:
             for number in numbers
         }
         tensor = self._programs[first].values[places[first].name]
+        stored = self._programs[first].stored_dtype(places[first].name)
         if not self._training or not tensor.requires_grad:
             return 0.0
         seconds = 0.0
@@ -258,7 +259,7 @@ class _PipelineCheck:
                     places[receiver].layout,
                     self._meshes[receiver].axis_sizes,
                 )
-                load = largest_load(sent, tensor.dtype.itemsize)
+                load = largest_load(sent, stored.itemsize)
                 seconds += self._seconds(source, receiver, [load])
         return seconds
 

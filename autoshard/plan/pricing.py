@@ -175,34 +175,50 @@ class Prices:
         tensor = self.graph.values[graph_input.name]
         trained = self.training and tensor.requires_grad and graph_input.kind is InputKind.PARAMETER
         optimizer = self.optimizer if trained else None
-        nbytes = [parameter_bytes(shape, tensor.dtype, optimizer) for shape in local_shapes]
+        stored = self.graph.stored_dtype(graph_input.name)
+        nbytes = [parameter_bytes(shape, stored, optimizer) for shape in local_shapes]
         own = np.array([x.parameter for x in nbytes], dtype=float)
         held = inputs_held(graph_input.kind, self.micro_batches, self.in_flight)
         usage = {_MEMORY_KINDS[graph_input.kind]: held * own}
         if graph_input.kind is InputKind.USER:
             return self.micro_batches * own / self._device.input_bandwidth, usage
+        casts = self._cast_time(tensor.dtype, stored, backward=trained)
         if not trained:
-            return _TIE_BREAK * own / self._device.memory_bandwidth, usage
+            return (_TIE_BREAK / self._device.memory_bandwidth + casts) * own, usage
         usage["gradients"] = np.array([x.gradient for x in nbytes], dtype=float)
         usage["optimizer"] = np.array([x.optimizer for x in nbytes], dtype=float)
         time = [
-            optimizer_time(self.optimizer, shape, tensor.dtype, self._device)
-            for shape in local_shapes
+            optimizer_time(self.optimizer, shape, stored, self._device) for shape in local_shapes
         ]
-        return np.array(time) + self.accumulation_time(tensor.dtype) * usage["gradients"], usage
+        sums = self.accumulation_time(stored) * usage["gradients"]
+        return np.array(time) + casts * own + sums, usage
 
-    def accumulation_factor(self, dtype: DType) -> float:
-        """Bytes of a sum of gradients over micro-batches, relative to one of the gradients."""
-        if self.accumulation_dtype is None:
-            return 1.0
-        return DType(self.accumulation_dtype).itemsize / dtype.itemsize
+    def _cast_time(self, read: DType, stored: DType, *, backward: bool) -> float:
+        """Seconds per training step to convert one byte of a stored parameter, and its gradient."""
+        if read is stored:
+            return 0.0
+        moved = self.micro_batches * (1 + backward) * (1 + read.itemsize / stored.itemsize)
+        return moved / self._device.memory_bandwidth
 
-    def accumulation_time(self, dtype: DType) -> float:
+    def accumulation_factor(self, dtype: DType, reduced: DType | None = None) -> float:
+        """Bytes of a sum of gradients over micro-batches, relative to one of the gradients.
+
+        Args:
+            dtype: element type of the gradients.
+            reduced: element type in which they are reduced; that of the gradients if None.
+        """
+        summed = reduced or dtype
+        if self.accumulation_dtype is not None:
+            summed = DType(self.accumulation_dtype)
+        return summed.itemsize / dtype.itemsize
+
+    def accumulation_time(self, dtype: DType, reduced: DType | None = None) -> float:
         """Seconds to sum one byte of gradients over the micro-batches of a step.
 
         Every micro-batch after the first reads the sum and its own gradient, and writes the sum.
+        Arguments are those of `accumulation_factor`.
         """
-        moved = (self.micro_batches - 1) * (2 * self.accumulation_factor(dtype) + 1)
+        moved = (self.micro_batches - 1) * (2 * self.accumulation_factor(dtype, reduced) + 1)
         return moved / self._device.memory_bandwidth
 
     def full_accumulation(self, reshardings: Iterable[Resharding]) -> float:
@@ -214,7 +230,8 @@ class Prices:
                 layouts = map(Layout.parse, (resharding.source, resharding.target))
                 shard, full = (prod(x.local_shape(tensor.shape, self._sizes)) for x in layouts)
                 growth = (full - shard) * tensor.dtype.itemsize
-                seconds += self.accumulation_time(tensor.dtype) * growth
+                reduced = self.graph.reduced_dtype(resharding.value)
+                seconds += self.accumulation_time(tensor.dtype, reduced) * growth
         return seconds
 
     def operator(self, number: int, partial: frozenset[int]) -> OperatorPrices:

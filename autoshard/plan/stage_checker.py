@@ -19,6 +19,7 @@ from autoshard.costs import (
     StepCommunication,
 )
 from autoshard.graph import (
+    DType,
     Graph,
     InputKind,
     Node,
@@ -242,8 +243,9 @@ class StageCheck:
         layout = Layout.parse(placed.layout)
         local_shape = layout.local_shape(tensor.shape, self._sizes)
         has_gradient = self._gradients.exists(placed.name)
-        if placed.shape != tensor.shape or placed.dtype != tensor.dtype:
-            yield f"input {placed.name} is {placed.dtype}{placed.shape}, not {tensor}"
+        dtype = self._graph.stored_dtype(placed.name)
+        if placed.shape != tensor.shape or placed.dtype != dtype:
+            yield f"input {placed.name} is {placed.dtype}{placed.shape}, not {dtype}{tensor.shape}"
         if placed.local_shape != local_shape:
             yield f"input {placed.name}: local shape {placed.local_shape} does not follow"
         if placed.placements != placement_texts(layout, self._sizes):
@@ -385,6 +387,7 @@ class StageCheck:
             fixed_dims=RAGGED_DIMS if resharding.value in self._ragged else frozenset(),
             fill_factor=self._fill_factors.get(resharding.value, 1.0),
             of_parameter=self._reads_parameter(resharding),
+            reduced=self._graph.reduced_dtype(resharding.value),
         )
         if _as_seen(found.source, gradient) != _as_seen(source, gradient):
             yield f"{where} starts from {found.source}, but the value is made as {source}"
@@ -529,6 +532,7 @@ class _ReshardingCheck:
         fixed_dims: AbstractSet[int],
         fill_factor: float,
         of_parameter: bool,
+        reduced: DType,
     ) -> _CheckedResharding:
         """Check one resharding of a tensor.
 
@@ -539,9 +543,10 @@ class _ReshardingCheck:
             fixed_dims: dims that must not be resharded.
             fill_factor: bytes of a full bucket relative to the tensor's; 1 without a bucket.
             of_parameter: True if it reshards a parameter as it is stored.
+            reduced: element type in which its gradient is reduced.
         """
         forbidden = self._constraints.forbidden(resharding.value)
-        what = tensor, gradient, fixed_dims, fill_factor, of_parameter, forbidden
+        what = tensor, gradient, fixed_dims, fill_factor, of_parameter, reduced, forbidden
         chain = resharding.source, resharding.target, resharding.steps
         key = (*what, *chain, resharding.frequency)
         if key not in self._checked:
@@ -552,6 +557,7 @@ class _ReshardingCheck:
                 fixed_dims=fixed_dims,
                 fill_factor=fill_factor,
                 of_parameter=of_parameter,
+                reduced=reduced,
             )
         return self._checked[key]
 
@@ -564,6 +570,7 @@ class _ReshardingCheck:
         fixed_dims: AbstractSet[int],
         fill_factor: float,
         of_parameter: bool,
+        reduced: DType,
     ) -> _CheckedResharding:
         source = Layout.parse(resharding.source)
         findings: list[str] = []
@@ -572,7 +579,7 @@ class _ReshardingCheck:
         is_sound = True
         for stated in resharding.steps:
             try:
-                step, after = self._follow(stated, end, tensor)
+                step, after = self._follow(stated, end, tensor, reduced)
             except ValueError as error:
                 findings.append(str(error))
                 is_sound = False
@@ -613,7 +620,9 @@ class _ReshardingCheck:
         if self._num == 1 or not fits:
             yield f"it runs {resharding.frequency.value!r}, which is for gathers of parameters"
 
-    def _follow(self, stated: PlannedStep, layout: Layout, tensor: Tensor) -> tuple[Step, Layout]:
+    def _follow(
+        self, stated: PlannedStep, layout: Layout, tensor: Tensor, reduced: DType
+    ) -> tuple[Step, Layout]:
         """A stated step with the bytes computed from the layout before it, and the layout after it.
 
         Raises:
@@ -634,7 +643,8 @@ class _ReshardingCheck:
         actions = Action(stated.forward), Action(stated.backward)
         padded = is_padded(source, target, tensor.shape, sizes[axis])
         nbytes = elements * tensor.dtype.itemsize
-        return Step(axis, source, target, nbytes, *actions, padded), after
+        gradient = None if reduced is tensor.dtype else elements * reduced.itemsize
+        return Step(axis, source, target, nbytes, *actions, padded, gradient), after
 
     def _step_findings(
         self, stated: PlannedStep, step: Step, before: Layout, gradient: Gradient, value: str
@@ -651,8 +661,9 @@ class _ReshardingCheck:
             yield (
                 f"{step.source} -> {step.target} runs {actions[0]} and {backward}, not as stated"
             )
-        if stated.nbytes != step.nbytes:
-            yield f"a step moves {step.nbytes} bytes, not {stated.nbytes}"
+        moved, claimed = ((x.nbytes, x.gradient_nbytes) for x in (step, stated))
+        if claimed != moved:
+            yield f"a step moves {moved} bytes forward and backward, not {claimed}"
         for action in (step.forward, step.backward):
             for label in self._constraints.forbidding(action, self._axes, step.axis, value):
                 yield f"a step runs {action} on {stated.axis} against the {label}"

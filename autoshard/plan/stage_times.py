@@ -212,7 +212,7 @@ class StageTiming:
             graph_input = inputs[placed.name]
             time, usage = self.prices.input(graph_input, [placed.local_shape])
             if placed.kind == "parameter" and self.gradients.exists(placed.name):
-                dtype = self._graph.values[placed.name].dtype
+                dtype = self._graph.stored_dtype(placed.name)
                 summed = self.prices.accumulation_time(dtype) * float(usage["gradients"][0])
                 accumulation += summed
                 update += float(time[0]) - summed
@@ -351,6 +351,7 @@ class StageTiming:
             source=source,
             target=target,
             nbytes=step.nbytes,
+            gradient_nbytes=step.gradient_nbytes,
             forward=Action(step.forward),
             backward=Action(step.backward),
             padded=is_padded(source, target, shape, self._mesh.axis_sizes[axis]),
@@ -360,7 +361,7 @@ class StageTiming:
         backward = (step.time - gathers * forward) / reductions
         return (
             Piece(step.forward, step.axis, forward, step.nbytes),
-            Piece(step.backward, step.axis, backward, step.nbytes),
+            Piece(step.backward, step.axis, backward, step.backward_nbytes),
         )
 
     def _overlapped(
@@ -395,17 +396,18 @@ def _bucket_timing(
     All exposed pieces become pieces of the first resharding, one for each step; overlapped pieces
     stay with their reshardings. Every piece has the bytes of the whole bucket.
     """
-    nbytes = {step.axis: total for step, total in bucket.steps}
+    nbytes = {step.axis: forward for step, forward, _ in bucket.steps}
+    reduced = {step.axis: backward for step, _, backward in bucket.steps}
     passes = [[getattr(t, name) for t in own] for name in ("forward", "again", "backward")]
     for i, use in enumerate(bucket.uses):
         exposed = [[p for s in splits for p in s.exposed] if i == 0 else [] for splits in passes]
-        pairs = zip(exposed, passes, strict=True)
+        triples = zip(exposed, passes, (nbytes, nbytes, reduced), strict=True)
         yield (
             use,
             ReshardingTiming(
                 *(
-                    Split(_merged(all_exposed, nbytes), _merged(splits[i].overlapped, nbytes))
-                    for all_exposed, splits in pairs
+                    Split(_merged(all_exposed, total), _merged(splits[i].overlapped, total))
+                    for all_exposed, splits, total in triples
                 )
             ),
         )

@@ -269,11 +269,17 @@ class _Lifetimes:
         )
 
     def _regathers(self) -> Iterator[tuple[Use, int]]:
-        """Uses of the reshardings with `regather`, and the storages of their results."""
+        """Uses of the reshardings with `regather`, and the storages of their results.
+
+        Those that only convert parameters again in backward are no choice of the plan.
+        """
+        stage = self._memory.lowering.stage
+        planned = {resharding.use for resharding in stage.reshardings if resharding.regather}
         for op in self._memory.ops:
             if op.regather:
                 for use, tensor in zip(op.uses, op.targets, strict=False):
-                    yield use, self._memory.storages[tensor]
+                    if use in planned:
+                        yield use, self._memory.storages[tensor]
 
     def _add(self, kind: str, first: int, last: int, nbytes: int) -> None:
         if nbytes:
@@ -401,11 +407,27 @@ class _Lifetimes:
             if stage.micro_batches == 1:
                 self._add("gradients", complete + 1, self._end, reduced)
                 continue
-            summed, itemsize = full.get(tensor, reduced), DType(stage.inputs[tensor].dtype).itemsize
-            if stage.accumulation_dtype is not None:
-                summed = summed // itemsize * DType(stage.accumulation_dtype).itemsize
+            summed = self._sum_bytes(stage, tensor, full.get(tensor))
             self._add("gradients", 0, self._end - 1, summed)
             self._add("gradients", self._end, self._end, reduced)
+
+    def _sum_bytes(self, stage: Stage, tensor: int, full: int | None) -> int:
+        """Bytes of the sum of a parameter's gradients over micro-batches.
+
+        Args:
+            stage: the stage.
+            tensor: the parameter.
+            full: bytes of its full value if full gradients are summed; None for their shards.
+        """
+        graph, name = self._memory.lowering.graph, stage.inputs[tensor].name
+        if full is None:
+            dtype = summed = graph.stored_dtype(name)
+            full = self._memory.tensors[tensor].nbytes
+        else:
+            dtype, summed = graph.values[name].dtype, graph.reduced_dtype(name)
+        if stage.accumulation_dtype is not None:
+            summed = DType(stage.accumulation_dtype)
+        return full // dtype.itemsize * summed.itemsize
 
     def _full_gradients(self) -> dict[int, int]:
         """Bytes of the gradients that are summed before they are reduced, by parameter."""

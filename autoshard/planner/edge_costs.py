@@ -38,6 +38,8 @@ class EdgeCosts:
             can run once per training step.
         accumulation_time: seconds to sum a byte of gradients over micro-batches.
         accumulation_factor: bytes of the sum relative to those of a gradient; 0 if there is none.
+        shard_accumulation_factor: the same of the sum of gradients in the source layout, which is
+            kept where gradients are reduced in every micro-batch.
     """
 
     table: ReshardingTable
@@ -52,6 +54,7 @@ class EdgeCosts:
     of_parameter: bool = False
     accumulation_time: float = 0.0
     accumulation_factor: float = 0.0
+    shard_accumulation_factor: float = 0.0
     _seconds: dict[Frequency, FloatArray] = field(default_factory=dict)
 
     @cached_property
@@ -149,6 +152,12 @@ class EdgeCosts:
     def target_bytes(self) -> FloatArray:
         """Bytes per device in each target layout, shape [C]."""
         return local_bytes(self.tensor, self.target_layouts, self.axis_sizes)
+
+    @cached_property
+    def accumulation_growth(self) -> FloatArray:
+        """Bytes that sums of full gradients take beyond sums of their shards, shape [R, C]."""
+        full = self.accumulation_factor * self.target_bytes
+        return full[None, :] - self.shard_accumulation_factor * self.source_bytes[:, None]
 
     def compute_of(self, strategy: int) -> ForwardBackward[float] | None:
         """Seconds of compute that can overlap with the resharding for a strategy of the target."""

@@ -250,6 +250,7 @@ class Formulation:
             *(id(source), use.output, id(target), use.position, use.gradient),
             *(self._overlap_share(use), use.value in self._ragged),
             *(self.fill_factors.get(use.value), self.constraints.forbidden(use.value)),
+            self.graph.reduced_dtype(use.value),
         )
 
     def edge_costs(self, use: Use) -> EdgeCosts:
@@ -274,6 +275,8 @@ class Formulation:
             tensor = self.graph.values[use.value]
             has_gradient = self.gradients.exists(use.value)
             prices = self.prices
+            reduced = self.graph.reduced_dtype(use.value)
+            stored = self.graph.stored_dtype(use.value)
             self._edge_costs[kind] = EdgeCosts(
                 table,
                 tensor,
@@ -285,9 +288,14 @@ class Formulation:
                 compute,
                 micro_batches=self.prices.micro_batches,
                 of_parameter=self.reads_parameter(use),
-                accumulation_time=prices.accumulation_time(tensor.dtype) if has_gradient else 0.0,
+                accumulation_time=(
+                    prices.accumulation_time(tensor.dtype, reduced) if has_gradient else 0.0
+                ),
                 accumulation_factor=(
-                    prices.accumulation_factor(tensor.dtype) if has_gradient else 0.0
+                    prices.accumulation_factor(tensor.dtype, reduced) if has_gradient else 0.0
+                ),
+                shard_accumulation_factor=(
+                    prices.accumulation_factor(tensor.dtype, stored) if has_gradient else 0.0
                 ),
             )
         return self._edge_costs[kind]
@@ -304,8 +312,11 @@ class Formulation:
         fill_factor = self.fill_factors.get(value, 1.0)
         is_bool = tensor.dtype is DType.BOOL
         forbidden = self.constraints.forbidden(value)
+        reduced = self.graph.reduced_dtype(value)
+        gradient_itemsize = None if reduced is tensor.dtype else reduced.itemsize
+        itemsizes = tensor.dtype.itemsize, gradient_itemsize
         key = (
-            *(tensor.shape, tensor.dtype.itemsize, is_bool, gradient, fixed_dims, fill_factor),
+            *(tensor.shape, *itemsizes, is_bool, gradient, fixed_dims, fill_factor),
             forbidden,
         )
         if key not in self._tables:
@@ -320,6 +331,7 @@ class Formulation:
                 fixed_dims=fixed_dims,
                 pricer=self.constraints.pricer(self.axes, forbidden),
                 fill_factor=fill_factor,
+                gradient_itemsize=gradient_itemsize,
             )
         return self._tables[key]
 
@@ -373,7 +385,8 @@ class Formulation:
         name = graph_input.name
         tensor = self.graph.values[name]
         may_shard = self._may_shard(graph_input)
-        key = (graph_input.kind, tensor, self.gradients.exists(name), may_shard)
+        stored = self.graph.stored_dtype(name)
+        key = (graph_input.kind, tensor, stored, self.gradients.exists(name), may_shard)
         if key not in self._inputs:
             layouts = self._input_layouts(graph_input, tensor)
             shapes = [layout.local_shape(tensor.shape, self.axes.sizes) for layout in layouts]

@@ -86,7 +86,7 @@ def _savings(formulation: Formulation, number: int, choice: IntArray) -> Iterato
         for frequency in (Frequency.REDUCE_STEP, Frequency.GATHER_STEP, Frequency.STEP)
     )
     kept = float(costs.target_bytes[col])
-    added = costs.accumulation_factor * (kept - float(costs.source_bytes[row]))
+    added = float(costs.accumulation_growth[row, col])
     first, both = (often - gathered) / kept, (often - once) / (kept + added)
     if first > both:
         yield _Saving(first, number, Frequency.GATHER_STEP)

@@ -226,7 +226,7 @@ class MemoryProblem:
         counted = [(nbytes, self._time.after(min(readers, default=0)))]
         prices = self._formulation.prices
         if prices.micro_batches > 1:
-            dtype = self._graph.values[self._formulation.variables[i].name].dtype
+            dtype = self._graph.stored_dtype(self._formulation.variables[i].name)
             sums = self._multiple(nbytes, prices.accumulation_factor(dtype))
             counted = [(sums, self._time.before_optimizer), (nbytes, self._time.optimizer)]
         for counted_bytes, interval in counted:

@@ -208,9 +208,9 @@ class RareGathers:
         The gathered parameter, and the full gradient in place of its shard.
         """
         gathered = self.costs.target_bytes[self.cols]
-        growth = gathered - self.costs.source_bytes[self.rows]
+        growth = self.costs.accumulation_growth[self.rows, self.cols]
         is_full = np.array([kind is Frequency.STEP for kind in self.frequencies])
-        return gathered + np.where(is_full, self.costs.accumulation_factor * growth, 0.0)
+        return gathered + np.where(is_full, growth, 0.0)
 
 
 @dataclass(frozen=True, slots=True)

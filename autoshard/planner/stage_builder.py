@@ -184,7 +184,7 @@ class StageBuilder:
                 "kind": graph_input.kind.value,
                 "target": graph_input.target,
                 "aliases": graph_input.aliases,
-                "dtype": tensor.dtype.value,
+                "dtype": self._graph.stored_dtype(graph_input.name).value,
                 "shape": tensor.shape,
                 "local_shape": layout.local_shape(tensor.shape, sizes),
                 "layout": str(layout),
@@ -312,6 +312,7 @@ class StageBuilder:
             forward=step.forward.value,
             backward=step.backward.value,
             nbytes=step.nbytes,
+            gradient_nbytes=step.gradient_nbytes,
             time=time,
         )
 

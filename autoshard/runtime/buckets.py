@@ -21,7 +21,7 @@ from autoshard.errors import PlanError
 from autoshard.layouts import AxisType, parse_type
 from autoshard.plan.buckets import Bucket
 from autoshard.runtime.accumulation import active_accumulation
-from autoshard.runtime.resharding import bind_steps
+from autoshard.runtime.resharding import ElementTypes, bind_steps, bind_with_casts
 from autoshard.runtime.shards import from_rank_major, to_rank_major
 
 Tensors = Sequence[torch.Tensor]
@@ -77,6 +77,8 @@ class BucketSteps:
         mesh: its mesh dim names are the axes of the bucket's steps.
         shapes: global shape of each tensor.
         micro_batches: number of micro-batches of a training step, as planned.
+        dtypes: element types of the full tensors and of their reductions; None if they are
+            those of the sources.
 
     Attributes:
         separate: for each resharding the functions that run it without the others.
@@ -91,10 +93,15 @@ class BucketSteps:
         mesh: DeviceMesh,
         shapes: Sequence[Sequence[int]],
         micro_batches: int = 1,
+        dtypes: ElementTypes | None = None,
     ) -> None:
+        self._dtypes = dtypes
+        pairs = zip(bucket.reshardings, shapes, strict=True)
         self.separate = tuple(
             bind_steps(resharding.steps, mesh, shape)
-            for resharding, shape in zip(bucket.reshardings, shapes, strict=True)
+            if dtypes is None
+            else (bind_with_casts(resharding.steps, mesh, shape, dtypes),)
+            for resharding, shape in pairs
         )
         self._steps: list[_Reduce | _Gather] = []
         for steps in zip(*(resharding.steps for resharding in bucket.reshardings), strict=True):
@@ -111,7 +118,32 @@ class BucketSteps:
 
     def forward(self, tensors: Tensors) -> PendingCollective:
         """Start to gather the full tensors, outside of autograd."""
+        if self._gathers:
+            tensors = self.as_read(tensors)
         return PendingCollective([(step.start, step.finish) for step in self._steps], tensors)
+
+    def finish_forward(self, pending: PendingCollective) -> list[torch.Tensor]:
+        """Wait for the full tensors."""
+        whole = pending.wait()
+        # Where nothing is gathered, it waits until the result is read.
+        return whole if self._gathers else self.as_read(whole)
+
+    @property
+    def _gathers(self) -> bool:
+        return any(isinstance(step, _Gather) for step in self._steps)
+
+    def as_read(self, tensors: Tensors) -> list[torch.Tensor]:
+        """Tensors in the element type of the full tensors."""
+        if self._dtypes is None:
+            return list(tensors)
+        return [tensor.to(self._dtypes.read) for tensor in tensors]
+
+    def as_reduced(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Gradients in the element type of their reduction."""
+        if self._dtypes is None:
+            return list(gradients)
+        dtype = self._dtypes.reduced
+        return [None if gradient is None else gradient.to(dtype) for gradient in gradients]
 
     def backward(self, gradients: Tensors) -> PendingCollective:
         """Start to reduce the gradients, as far as that does not wait for other micro-batches."""
@@ -268,7 +300,7 @@ class BucketOp:
 
     def reshard(self, tensors: Tensors) -> list[torch.Tensor]:
         """Start the collectives of forward and wait for them, outside of autograd."""
-        return self._steps.forward(tensors).wait()
+        return self._steps.finish_forward(self._steps.forward(tensors))
 
     def start_forward(self, tensors: Tensors) -> None:
         """Start the collectives of forward, unless an earlier micro-batch has gathered."""
@@ -277,7 +309,8 @@ class BucketOp:
         if self._gathered is None:
             self._forward = self._steps.forward(tensors)
         else:
-            _check_unchanged(tensors, self._steps.own_shards(self._gathered))
+            shards = self._steps.as_read(tensors)
+            _check_unchanged(shards, self._steps.own_shards(self._gathered))
 
     def wait_forward(self) -> list[torch.Tensor]:
         """Wait for the collectives of forward."""
@@ -285,7 +318,7 @@ class BucketOp:
         if whole is None:
             assert self._forward is not None
             pending, self._forward = self._forward, None
-            whole = pending.wait()
+            whole = self._steps.finish_forward(pending)
         if self._keeps_gathered and self._accumulation is not None:
             self._accumulation.keep_gathered(id(self._steps), whole)
         self._shapes = [tensor.shape for tensor in whole]
@@ -327,6 +360,7 @@ class BucketOp:
         """Gradients with those of earlier micro-batches; None if they wait for a later one."""
         if self._accumulation is None:
             return gradients
+        gradients = self._steps.as_reduced(gradients)
         return self._accumulation.summed(id(self._steps), gradients, waits=self._waits)
 
     def _start(
@@ -337,10 +371,12 @@ class BucketOp:
         like: torch.Tensor,
     ) -> None:
         self._reached = [gradient is not None for gradient in gradients]
+        present = self._steps.as_reduced(gradients)
+        dtype = next((g.dtype for g in present if g is not None), like.dtype)
         self._backward = reduce(
             [
-                like.new_zeros(shape) if gradient is None else gradient
-                for gradient, shape in zip(gradients, shapes, strict=True)
+                like.new_zeros(shape, dtype=dtype) if gradient is None else gradient
+                for gradient, shape in zip(present, shapes, strict=True)
             ]
         )
 
@@ -387,7 +423,9 @@ class _Begin(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return None, *ctx.bucket.wait_backward()
+        dtype = ctx.bucket.sources[0].dtype
+        reduced = ctx.bucket.wait_backward()
+        return None, *(None if gradient is None else gradient.to(dtype) for gradient in reduced)
 
 
 class _End(torch.autograd.Function):

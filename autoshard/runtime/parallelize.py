@@ -15,6 +15,7 @@ from autoshard.errors import ArgumentTypeError, PlanError
 from autoshard.graph.buffers import HeldBuffers
 from autoshard.plan import Plan, Stage
 from autoshard.runtime.accumulation import GradientAccumulation
+from autoshard.runtime.autocast import outside_autocast
 from autoshard.runtime.dtensor_handlers import install_dtensor_handlers
 from autoshard.runtime.parameters import check_parameters, check_stored_alike, distribute_state
 from autoshard.runtime.pipelining import Pipelined, pipeline
@@ -135,7 +136,9 @@ def parallelize(
         warnings.warn(text, stacklevel=2)
     replicated = other_shapes == "replicate"
     vars(model)["_unsharded"] = (
-        UnshardedForward(type(model), device_mesh, seed) if replicated else None
+        UnshardedForward(type(model), device_mesh, seed, given[0].graph.mixed_precision)
+        if replicated
+        else None
     )
     model.__class__ = _planned_class(type(model))
     vars(model)["_programs"] = programs
@@ -188,8 +191,14 @@ class Planned:
         """Run the plan with the arguments and results of the exported forward.
 
         Raises:
-            PlanError: the model is in another mode than it was exported in.
+            PlanError: the model is in another mode than it was exported in, or is called under
+                `torch.autocast` with another element type than the plan's.
         """
+        first = self._programs.first
+        with outside_autocast(first.mesh.device_type, first.program.graph.compute_dtype):
+            return self._run(args, kwargs)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         assert isinstance(self, nn.Module)
         try:
             forward = self._programs.choose(self, args, kwargs)

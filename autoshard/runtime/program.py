@@ -13,7 +13,7 @@ from autoshard.graph import graph_from_json
 from autoshard.graph.experts import ragged_values
 from autoshard.layouts import Action, Layout
 from autoshard.ops import Kernel, draws_random_numbers, spec_for
-from autoshard.plan import Stage, lowering
+from autoshard.plan import Resharding, Stage, lowering
 from autoshard.runtime.buckets import BucketSteps
 from autoshard.runtime.instructions import (
     Begin,
@@ -31,7 +31,7 @@ from autoshard.runtime.instructions import (
 from autoshard.runtime.kernels import bind_kernel
 from autoshard.runtime.local_node import LocalNode, MeshRanks, Place, Step
 from autoshard.runtime.regather import Regathers
-from autoshard.runtime.resharding import bind_steps
+from autoshard.runtime.resharding import ElementTypes, bind_steps, bind_with_casts
 from autoshard.runtime.shards import local_shape
 
 
@@ -202,32 +202,70 @@ class _Binder:
             case lowering.Call():
                 return self._call(lowered)
             case lowering.Reshard():
-                use = lowered.resharding.use
-                shape = self._graph.values[use[0]].shape
-                steps = bind_steps(lowered.steps, self._mesh, shape)
-                regather = lowered.resharding.regather
-                if regather or not self._regathered.isdisjoint(reads):
-                    self._regathered.update(targets)
-                return Reshard(
-                    reads=reads,
-                    targets=targets,
-                    use=use,
-                    steps=steps,
-                    regather=regather,
-                    reduces=Action(lowered.steps[0].backward).is_collective,
-                )
+                return self._reshard(lowered)
+            case lowering.Cast():
+                return self._cast(lowered)
             case lowering.BeginBucket():
                 shapes = [self._graph.values[value].shape for value, _, _ in lowered.bucket.uses]
+                dtypes = self._element_types(lowered.bucket.uses[0][0])
                 micro_batches = self._lowered.stage.micro_batches
-                collectives = BucketSteps(lowered.bucket, self._mesh, shapes, micro_batches)
+                collectives = BucketSteps(lowered.bucket, self._mesh, shapes, micro_batches, dtypes)
                 self._buckets[targets[0]] = collectives
                 return Begin(reads=reads, targets=targets, steps=collectives)
             case lowering.EndBucket():
-                regather = lowered.bucket.regather
+                first = lowered.bucket.reshardings[0]
+                regather = lowered.bucket.regather or self._only_converts(first)
                 collectives = self._buckets[reads[0]]
                 if regather:
                     self._regathered.update(targets)
                 return End(reads=reads, targets=targets, steps=collectives, regather=regather)
+
+    def _element_types(self, value: str) -> ElementTypes | None:
+        """The types to which a parameter and its gradient are converted; None if none."""
+        read = self._graph.values[value].dtype
+        reduced = self._graph.reduced_dtype(value)
+        if self._graph.stored_dtype(value) is read is reduced:
+            return None
+        return ElementTypes(getattr(torch, read.value), getattr(torch, reduced.value))
+
+    def _only_converts(self, resharding: Resharding) -> bool:
+        """True if forward of a resharding only converts a parameter, which backward repeats."""
+        moves = any(step.forward != Action.NOTHING for step in resharding.steps)
+        return resharding.value in self._graph.converted and not moves
+
+    def _reshard(self, lowered: lowering.Reshard) -> Reshard:
+        resharding, (slot,) = lowered.resharding, lowered.reads
+        shape = self._graph.values[resharding.value].shape
+        dtypes = self._element_types(resharding.value)
+        regather = resharding.regather
+        if dtypes is None:
+            steps = bind_steps(lowered.steps, self._mesh, shape)
+        else:
+            steps = (bind_with_casts(lowered.steps, self._mesh, shape, dtypes),)
+            if slot < len(self._lowered.stage.inputs) and lowered.checkpoint < 0:
+                regather = regather or self._only_converts(resharding)
+        if regather or slot in self._regathered:
+            self._regathered.update(lowered.targets)
+        return Reshard(
+            reads=lowered.reads,
+            targets=lowered.targets,
+            use=resharding.use,
+            steps=steps,
+            regather=regather,
+            reduces=dtypes is not None or Action(lowered.steps[0].backward).is_collective,
+        )
+
+    def _cast(self, lowered: lowering.Cast) -> Reshard:
+        read: torch.dtype = getattr(torch, self._graph.values[lowered.value].dtype.value)
+        self._regathered.update(lowered.targets)
+        return Reshard(
+            reads=lowered.reads,
+            targets=lowered.targets,
+            use=(lowered.value, None, 0),
+            steps=(bind_with_casts((), self._mesh, (), ElementTypes(read, read)),),
+            regather=True,
+            reduces=True,
+        )
 
     def _call(self, lowered: lowering.Call) -> Call:
         node, placed = self._graph.nodes[lowered.number], lowered.placed

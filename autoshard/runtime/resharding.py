@@ -106,6 +106,114 @@ def bind_step(
 
 
 @dataclass(frozen=True, slots=True)
+class ElementTypes:
+    """Element types of a tensor whose gradient is reduced in another one, or that is converted.
+
+    Attributes:
+        read: element type of the result of a resharding, and of its collectives in forward.
+        reduced: element type of its collectives in backward.
+    """
+
+    read: torch.dtype
+    reduced: torch.dtype
+
+
+def bind_with_casts(
+    steps: Sequence[PlannedStep], mesh: DeviceMesh, shape: Sequence[int], dtypes: ElementTypes
+) -> LocalFunction:
+    """The function that converts a tensor and runs steps on it; arguments as for `bind_steps`.
+
+    The gradient is converted before the steps of backward, and to the tensor's element type after
+    them. Autograd itself would convert it to that of the result between two steps.
+    """
+    sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
+    bound = []
+    for step in steps:
+        if sizes[step.axis] > 1:
+            source, target = parse_type(step.source), parse_type(step.target)
+            group = mesh.get_group(step.axis)
+            num_ranks, rank = group.size(), group.rank()
+            uneven = tuple(
+                _UnevenDim(t.dim, shape[t.dim], num_ranks, rank)
+                for t in (source, target)
+                if t.is_shard and shape[t.dim] % num_ranks
+            )
+            even = _FunctionalStep(source, target, group.group_name, num_ranks, rank)
+            bound.append(_UnevenStep(even, uneven))
+    return _CastSteps(dtypes, tuple(bound))
+
+
+@dataclass(frozen=True, slots=True)
+class _UnevenStep:
+    """The forward and the backward action of a step on slices that may be uneven.
+
+    Attributes:
+        even: the step on even slices.
+        uneven: the unevenly sharded dims.
+    """
+
+    even: "_FunctionalStep"
+    uneven: tuple["_UnevenDim", ...]
+
+    def run(self, tensor: torch.Tensor, *, backward: bool) -> torch.Tensor:
+        """Run one of the actions."""
+        old, new = self.even.source, self.even.target
+        if backward:
+            old, new = new, old
+        if self.uneven and self.even.source.is_replicated:
+            # A slice of the whole tensor, which each rank takes of its own copy.
+            if not backward:
+                return self.uneven[0].own_slice(tensor)
+            if new.kind is Kind.REPLICATE:
+                return self.uneven[0].in_zeros(tensor)
+        for dim in self.uneven:
+            tensor = dim.padded(tensor)
+        tensor = self.even.run(tensor, backward=backward)
+        for dim in self.uneven:
+            tensor = dim.trimmed(tensor, is_whole=dim.index != new.dim)
+        return tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _CastSteps:
+    """A cast, and the steps of a resharding after it.
+
+    Attributes:
+        dtypes: the element types.
+        steps: the steps, in order.
+    """
+
+    dtypes: ElementTypes
+    steps: tuple[_UnevenStep, ...]
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Run them differentiably."""
+        resharded: torch.Tensor = _Cast.apply(tensor, self)  # type: ignore[no-untyped-call]  # torch
+        return resharded
+
+
+class _Cast(torch.autograd.Function):
+    """Converts a tensor and runs steps; its backward reduces in an element type of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, steps: _CastSteps) -> torch.Tensor:
+        ctx.steps, ctx.dtype = steps, tensor.dtype
+        tensor = tensor.to(steps.dtypes.read)
+        for step in steps.steps:
+            tensor = step.run(tensor, backward=False)
+        return tensor
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        steps: _CastSteps = ctx.steps
+        gradient = gradient.to(steps.dtypes.reduced)
+        for step in reversed(steps.steps):
+            gradient = step.run(gradient, backward=True)
+        return gradient.to(ctx.dtype), None
+
+
+@dataclass(frozen=True, slots=True)
 class _UnevenDim:
     """A dim that is sharded into slices of unequal length.
 
@@ -131,6 +239,14 @@ class _UnevenDim:
         view = tensor.narrow(self.index, start, min(self._share, self.size - start))
         # A view would keep the whole tensor alive.
         return view.clone(memory_format=torch.contiguous_format)
+
+    def in_zeros(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The whole tensor with the rank's slice, and zeros elsewhere."""
+        shape = list(tensor.shape)
+        shape[self.index] = self.size
+        whole = tensor.new_zeros(shape)
+        whole.narrow(self.index, self.rank * self._share, tensor.shape[self.index]).copy_(tensor)
+        return whole
 
     def padded(self, tensor: torch.Tensor) -> torch.Tensor:
         """Pad a slice or the whole tensor to the next size that the number of ranks divides."""

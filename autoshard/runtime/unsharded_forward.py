@@ -21,6 +21,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from autoshard.errors import PlanError
+from autoshard.graph import MixedPrecision
+from autoshard.graph.casting import cast_parameter, with_casts
 from autoshard.runtime.call_checks import compare_over_ranks
 from autoshard.runtime.dtensors import full_tensor, store_full
 from autoshard.runtime.signature import ShapeError
@@ -41,10 +43,20 @@ class UnshardedForward:
         original: the class of the model before the plan was applied.
         mesh: the devices.
         seed: of random operators.
+        policy: the mixed precision of the plan; None if it has none.
     """
 
-    def __init__(self, original: type[nn.Module], mesh: DeviceMesh, seed: int) -> None:
+    def __init__(
+        self,
+        original: type[nn.Module],
+        mesh: DeviceMesh,
+        seed: int,
+        policy: MixedPrecision | None = None,
+    ) -> None:
+        self._policy = policy or MixedPrecision()
         self._forward: Callable[..., Any] = original.forward
+        if policy is not None:
+            self._forward = with_casts(original.forward, policy, num_leading=1)
         self._mesh = mesh
         self._seed = seed
         self._name = f"autoshard/unsharded/{next(_NUMBERS)}"  # alike on all ranks
@@ -126,7 +138,12 @@ class UnshardedForward:
     ) -> Any:
         stored = chain(model.named_parameters(), model.named_buffers())
         sharded = {f"model.{name}": x for name, x in stored if isinstance(x, DTensor)}
-        tensors: dict[str, torch.Tensor] = {name: full_tensor(x) for name, x in sharded.items()}
+        tensors: dict[str, torch.Tensor] = {
+            name: cast_parameter(full_tensor(x), self._policy)
+            if isinstance(x, nn.Parameter)
+            else full_tensor(x)
+            for name, x in sharded.items()
+        }
         with self._seeded(step):
             result = torch.func.functional_call(
                 _Original(model, self._forward), tensors, args, kwargs

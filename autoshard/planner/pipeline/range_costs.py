@@ -267,8 +267,7 @@ def _kept(costs: EdgeCosts, frequency: Frequency) -> FloatArray:
         return np.zeros_like(gathered)
     if frequency is Frequency.GATHER_STEP:
         return gathered
-    growth = costs.target_bytes[None, :] - costs.source_bytes[:, None]
-    return gathered + costs.accumulation_factor * growth
+    return gathered + costs.accumulation_growth
 
 
 def _state(usage: Mapping[str, FloatArray]) -> FloatArray:
@@ -417,11 +416,10 @@ class _NodeCosts:
             # Full gradients are summed over micro-batches, instead of their shards.
             costs = formulation.edge_costs(use)
             source, target = (int(self._choice[i]) for i in (use.source, use.target))
-            growth = float(
-                costs.target_bytes[costs.cols[target]] - costs.source_bytes[costs.rows[source]]
-            )
+            row, col = costs.rows[source], costs.cols[target]
+            growth = float(costs.target_bytes[col] - costs.source_bytes[row])
             self._add("end", place, costs.accumulation_time * growth)
-            self._add("state", place, costs.accumulation_factor * growth)
+            self._add("state", place, float(costs.accumulation_growth[row, col]))
 
     def _place(self, number: int) -> int:
         """The node to which the resharding for a use belongs: its reader, or else its maker."""

@@ -145,7 +145,7 @@ def _tied_seconds(mesh: Mesh, stages: Sequence[PlannedStage], target: str) -> fl
     tensor = first.graph.values[placed[0].name]
     if not tensor.requires_grad:
         return 0.0
-    seconds, size = 0.0, tensor.dtype.itemsize
+    seconds, size = 0.0, first.graph.stored_dtype(placed[0].name).itemsize
     for one, layout in zip(others, placed[1:], strict=True):
         ends = (layout.layout, one.mesh.axis_sizes), (placed[0].layout, first.mesh.axis_sizes)
         for (source, senders), (goal, receivers) in (ends, ends[::-1]):

@@ -186,5 +186,5 @@ def _step_parts(stage: Stage, resharding: Resharding) -> Iterator[ForwardBackwar
         if sizes[step.axis] > 1:
             yield ForwardBackward(
                 Part(Phase.FORWARD, step.forward, subject, step.axis, step.nbytes),
-                Part(Phase.BACKWARD, step.backward, subject, step.axis, step.nbytes),
+                Part(Phase.BACKWARD, step.backward, subject, step.axis, step.backward_nbytes),
             )

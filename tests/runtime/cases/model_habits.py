@@ -19,7 +19,6 @@ from runtime.cases.habits import (
     assert_same,
     batches,
     first_batch,
-    gradients,
     step,
     train,
 )
@@ -140,24 +139,6 @@ def moved(model: nn.Module) -> object:
     """To the device and dtype that it has."""
     model.to("cpu").double()
     return train(model)
-
-
-def autocast(model: nn.Module) -> object:
-    """Around forward, in bfloat16; gradients are those of parameters in float32."""
-    found = []
-    for batch in batches(2):
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = model(**batch)
-        loss.backward()
-        found.append(loss)
-    return found, gradients(model)
-
-
-class Single(Net):
-    """Stays in float32."""
-
-    def double(self) -> "Single":
-        return self
 
 
 class Autocast(Net):
@@ -348,7 +329,6 @@ HABITS: dict[str, Callable[[str], Callable[[], None]]] = {
         match=r"is torch.float32 now, and the plan is for float64: convert the model first",
     ),
     "the same dtype and device": lambda mesh: Habit(mesh, moved),
-    "autocast around calls": lambda mesh: Habit(mesh, autocast, Single, tolerance=2e-2),
     "autocast in the model": lambda _: RefusedByExport(
         Autocast, r"torch\.autocast.*mixed_precision"
     ),
