@@ -16,6 +16,7 @@ them and compare. What a page can contain:
     <!-- ranks: 4 -->             the page's Python runs on 4 ranks
 
 Commands and code with an address of `SERVICE_URL` reach a service that is started for the page.
+Ranks have CPUs, where a page has GPUs: `init_device_mesh("cuda", ...)` runs with "cpu".
 """
 
 import contextlib
@@ -46,6 +47,7 @@ _BLOCK = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 _RANKS = re.compile(r"^<!-- ranks: (\d+) -->$", re.MULTILINE)
+_CUDA = re.compile(r'(init_device_mesh\(")cuda\b')
 _VARYING = re.compile(r"(?<=\bin )[\d.,]+ m?s\b")
 """Times of this machine in outputs, such as "solved in 1.2 s"; the pages show `...` instead."""
 
@@ -116,7 +118,7 @@ def run_python(path: Path) -> None:
     names = _namespace()
     for block in blocks(path.read_text(encoding="utf-8")):
         if block.language == "python" and block.runs and not block.mark:
-            _run_code(path, block, block.code, names)
+            _run_code(path, block, _CUDA.sub(r"\1cpu", block.code), names)
 
 
 def run_page(path: Path, folder: Path) -> str:

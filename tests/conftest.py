@@ -13,7 +13,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from benchmarks.faults.postgres import Cluster, binaries, running_cluster
 
 LONG = (
-    *("test_8_ranks", "test_pages", "test_memory_problem", "test_training_on_ranks", "test_zoo"),
+    *(
+        "test_8_ranks",
+        "test_pages",
+        "test_code_on_ranks",
+        "test_memory_problem",
+        "test_training_on_ranks",
+        "test_zoo",
+    ),
     *("test_memory_on_ranks", "test_ray_executor", "test_programs_on_ranks", "test_benchmarks"),
     *("test_measurements_on_ranks", "test_server_process", "test_kernels_on_ranks", "test_faults"),
     *("test_models_on_ranks", "test_workers", "test_zoo_on_4_ranks", "test_launch"),
