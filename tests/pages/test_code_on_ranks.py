@@ -9,6 +9,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ def run(name: str) -> str:
 
 
 def learns(name: str) -> None:
-    losses = [float(loss) for loss in re.findall(r"loss\'?: \'?([\d.]+)", run(name))]
+    losses = [float(loss) for loss in re.findall(r"\bloss'?:? '?([\d.]+)", run(name))]
     if dist.get_rank() == 0:
         assert len(losses) == 5
         assert losses[-1] < losses[0]
@@ -63,11 +64,11 @@ def shows(path: Path) -> None:
 
 CASES: dict[str, Callable[[], None]] = {
     **{
-        name: lambda name=name: learns(name)  # type: ignore[misc]
+        name: partial(learns, name)
         for name in ("train_gpt2", "trainer_llama", "lora_peft", "mixture_of_experts")
     },
     **{
-        path.name: lambda path=path: shows(path)  # type: ignore[misc]
+        path.name: partial(shows, path)
         for path in pages()
         if num_ranks(path.read_text(encoding="utf-8")) == NUM_RANKS
     },
