@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 
-from autoshard.errors import ArchiveError, InputError, OptionError, PlanError
+from autoshard.errors import ArchiveError, InputError, MeshError, OptionError, PlanError
 
 _MAX_TEXT = 1 << 20
 """Largest size of a text that is examined."""
@@ -42,8 +42,9 @@ EMPTY = FileKind("empty", "export the model again")
 SAFETENSORS = FileKind("a file of weights (safetensors)", _WITHOUT_WEIGHTS)
 INDEX = FileKind("the index of a checkpoint", _WITHOUT_WEIGHTS)
 CHECKPOINT = FileKind(
-    "a pickled checkpoint or module (torch.save), which is not opened: a pickle is a program",
-    f"load it in a Python program that you trust, and {_EXPORT}",
+    "a pickled checkpoint or module (torch.save)",
+    "it is not opened, since a pickle is a program; load it in Python yourself if you trust it, "
+    "export the model there (autoshard.export_model), and give that",
 )
 GGUF = FileKind("a file of weights (GGUF)", _WITHOUT_WEIGHTS)
 HDF5 = FileKind("a file of weights (HDF5)", _WITHOUT_WEIGHTS)
@@ -62,9 +63,12 @@ CONFIGURATION = FileKind(
 )
 PYTHON = FileKind("a Python program", f"in the program, {_EXPORT}")
 JSON = FileKind("a JSON file of another kind")
+DAMAGED_JSON = FileKind("a JSON file that is damaged or cut short")
 TEXT = FileKind("a text file")
 ZIP = FileKind("a zip archive of another kind")
 BINARY = FileKind("a binary file of an unknown kind")
+
+_ZIP = b"PK"
 
 _MAGIC = {
     b"GGUF": GGUF,
@@ -104,13 +108,10 @@ def read_file(path: Path, error: type[InputError], most: int | None = None) -> b
         error: type of the error if it cannot be read.
         most: read at most one byte more than this.
     """
-    if path.is_dir():
-        raise error(f"{path} is a folder; give the name of a file in it")
+    check_is_file(path, error)
     try:
         with path.open("rb") as file:
             return file.read() if most is None else file.read(most + 1)
-    except FileNotFoundError:
-        raise error(f"there is no file {path}") from None
     except (OSError, ValueError) as reason:
         text = reason.strerror if isinstance(reason, OSError) else str(reason)
         raise error(f"{path} cannot be read: {text or reason}") from reason
@@ -127,6 +128,19 @@ def write_file(path: Path, content: str | bytes) -> None:
         path.write_bytes(data)
     except OSError as error:
         raise OptionError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def check_is_file(path: Path, error: type[InputError]) -> None:
+    """Check that a path is not that of a folder, or of nothing.
+
+    Args:
+        path: of the file.
+        error: type of the error if it is.
+    """
+    if path.is_dir():
+        raise error(f"{path} is a folder; give the name of a file in it")
+    if "\0" not in str(path) and not path.exists():
+        raise error(f"there is no file {path}")
 
 
 def read_graph_file(path: Path, most: int | None = None) -> bytes:
@@ -148,6 +162,10 @@ def read_graph_file(path: Path, most: int | None = None) -> bytes:
     kind = kind_of(data)
     if kind is not GRAPH:
         raise _not_a_graph(path, kind)
+    if data.startswith(_ZIP) and not zipfile.is_zipfile(BytesIO(data)):
+        raise ArchiveError(
+            f"{path} is not a readable .pt2 archive: it is damaged or cut short; export it again"
+        )
     return data
 
 
@@ -158,14 +176,14 @@ def check_not_foreign(data: bytes) -> None:
         ArchiveError: they are.
     """
     kind = kind_of(data)
-    if kind not in {GRAPH, JSON, TEXT, ZIP, BINARY}:
+    if kind not in {GRAPH, JSON, DAMAGED_JSON, TEXT, ZIP, BINARY}:
         raise _not_a_graph("this", kind)
 
 
 def explain_plan_error(data: bytes, error: str) -> PlanError:
     """The error for bytes that cannot be read as a plan, if they are of another kind."""
     kind = kind_of(data)
-    if kind in {PLAN, JSON, TEXT}:
+    if kind in {PLAN, JSON, DAMAGED_JSON, TEXT}:
         return PlanError(error)
     if kind is GRAPH:
         return PlanError("this is an exported graph, not a plan: make a plan with `autoshard plan`")
@@ -174,6 +192,14 @@ def explain_plan_error(data: bytes, error: str) -> PlanError:
 
 def _not_a_graph(name: object, kind: FileKind) -> ArchiveError:
     return ArchiveError(f"{name} is {kind.name}, not an exported graph: {kind.to_graph}")
+
+
+def explain_topology_error(data: bytes, error: str) -> MeshError:
+    """The error for bytes that cannot be read as a topology, if they are of another kind."""
+    kind = kind_of(data)
+    if kind in {TOPOLOGY, JSON, DAMAGED_JSON, TEXT}:
+        return MeshError(error)
+    return MeshError(f"this is {kind.name}, not a topology: give a file of `autoshard calibrate`")
 
 
 def kind_of(data: bytes) -> FileKind:
@@ -196,7 +222,7 @@ def kind_of_head(head: bytes) -> FileKind | None:
 
 
 def _kind_of_zip(data: bytes) -> FileKind | None:
-    if not data.startswith(b"PK"):
+    if not data.startswith(_ZIP):
         return None
     try:
         with zipfile.ZipFile(BytesIO(data)) as archive:
@@ -233,6 +259,6 @@ def _kind_of_json(data: bytes) -> FileKind:
     try:
         document = json.loads(data)
     except (ValueError, RecursionError):
-        return TEXT
+        return DAMAGED_JSON
     keys = document if isinstance(document, dict) else {}
     return next((kind for key, kind in _KEYS if key in keys), JSON)

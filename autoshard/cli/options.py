@@ -25,7 +25,7 @@ from autoshard.client import Client
 from autoshard.client.requests import validate_options
 from autoshard.costs import Optimizer
 from autoshard.errors import InputError, MeshError, OptionError, PlanError, RequestRejectedError
-from autoshard.files import read_file
+from autoshard.files import explain_topology_error, read_file
 from autoshard.mesh import Topology as MeshTopology
 from autoshard.mesh import parse_shape, topology_from_json
 from autoshard.plan import Algorithm, Mode, Plan, PlanOptions
@@ -250,6 +250,10 @@ class Connection:
         """
         cache = False if self.no_cache else self.cache or True
         if self.server:
+            if not self.server.startswith(("http://", "https://")):
+                raise OptionError(
+                    f"--server {self.server!r} is not an address such as http://planner:8000"
+                )
             return Client(self.server, cache=cache)
         return Client.local(cache=cache, num_workers=num_workers)
 
@@ -421,7 +425,7 @@ def read_topology(text: str | None) -> str | MeshTopology | None:
     try:
         return topology_from_json(document)
     except MeshError as error:
-        raise MeshError(f"{text}: {error}") from None
+        raise MeshError(f"{text}: {explain_topology_error(document, str(error))}") from None
 
 
 def _read_plan_file(path: Path) -> Plan:

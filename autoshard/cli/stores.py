@@ -16,7 +16,7 @@ from autoshard.cli.output import check_output, console, errors, marked
 from autoshard.cli.tables import make_table
 from autoshard.errors import InputError
 from autoshard.extras import from_extra
-from autoshard.files import write_file
+from autoshard.files import check_is_file, write_file
 from autoshard.quantities import format_bytes
 from autoshard_solver_cache import (
     Cache,
@@ -171,6 +171,7 @@ def import_cache(
 
     Import only from people whose plans you would use: the digests detect damage, not forgery.
     """
+    check_is_file(file, InputError)
     with _open_cache(cache, store) as opened:
         found = import_entries(opened, file)
     for name in found.rejected:

@@ -13,6 +13,7 @@ _OTHER_NAMES = {
     "max_axes": "--max-axes",
     "intra_bandwidth": "--intra-bandwidth",
     "inter_bandwidth": "--inter-bandwidth",
+    "nodes": "--nodes",
     "min_expressed": "--min-expressed",
 }
 _FLAGS = {name: f"--{name.replace('_', '-')}" for name in PlanOptions.model_fields} | _OTHER_NAMES

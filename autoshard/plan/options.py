@@ -66,11 +66,16 @@ def option_error(error: ValidationError, kind: type[BaseModel]) -> OptionError:
         error: found by validation.
         kind: type of the options.
     """
-    first = error.errors(include_url=False, include_context=False)[0]
-    place = ".".join(map(str, first["loc"]))
+    found = error.errors(include_url=False, include_context=False)
+    first = found[0]
+    # Inside an option there are numbers of its items, and names of types that it may have.
+    is_table = first["loc"][:1] == ("pins",)
+    place = ".".join(map(str, first["loc"] if is_table else first["loc"][:1]))
     if first["type"] == "extra_forbidden" and len(first["loc"]) == 1:
         return unknown_option(place, kind)
-    return OptionError(f"{place}: {first['msg'].removeprefix('Value error, ')}")
+    same = [one for one in found if one["loc"][:1] == first["loc"][:1]]
+    texts = dict.fromkeys(one["msg"].removeprefix("Value error, ") for one in same)
+    return OptionError(f"{place}: {'; or: '.join(texts)}")
 
 
 def unknown_option(name: str, kind: type[BaseModel]) -> OptionError:

@@ -61,9 +61,9 @@ def serve(
         OptionError: the address cannot be listened on.
         SystemExit: the service cannot start; the log has the reason.
     """
+    listeners = _listeners(host, port)
     configure_logging(log_level)
     start_tracing()
-    listeners = _listeners(host, port)
     settings = Settings() if store_url is None else Settings(store_url=store_url)
     settings = settings.model_copy(update={"auth": _auth_mode(host, settings, auth=auth)})
     if settings.auth == "required":

@@ -82,7 +82,7 @@ def test_check_finds_what_is_wrong(archive: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--mesh", "two"], "not a list of sizes"),
+        (["--mesh", "two"], "is not a mesh"),
         (["--mesh", "0"], "size 0"),
         (["--mesh", "2", "--axes", "a,b"], "axis names"),
         (["--mesh", "2", "--topology", "abacus"], "abacus"),

@@ -44,5 +44,5 @@ OTHERS = {
     "list.json": (b"[1, 2]", "JSON file of another kind"),
     "notes.txt": (b"call mum at six\n", "a text file"),
     "noise.bin": (bytes(range(1, 255)), "a binary file of an unknown kind"),
-    "cut.json": (b'{"certificate": {', "a text file"),
+    "cut.json": (b'{"certificate": {', "damaged or cut short"),
 }
