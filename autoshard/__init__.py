@@ -1,5 +1,9 @@
 """Automatic sharding of PyTorch models: a graph and a mesh in, a certified plan out.
 
+    model = auto_parallelize(model, args, kwargs, mesh=device_mesh, memory="70GB")
+
+or, step by step:
+
     graph = load_graph(export_model(model, args, kwargs))
     plan = make_plan(graph, make_mesh((2, 4)))
     model = parallelize(model, plan, device_mesh)
@@ -13,6 +17,7 @@ from typing import TYPE_CHECKING
 from autoshard.lazy_imports import lazy_names
 
 if TYPE_CHECKING:
+    from autoshard.automatic import auto_parallelize
     from autoshard.client import AsyncClient, Client
     from autoshard.discovery import discover
     from autoshard.errors import AutoshardError
@@ -62,6 +67,7 @@ __all__ = [
     "PlanOptions",
     "SolveStatus",
     "__version__",
+    "auto_parallelize",
     "check_plan",
     "compare_plans",
     "dcp_state_dict",

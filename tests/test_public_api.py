@@ -25,6 +25,7 @@ PUBLIC = [
     "PlanOptions",
     "SolveStatus",
     "__version__",
+    "auto_parallelize",
     "check_plan",
     "compare_plans",
     "dcp_state_dict",

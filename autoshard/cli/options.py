@@ -23,6 +23,7 @@ from autoshard.cli.output import check_output
 from autoshard.cli.wording import in_flags
 from autoshard.client import Client
 from autoshard.client.requests import validate_options
+from autoshard.client.variables import SERVER_VARIABLE
 from autoshard.costs import Optimizer
 from autoshard.errors import InputError, MeshError, OptionError, PlanError, RequestRejectedError
 from autoshard.files import explain_topology_error, read_file
@@ -31,8 +32,6 @@ from autoshard.mesh import parse_shape, topology_from_json
 from autoshard.plan import Algorithm, Mode, Plan, PlanOptions
 from autoshard.plan.options import ExportableTo, Recomputing, ScheduleName, StateDType, SubMeshes
 from autoshard.quantities import parse_bytes, unit_hint
-
-SERVER_VARIABLE = "AUTOSHARD_SERVER"
 
 _PIN_KINDS = {
     "input": "inputs",

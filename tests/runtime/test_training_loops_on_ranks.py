@@ -13,6 +13,7 @@ from runtime.cases import (
     misuse,
     mixed_precision,
     model_habits,
+    one_call,
     opaque_modules,
     optimizer_habits,
     other_shapes,
@@ -27,6 +28,7 @@ NUM_RANKS = 4
 MODULES = (
     updated_buffers,
     misuse,
+    one_call,
     several_programs,
     criteria,
     micro_batches,
