@@ -35,6 +35,17 @@ settings.register_profile("autoshard", derandomize=True, deadline=None)
 settings.load_profile("autoshard")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option that writes the expected files of snapshot tests."""
+    parser.addoption("--update-snapshots", action="store_true", help="Write expected outputs.")
+
+
+@pytest.fixture
+def update_snapshots(request: pytest.FixtureRequest) -> bool:
+    """True if the expected files are to be written."""
+    return bool(request.config.getoption("--update-snapshots"))
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Let xdist keep the order of files, which begins with the long ones."""
     if hasattr(config.option, "loadscopereorder"):

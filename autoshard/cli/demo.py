@@ -27,7 +27,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.spawn import spawn
 
-from autoshard.cli.render import render_plan
+from autoshard.cli.plan_output import print_summary
 from autoshard.client import Client
 from autoshard.errors import ServiceUnavailableError
 from autoshard.extras import from_extra
@@ -68,7 +68,7 @@ def _plan_twice(console: Console, url: str, archive: bytes) -> None:
             result = client.request_plan(archive, mesh=(2, 4))
             seconds = time.perf_counter() - start
             if attempt == "first" and result.plan is not None:
-                console.print(render_plan(result.plan))
+                print_summary(result.plan)
             source = "answered from the cache" if result.cached else "solved"
             console.print(f"{attempt} request: {source} in {seconds:.3f} s", style="bold green")
 
@@ -165,7 +165,7 @@ def _run_ranks(console: Console, folder: Path) -> None:
     model, batch = small_gpt2()
     with Client.local(cache=False) as client:
         plan = client.plan(model, (), batch, mesh=demo_mesh())
-    console.print(render_plan(plan))
+    print_summary(plan)
     (folder / "plan.json").write_text(plan.to_json(), encoding="utf-8")
     start = time.perf_counter()
     spawn(_rank, args=(str(folder),), nprocs=4)  # type: ignore[no-untyped-call]  # torch's own

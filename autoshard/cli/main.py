@@ -37,7 +37,9 @@ COMMANDS = {
         "List the clusters that --topology can name, with their devices and links.",
         PLANNING,
     ),
-    "show": Deferred("autoshard.cli.plans:show", "Show a plan as tables.", PLANS),
+    "show": Deferred(
+        "autoshard.cli.plans:show", "Show the summary of a plan, or its tables.", PLANS
+    ),
     "check": Deferred(
         "autoshard.cli.plans:check",
         "Check a plan against its graph: every layout valid, the predicted cost correct.",

@@ -20,6 +20,7 @@ import typer
 from httpx2 import codes
 
 from autoshard.cli.output import check_output
+from autoshard.cli.tables import Format
 from autoshard.cli.wording import in_flags
 from autoshard.client import Client
 from autoshard.client.requests import validate_options
@@ -27,6 +28,7 @@ from autoshard.client.variables import SERVER_VARIABLE
 from autoshard.costs import Optimizer
 from autoshard.errors import InputError, MeshError, OptionError, PlanError, RequestRejectedError
 from autoshard.files import explain_topology_error, read_file
+from autoshard.layouts import Notation
 from autoshard.mesh import Topology as MeshTopology
 from autoshard.mesh import parse_shape, topology_from_json
 from autoshard.plan import Algorithm, Mode, Plan, PlanOptions
@@ -52,6 +54,12 @@ PlanSource = Annotated[
 ]
 Topology = Annotated[
     str | None, typer.Option(help="A preset by name, or a .json file of `autoshard calibrate`.")
+]
+Notated = Annotated[
+    Notation,
+    typer.Option(
+        "--notation", help="Layouts in DTensor's words, or in short letters with a legend."
+    ),
 ]
 Quiet = Annotated[
     bool, typer.Option("--quiet", "-q", help="Show no progress on stderr while plans are made.")
@@ -218,6 +226,23 @@ class Planning:
         if all(number.isdigit() for number in numbers):
             given["balance"] = [int(number) for number in numbers]
         return validate_options(given)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Output:
+    """Options about the form of the output."""
+
+    panel: ClassVar[str] = "Output"
+    format: Annotated[
+        Format,
+        typer.Option(help="Form of the output; CSV and JSON have all rows, in seconds and bytes."),
+    ] = "table"
+    json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False
+
+    @property
+    def chosen(self) -> Format:
+        """The format of both options."""
+        return "json" if self.json else self.format
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from autoshard.cli.exit_codes import ExitCode
+from autoshard.cli.tables import Format, Report, print_report, write_csv, write_json
 from autoshard.cli.wording import in_flags
 from autoshard.errors import AutoshardError, LaunchError, OptionError
 
@@ -66,6 +67,16 @@ def write_stdout(text: str) -> None:
     if sys.stdout is not None:
         sys.stdout.write(text)
         sys.stdout.flush()
+
+
+def print_output(report: Report, output_format: Format) -> None:
+    """Print the report of a command on stdout."""
+    if output_format == "csv":
+        write_stdout(write_csv(report))
+    elif output_format == "json":
+        write_stdout(write_json(report))
+    else:
+        print_report(report, console)
 
 
 def check_output(context: typer.Context, path: Path | None) -> Path | None:

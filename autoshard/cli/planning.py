@@ -13,6 +13,7 @@ from autoshard.cli.options import (
     CustomOperators,
     GpusPerNode,
     Nodes,
+    Output,
     Planning,
     PlanOutput,
     Quiet,
@@ -20,13 +21,15 @@ from autoshard.cli.options import (
     read_topology,
 )
 from autoshard.cli.output import (
-    console,
     errors,
     marked,
+    print_output,
     write_stdout,
 )
+from autoshard.cli.plan_output import print_summary
 from autoshard.cli.progress import Run, followed
-from autoshard.cli.render import render_coverage, render_plan, render_search
+from autoshard.cli.render import coverage_report, search_report
+from autoshard.cli.render_plan import plan_report
 from autoshard.client import PlanResult
 from autoshard.files import write_file
 from autoshard.mesh import make_mesh
@@ -66,7 +69,7 @@ def plan(
     connection: Connection,
     output: PlanOutput = None,
     quiet: Quiet = False,
-    json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+    output_format: Output,
 ) -> None:
     """Plan a graph on a mesh, and show or write the plan."""
     devices = make_mesh(
@@ -93,10 +96,12 @@ def plan(
     if connection.server:
         errors.print(marked("plan:", _source(result), style="bold"), highlight=False)
     _write(found, output)
-    if json:
+    if output_format.chosen == "json":
         write_stdout(found.to_json() + "\n")
+    elif output_format.chosen == "csv" and found.found:
+        print_output(plan_report(found), "csv")
     else:
-        console.print(render_plan(found))
+        print_summary(found, graph=graph, source=None if output is None else str(output))
     _end(found, is_stopped=found.certificate.status is SolveStatus.CANCELLED)
 
 
@@ -116,6 +121,7 @@ def search(
     connection: Connection,
     output: PlanOutput = None,
     quiet: Quiet = False,
+    output_format: Output,
 ) -> None:
     """Plan a graph on every mesh of a number of devices, and rank the meshes."""
     options, discover = planning.read(), custom.discover()
@@ -140,7 +146,7 @@ def search(
     best = plans[0] if plans else None
     if best is not None:
         _write(best, output)
-    console.print(render_search(found, plans))
+    print_output(search_report(found, plans), output_format.chosen)
     _end(best, is_stopped=run.stop.is_set())
 
 
@@ -153,7 +159,7 @@ def coverage(
     *,
     custom: CustomOperators,
     connection: Connection,
-    json: Annotated[bool, typer.Option("--json", help="Print the table as JSON.")] = False,
+    output_format: Output,
 ) -> None:
     """List the operators of a graph, those that cannot be sharded and why, and their cost.
 
@@ -162,10 +168,10 @@ def coverage(
     made, discover = None if plan is None else connection.read_plan(plan), custom.discover()
     with connection.open() as client:
         found = client.coverage(graph, plan=made, discover=discover)
-    if json:
+    if output_format.chosen == "json":
         write_stdout(found.model_dump_json() + "\n")
     else:
-        console.print(render_coverage(found))
+        print_output(coverage_report(found), output_format.chosen)
 
 
 def _followed(connection: Connection, *, quiet: bool) -> AbstractContextManager[Run]:

@@ -1,14 +1,34 @@
 """Commands that read plans: show, check, explain, compare, export, and the files of MASE."""
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import typer
 
-from autoshard.cli.options import Archive, Connection, PlanSource, Quiet, expand_groups, read_sizes
-from autoshard.cli.output import check_output, console, errors, marked, write_stdout
+from autoshard.cli.options import (
+    Archive,
+    Connection,
+    Notated,
+    Output,
+    PlanSource,
+    Quiet,
+    expand_groups,
+    read_sizes,
+)
+from autoshard.cli.output import (
+    check_output,
+    console,
+    errors,
+    marked,
+    print_output,
+    write_stdout,
+)
+from autoshard.cli.plan_output import print_summary
 from autoshard.cli.progress import followed
-from autoshard.cli.render import render_choices, render_difference, render_explanation, render_plan
+from autoshard.cli.render import choices_report, difference_report, explanation_report
+from autoshard.cli.render_plan import SECTIONS, plan_report
+from autoshard.cli.tables import Column, Line, Report, Table
 from autoshard.client.core import load_planned_graph
 from autoshard.client.requests import read_model
 from autoshard.files import write_file
@@ -24,25 +44,65 @@ mase = typer.Typer(
 )
 
 
-def show(plan: PlanSource, *, connection: Connection) -> None:
-    """Show a plan as tables."""
-    console.print(render_plan(connection.read_plan(plan)))
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sections:
+    """Options that select tables of a plan."""
+
+    panel: ClassVar[str] = "Tables, instead of the summary"
+    parameters: Annotated[
+        bool, typer.Option("--parameters", help="Placements and gradients of parameters.")
+    ] = False
+    collectives: Annotated[bool, typer.Option("--collectives", help="Collectives of a step.")] = (
+        False
+    )
+    costs: Annotated[bool, typer.Option("--costs", help="Predicted time of a step.")] = False
+    memory: Annotated[bool, typer.Option("--memory", help="Predicted memory at the peak.")] = False
+    pipeline: Annotated[bool, typer.Option("--pipeline", help="Pipeline stages.")] = False
+    all: Annotated[bool, typer.Option("--all", help="All of these tables.")] = False
+
+    @property
+    def chosen(self) -> tuple[str, ...]:
+        """Names of the tables."""
+        return tuple(name for name in SECTIONS if self.all or getattr(self, name))
+
+
+def show(
+    plan: PlanSource,
+    *,
+    sections: Sections,
+    notation: Notated = "dtensor",
+    output: Output,
+    connection: Connection,
+) -> None:
+    """Show the summary of a plan, or its tables."""
+    made = connection.read_plan(plan)
+    if not made.found or not (sections.chosen or output.chosen != "table"):
+        print_summary(made, source=plan)
+        return
+    report = plan_report(made, sections.chosen or SECTIONS, notation=notation)
+    print_output(report, output.chosen)
 
 
 def check(
     graph: Annotated[Path, typer.Argument(help="The archive that was planned.")],
     plan: PlanSource,
     *,
+    output: Output,
     connection: Connection,
 ) -> None:
     """Check a plan against its graph: every layout valid, the predicted cost correct."""
     made = connection.read_plan(plan)
     findings = check_plan(made, load_planned_graph(read_model(graph), made))
+    table = Table("findings", "", (Column("finding"),))
     for finding in findings:
+        table.add(finding)
         errors.print(marked("wrong:", finding), soft_wrap=True)
+    if output.chosen != "table":
+        print_output(Report.of(table), output.chosen)
+    elif not findings:
+        print_output(Report.of(Line("the plan is valid; predicted cost verified")), "table")
     if findings:
         raise typer.Exit(1)
-    console.print("the plan is valid; predicted cost verified")
 
 
 def explain(
@@ -63,6 +123,8 @@ def explain(
         float, typer.Option(help="Seconds for alternatives that must be planned anew.")
     ] = 60.0,
     quiet: Quiet = False,
+    notation: Notated = "dtensor",
+    output: Output,
     connection: Connection,
 ) -> None:
     """Show every alternative of one choice of a plan, with its cost."""
@@ -70,26 +132,30 @@ def explain(
     if len(found) == 1:
         name = found[0].name
     elif found and all(choice.name != name for choice in found):
-        console.print(render_choices(name, found, limit=limit))
+        choices = choices_report(name, found, limit=limit, notation=notation)
+        print_output(choices, output.chosen)
         return
     with connection.open() as client, followed(quiet=quiet, can_stop=False):
         explanation = client.explain(
             connection.plan_or_id(plan), name, value=value, time_limit=time_limit
         )
-    console.print(render_explanation(explanation, limit=limit))
+    report = explanation_report(explanation, limit=limit, notation=notation)
+    print_output(report, output.chosen)
 
 
 def compare(
     before: PlanSource,
     after: Annotated[str, typer.Argument(help="Another plan of the same graph.")],
     *,
+    notation: Notated = "dtensor",
+    output: Output,
     connection: Connection,
 ) -> None:
     """Show the differences between two plans of one graph."""
     with connection.open() as client:
         plans = connection.plan_or_id(before), connection.plan_or_id(after)
         difference = client.compare(*plans)
-    console.print(render_difference(difference))
+    print_output(difference_report(difference, notation=notation), output.chosen)
 
 
 def export(

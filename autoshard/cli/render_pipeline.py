@@ -1,12 +1,8 @@
-"""Pipelines as tables on a terminal: stages, transfers, and the schedule of a step."""
+"""Reports on pipelines: stages, transfers, and the schedule of a step."""
 
 from collections.abc import Iterator
 
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
-
-from autoshard.cli.tables import make_table, milliseconds, share_text
+from autoshard.cli.tables import Column, Line, Report, Table, Unit, milliseconds, share_of
 from autoshard.plan import (
     Pipeline,
     Plan,
@@ -14,23 +10,33 @@ from autoshard.plan import (
     stage_devices,
     stage_modules,
 )
-from autoshard.quantities import format_bytes
+
+_TIMES = (
+    Column("forward", Unit.SECONDS),
+    Column("backward", Unit.SECONDS),
+    Column("end", Unit.SECONDS),
+    Column("in flight", Unit.COUNT),
+    Column("memory", Unit.BYTES),
+)
 
 
-def render_stages(plan: Plan, pipeline: Pipeline) -> Iterator[RenderableType]:
-    """Show the stages of a plan, what they exchange, and the schedule."""
+def pipeline_parts(plan: Plan) -> Iterator[Table | Line]:
+    """The stages of a plan, what they exchange, and the schedule; nothing for one stage."""
+    pipeline = plan.pipeline
+    if pipeline is None:
+        return
     num_ranks, number = len(pipeline.ranks), len(plan.stages)
-    yield Text(
+    text = (
         f"Pipeline of {number} stages on {num_ranks} pipeline ranks, schedule {pipeline.schedule}, "
         f"{pipeline.micro_batches} micro-batches: ranks are idle for {pipeline.bubble:.1%} of a "
-        f"step",
-        style="bold",
+        f"step"
     )
+    yield Line(text, "bold")
     yield _stages(plan, pipeline)
     yield _transfers(pipeline)
     for tied in pipeline.tied:
         held = ", ".join(map(str, tied.stages))
-        yield Text(
+        yield Line(
             f"{tied.target} is held by stages {held}; summing its gradients takes "
             f"{milliseconds(tied.time)} per step"
         )
@@ -38,79 +44,81 @@ def render_stages(plan: Plan, pipeline: Pipeline) -> Iterator[RenderableType]:
 
 def _stages(plan: Plan, pipeline: Pipeline) -> Table:
     rank_of = {stage: rank for rank, held in enumerate(pipeline.ranks) for stage in held}
-    table = make_table(
-        "Stages: times per micro-batch, and at the end of the step; memory per device",
-        ["first", "last", "stage", "rank", "devices"],
-        ["forward", "backward", "end", "in flight", "memory"],
-    )
-    table.columns[1].no_wrap, table.columns[1].overflow = False, "fold"
+    modules_columns = Column("first", Unit.NAME), Column("last", Unit.NAME)
+    labels = *modules_columns, *(Column(name) for name in ("stage", "rank", "devices"))
+    title = "Stages: times per micro-batch, and at the end of the step; memory per device"
+    table = Table("stages", title, (*labels, *_TIMES))
     rows = zip(plan.stages, pipeline.stages, stage_modules(plan), strict=True)
     for number, (stage, summary, modules) in enumerate(rows):
         devices, times = stage_devices(stage), summary.times
-        table.add_row(
+        table.add(
             modules.first,
             modules.last,
-            str(number),
-            str(rank_of[number]),
+            number,
+            rank_of[number],
             str(devices.start) if len(devices) == 1 else f"{devices.start}-{devices[-1]}",
-            milliseconds(times.forward),
-            milliseconds(times.backward_input + times.backward_weight),
-            milliseconds(times.end),
-            str(stage.in_flight),
-            format_bytes(summary.memory.peak),
+            times.forward,
+            times.backward_input + times.backward_weight,
+            times.end,
+            stage.in_flight,
+            summary.memory.peak,
         )
     return table
 
 
 def _transfers(pipeline: Pipeline) -> Table:
     """One row for each cut."""
-    table = make_table(
-        "Transfers per micro-batch; bytes of the rank that sends or receives the most",
-        ["cut"],
-        ["tensors", "messages", "bytes", "time", "gradient bytes", "time back"],
+    columns = (
+        Column("cut"),
+        Column("tensors", Unit.COUNT),
+        Column("messages", Unit.COUNT),
+        Column("size", Unit.BYTES),
+        Column("time", Unit.SECONDS),
+        Column("gradient size", Unit.BYTES),
+        Column("time back", Unit.SECONDS),
     )
+    title = "Transfers per micro-batch; bytes of the rank that sends or receives the most"
+    table = Table("transfers", title, columns)
     for cut, transfers in enumerate(pipeline.transfers):
         sender, receiver = (summary.times for summary in pipeline.stages[cut : cut + 2])
-        table.add_row(
+        table.add(
             f"{cut} to {cut + 1}",
-            str(len(transfers)),
-            str(sum(t.messages + t.gradient_messages for t in transfers)),
-            format_bytes(sum(t.nbytes for t in transfers)),
-            milliseconds(sender.send),
-            format_bytes(sum(t.gradient_nbytes for t in transfers)),
-            milliseconds(receiver.send_gradient),
+            len(transfers),
+            sum(t.messages + t.gradient_messages for t in transfers),
+            sum(t.nbytes for t in transfers),
+            sender.send,
+            sum(t.gradient_nbytes for t in transfers),
+            receiver.send_gradient,
         )
     return table
 
 
-def render_schedule(pipeline: Pipeline, simulation: ScheduleSimulation) -> RenderableType:
-    """Show the step of a pipeline: times and memory of its stages, and idle time of its ranks."""
+def schedule_report(pipeline: Pipeline, simulation: ScheduleSimulation) -> Report:
+    """The step of a pipeline: times and memory of its stages, and idle time of its ranks."""
     schedule = simulation.schedule
-    stages = make_table(
-        "Stages: times of a micro-batch, and of the end of the step",
-        ["stage"],
-        ["forward", "backward", "end", "in flight", "memory"],
-    )
+    title = "Stages: times of a micro-batch, and of the end of the step"
+    stages = Table("stages", title, (Column("stage"), *_TIMES))
     for stage, (summary, times) in enumerate(zip(pipeline.stages, simulation.times, strict=True)):
-        stages.add_row(
+        stages.add(
             f"{stage} on rank {schedule.rank_of_stage[stage]}",
-            milliseconds(times.forward),
-            milliseconds(times.backward_input + times.backward_weight),
-            milliseconds(times.end),
-            str(schedule.in_flight[stage]),
-            format_bytes(summary.memory.peak),
+            times.forward,
+            times.backward_input + times.backward_weight,
+            times.end,
+            schedule.in_flight[stage],
+            summary.memory.peak,
         )
-    ranks = make_table("Pipeline ranks", ["rank", "stages"], ["idle", "share of step"])
+    idle_columns = Column("idle", Unit.SECONDS), Column("share of step", Unit.SHARE)
+    ranks = Table("ranks", "Pipeline ranks", (Column("rank"), Column("stages"), *idle_columns))
     for rank, held in enumerate(schedule.ranks):
         idle = float(simulation.idle[rank])
-        share = share_text(idle, simulation.seconds)
-        ranks.add_row(str(rank), ", ".join(map(str, held)), milliseconds(idle), share)
-    return Group(
-        Text(f"One step takes {milliseconds(simulation.seconds)}", style="bold"),
-        Text(
-            f"Schedule {schedule.name}, {schedule.micro_batches} micro-batches: ranks are idle for "
-            f"{simulation.bubble:.1%} of the step"
-        ),
+        ranks.add(rank, ", ".join(map(str, held)), idle, share_of(idle, simulation.seconds))
+    text = (
+        f"Schedule {schedule.name}, {schedule.micro_batches} micro-batches: ranks are idle for "
+        f"{simulation.bubble:.1%} of the step"
+    )
+    return Report.of(
+        Line(f"One step takes {milliseconds(simulation.seconds)}", "bold"),
+        Line(text),
         stages,
         ranks,
     )

@@ -11,20 +11,21 @@ from autoshard.cli.options import (
     Connection,
     CustomOperator,
     Import,
+    Output,
     PlanSource,
     environment_connection,
     import_modules,
     read_sizes,
     read_topology,
 )
-from autoshard.cli.output import check_output, console
+from autoshard.cli.output import check_output, print_output
 from autoshard.cli.progress import calibration_progress
 from autoshard.cli.render import (
-    render_calibration,
-    render_profile,
-    render_simulation,
+    calibration_report,
+    profile_report,
+    simulation_report,
 )
-from autoshard.cli.render_pipeline import render_schedule
+from autoshard.cli.render_pipeline import schedule_report
 from autoshard.errors import OptionError
 from autoshard.files import write_file
 from autoshard.mesh import get_topology, topology_to_json
@@ -75,6 +76,7 @@ def simulate(
     svg: Picture = None,
     stage: OneStage = None,
     limit: Limit = 12,
+    output_format: Output,
     connection: Connection,
 ) -> None:
     """Show one step of a plan over time: compute, communication and memory; a pipeline by rank."""
@@ -83,7 +85,7 @@ def simulate(
         made, _ = stage_plan(made, stage)
     if made.pipeline is not None:
         schedule = simulate_pipeline(made)
-        trace, shown = schedule_trace(schedule), render_schedule(made.pipeline, schedule)
+        trace, shown = schedule_trace(schedule), schedule_report(made.pipeline, schedule)
         if svg is not None:
             write_file(svg, schedule_svg(schedule))
     elif svg is not None:
@@ -92,10 +94,10 @@ def simulate(
         )
     else:
         simulation = simulate_plan(made)
-        trace, shown = chrome_trace(simulation), render_simulation(simulation, limit=limit)
+        trace, shown = chrome_trace(simulation), simulation_report(simulation, limit=limit)
     if output is not None:
         write_file(output, trace)
-    console.print(shown)
+    print_output(shown, output_format.chosen)
 
 
 def launch(context: typer.Context) -> None:
@@ -155,6 +157,7 @@ def calibrate(
             help="The machine has other work: count the processor time that collectives take.",
         ),
     ] = False,
+    output_format: Output,
 ) -> None:
     """Measure links and devices on the ranks, and write a topology for --topology.
 
@@ -169,6 +172,7 @@ def calibrate(
         arguments += ["--mesh", mesh] if mesh else []
         arguments += ["--links", links] if links else []
         arguments += ["--quick"] * quick + ["--busy"] * busy
+        arguments.append(f"--format={output_format.chosen}")
         run_module("autoshard.cli", ["calibrate", *arguments], num_ranks=nproc)
         return
     if "WORLD_SIZE" not in os.environ:
@@ -196,7 +200,7 @@ def calibrate(
     if is_first:
         write_file(output, topology_to_json(found.topology))
         partial.unlink(missing_ok=True)
-        console.print(render_calibration(found))
+        print_output(calibration_report(found), output_format.chosen)
 
 
 def profile(
@@ -207,6 +211,7 @@ def profile(
     limit: Limit = 30,
     modules: Import = None,
     custom: CustomOperator = None,
+    output_format: Output,
     connection: Connection,
 ) -> None:
     """Run a plan with synthetic inputs, and show predicted and measured times.
@@ -229,6 +234,7 @@ def profile(
             arguments += [f"--import={name}" for name in modules or ()]
             arguments += [f"--custom-operator={name}" for name in custom or ()]
             arguments += [] if output is None else [f"--output={output}"]
+            arguments.append(f"--format={output_format.chosen}")
             num_ranks = made.mesh.num_devices
             run_module("autoshard.cli", ["profile", str(path), *arguments], num_ranks=num_ranks)
             return
@@ -239,5 +245,5 @@ def profile(
             if output is not None:
                 trace = chrome_trace(found.simulation, found.events)
                 write_file(output, trace)
-            console.print(render_profile(found, limit=limit))
+            print_output(profile_report(found, limit=limit), output_format.chosen)
         joined.close()

@@ -1,23 +1,20 @@
 """Commands for stored data: `autoshard cache` and `autoshard keys`."""
 
-import json as js
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
 from autoshard.cli import options
-from autoshard.cli.output import check_output, console, errors, marked
-from autoshard.cli.tables import make_table
+from autoshard.cli.output import check_output, console, errors, marked, print_output
+from autoshard.cli.tables import Column, Report, Table, Unit
 from autoshard.errors import InputError
 from autoshard.extras import from_extra
 from autoshard.files import check_is_file, write_file
-from autoshard.quantities import format_bytes
 from autoshard_solver_cache import (
     Cache,
     CacheFileError,
@@ -71,6 +68,7 @@ Namespaces = Annotated[
 
 
 @cache.command("ls")
+@options.expand_groups
 def list_entries(
     namespace: Annotated[
         str | None, typer.Argument(help="List its entries; default: list the namespaces.")
@@ -78,14 +76,14 @@ def list_entries(
     *,
     cache: options.Cache = None,
     store: Store = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
+    output: options.Output,
 ) -> None:
     """List the namespaces of a cache, or the entries of one."""
     with _open_cache(cache, store) as opened:
         if namespace is None:
-            _print_namespaces(opened, json=json)
+            print_output(Report.of(_namespaces(opened)), output.chosen)
         else:
-            _print_entries(opened.entries(namespace), json=json)
+            print_output(Report.of(_entries(opened.entries(namespace))), output.chosen)
 
 
 @cache.command()
@@ -105,7 +103,7 @@ def show(
         entry, body = opened.info(namespace, key), opened.read(namespace, key)
         if entry is None or body is None:
             raise InputError(f"there is no intact entry {key!r} in {namespace!r}; see `ls`")
-        _print_entries(iter([entry]), json=False)
+        print_output(Report.of(_entries(iter([entry]))), "table")
         if output is not None:
             write_file(output, body)
 
@@ -218,18 +216,18 @@ def create(
 
 
 @keys.command("list")
-def list_keys(*, store: KeyStore = None) -> None:
+@options.expand_groups
+def list_keys(*, store: KeyStore = None, output: options.Output) -> None:
     """List all keys, also revoked and expired ones; secrets are not stored."""
     with _open_keys(store) as opened:
         found = opened.list()
-    table = Table(box=None)
-    for column in ("id", "name", "scopes", "created", "state"):
-        table.add_column(column)
+    names = ("id", "name", "scopes", "created", "state")
+    table = Table("keys", "", tuple(Column(name) for name in names))
     now = time.time()
     for key in found:
         scopes = " ".join(sorted(key.scopes))
-        table.add_row(key.id, key.name, scopes, _date(key.created_at), _state(key, now))
-    console.print(table)
+        table.add(key.id, key.name, scopes, _date(key.created_at), _state(key, now))
+    print_output(Report.of(table), output.chosen)
 
 
 @keys.command()
@@ -322,34 +320,19 @@ def _date(seconds: float) -> str:
     return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M}"
 
 
-def _print_namespaces(cache: Cache, *, json: bool) -> None:
-    table = make_table("", ["namespace"], ["entries", "stored size"])
+def _namespaces(cache: Cache) -> Table:
+    columns = Column("entries", Unit.COUNT), Column("stored size", Unit.BYTES)
+    table = Table("namespaces", "", (Column("namespace"), *columns))
     for namespace in cache.namespaces():
         stats = cache.stats(namespace)
-        if json:
-            figures = {"num_entries": stats.num_entries, "nbytes": stats.nbytes}
-            typer.echo(js.dumps({"namespace": namespace, **figures}))
-        table.add_row(namespace, str(stats.num_entries), format_bytes(stats.nbytes))
-    if not json:
-        console.print(table)
+        table.add(namespace, stats.num_entries, stats.nbytes)
+    return table
 
 
-def _print_entries(entries: Iterator[EntryInfo], *, json: bool) -> None:
-    table = make_table("", ["key"], ["size", "stored size", "created", "used"])
+def _entries(entries: Iterator[EntryInfo]) -> Table:
+    sizes = Column("size", Unit.BYTES), Column("stored size", Unit.BYTES)
+    times = Column("created", Unit.UNIX_TIME), Column("used", Unit.UNIX_TIME)
+    table = Table("entries", "", (Column("key"), *sizes, *times))
     for e in entries:
-        if json:
-            times = {"created_at": e.created_at, "used_at": e.used_at}
-            sizes = {"size": e.size, "stored_size": e.stored_size}
-            typer.echo(js.dumps({"namespace": e.namespace, "key": e.key, **sizes, **times}))
-        sizes_text = map(format_bytes, (e.size, e.stored_size))
-        table.add_row(e.key, *sizes_text, _ago(e.created_at), _ago(e.used_at))
-    if not json:
-        console.print(table)
-
-
-def _ago(seconds_since_1970: float, clock: Callable[[], float] = time.time) -> str:
-    seconds = max(0.0, clock() - seconds_since_1970)
-    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit} ago"
-    return f"{seconds:.0f} s ago"
+        table.add(e.key, e.size, e.stored_size, e.created_at, e.used_at)
+    return table

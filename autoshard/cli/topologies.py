@@ -1,20 +1,19 @@
 """The command that lists topologies: `autoshard topologies`."""
 
 import json as js
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from autoshard.cli.options import Connection
-from autoshard.cli.output import console, write_stdout
+from autoshard.cli.options import Connection, Output
+from autoshard.cli.output import print_output, write_stdout
+from autoshard.cli.tables import Column, Report, Table, Unit
 from autoshard.mesh import Topology
-from autoshard.quantities import format_bytes, format_flops, format_rate
+from autoshard.quantities import format_flops, format_rate
 
 
 def topologies(
     *,
     connection: Connection,
-    json: Annotated[bool, typer.Option("--json", help="Print the table as JSON.")] = False,
+    output: Output,
 ) -> None:
     """List the clusters that --topology can name, with their devices and links.
 
@@ -22,10 +21,10 @@ def topologies(
     """
     with connection.open() as client:
         found = [client.get_topology(name) for name in client.list_topologies()]
-    if json:
+    if output.chosen == "json":
         write_stdout(js.dumps([_figures(topology) for topology in found]) + "\n")
     else:
-        console.print(_lines(found), soft_wrap=True, highlight=False, markup=False)
+        print_output(Report.of(_table(found)), output.chosen)
 
 
 def _figures(topology: Topology) -> dict[str, Any]:
@@ -42,22 +41,20 @@ def _figures(topology: Topology) -> dict[str, Any]:
     }
 
 
-def _lines(found: list[Topology]) -> str:
-    """A line per topology, aligned; bandwidths are those of the links, innermost first."""
-    rows = [("name", "device", "memory", "bfloat16", "a node", "bandwidth per device")]
+def _table(found: list[Topology]) -> Table:
+    """A row per topology; bandwidths are those of the links, innermost first."""
+    columns = [Column("name"), Column("device"), Column("memory", Unit.BYTES)]
+    columns += [Column("bfloat16"), Column("a node", Unit.COUNT), Column("bandwidth per device")]
+    table = Table("topologies", "", tuple(columns))
     for topology in found:
         links = (f"{link.name} {format_rate(link.bandwidth)}" for link in topology.levels)
         device = topology.device
-        rows.append(
-            (
-                topology.name,
-                device.name,
-                format_bytes(device.memory),
-                format_flops(device.peak("bfloat16")),
-                str(topology.devices_per_node or "-"),
-                ", ".join(links),
-            )
+        table.add(
+            topology.name,
+            device.name,
+            device.memory,
+            format_flops(device.peak("bfloat16")),
+            topology.devices_per_node,
+            ", ".join(links),
         )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = (map(str.ljust, row, widths) for row in rows)
-    return "\n".join("  ".join(line).rstrip() for line in lines)
+    return table

@@ -20,6 +20,13 @@ if TYPE_CHECKING:
         relative_sizes,
         shards_unevenly,
     )
+    from autoshard.layouts.notation import (
+        Notation,
+        layout_words,
+        legend,
+        text_words,
+        texts_words,
+    )
     from autoshard.layouts.placements import (
         from_placements,
         has_placements,
@@ -48,6 +55,7 @@ __all__ = [
     "I",
     "Kind",
     "Layout",
+    "Notation",
     "P",
     "Pricer",
     "R",
@@ -61,12 +69,16 @@ __all__ = [
     "is_padded",
     "largest_shard",
     "layout_of_texts",
+    "layout_words",
     "legal_layouts",
+    "legend",
     "parse_type",
     "placement_texts",
     "regather_price",
     "relative_sizes",
     "shards_unevenly",
     "step_price",
+    "text_words",
+    "texts_words",
     "to_placements",
 ]

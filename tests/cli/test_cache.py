@@ -47,9 +47,10 @@ def run(*arguments: object) -> Result:
     return CliRunner().invoke(app, ["cache", *map(str, arguments)])
 
 
-def lines(result: Result) -> list[dict[str, Any]]:
+def rows(result: Result) -> list[dict[str, Any]]:
     assert result.exit_code == 0, result.output
-    return [json.loads(line) for line in result.output.splitlines()]
+    ((_, found),) = json.loads(result.output).items()
+    return list(found)
 
 
 @pytest.fixture
@@ -62,10 +63,10 @@ def filled(place: list[str]) -> list[str]:
 
 
 def test_a_cache_is_listed(filled: list[str]) -> None:
-    namespaces = lines(run("ls", "--json", *filled))
-    assert [(n["namespace"], n["num_entries"]) for n in namespaces] == [("blocks", 1), ("plans", 2)]
-    entries = lines(run("ls", "plans", "--json", *filled))
-    assert [(e["key"], e["size"]) for e in entries] == [("a/../b.c", 600), ("f" * 64, 7)]
+    namespaces = rows(run("ls", "--json", *filled))
+    assert [(n["namespace"], n["entries"]) for n in namespaces] == [("blocks", 1), ("plans", 2)]
+    entries = rows(run("ls", "plans", "--json", *filled))
+    assert [(e["key"], e["size_bytes"]) for e in entries] == [("a/../b.c", 600), ("f" * 64, 7)]
     shown = run("ls", *filled)
     assert shown.exit_code == 0
     assert "blocks" in shown.output
