@@ -11,7 +11,7 @@ from autoshard.quantities import ByteCount
 
 Mode = Literal["training", "inference"]
 Pattern = Literal["ddp", "fsdp2", "hsdp", "megatron", "megatron-sp"]
-Algorithm = Literal["optimal", "megatron"]
+Algorithm = Literal["optimal", "ddp", "fsdp2", "hsdp", "megatron", "megatron-sp"]
 ExportableTo = Literal["fsdp2", "parallelize-module", "hf-tp-plan", "torchtitan"]
 Recomputing = Literal["auto", "never", "always"]
 StateDType = Literal["float32", "float16", "bfloat16"]
@@ -273,10 +273,13 @@ class PlanOptions(_Options):
     algo: Algorithm = Field(
         default="optimal",
         description=(
-            "optimal: the fastest of all plans. megatron: the fastest within the fixed pattern "
-            "of Megatron-LM, a baseline: on the last axis weights are column- or row-parallel, "
+            "optimal: the fastest of all plans. The others are the fastest within a fixed pattern, "
+            "as baselines. ddp: all axes shard the batch, parameters are replicated. fsdp2: all "
+            "axes shard the batch, and every parameter too. hsdp: as fsdp2, but only the last axis "
+            "shards parameters. megatron: on the last axis weights are column- or row-parallel, "
             "attention is sharded by heads and embeddings by vocabulary; the other axes shard the "
-            "batch."
+            "batch. megatron-sp: as megatron, and what is between these layers is sharded by "
+            "sequence on the last axis."
         ),
     )
     exportable_to: ExportableTo | None = Field(
@@ -298,6 +301,14 @@ class PlanOptions(_Options):
         description=(
             "name of the data-parallel axis, the only one that shards the batch: dim 0 of user "
             "inputs, and the dims that derive from it."
+        ),
+    )
+    comparisons: bool = Field(
+        default=False,
+        description=(
+            "whether the plan says what DDP, FSDP2, HSDP and Megatron would take on the same mesh, "
+            "and what its restrictions cost. They are planned in addition, within a quarter of the "
+            "time limit."
         ),
     )
     skip_fully_replicated: bool = Field(

@@ -106,6 +106,8 @@ class BudgetSearch:
         on_progress: called while the solver runs.
         cancel: an event; setting it stops the solver.
         block_cache: a store of solved blocks.
+        quick: True to return the first plan that fits, with the layouts of the fastest plan
+            without recomputation.
     """
 
     def __init__(
@@ -114,12 +116,14 @@ class BudgetSearch:
         options: PlanOptions,
         *,
         seconds: float | None = None,
+        quick: bool = False,
         on_progress: Callable[[Progress], None] | None = None,
         cancel: CancelToken | None = None,
         block_cache: KeyValueStore | None = None,
     ) -> None:
         self._formulation = formulation
         self._options = options
+        self._quick = quick
         self._deadline = time.perf_counter() + (seconds or options.time_limit)
         self._on_progress = on_progress
         self._cancel = cancel
@@ -162,7 +166,7 @@ class BudgetSearch:
             return self._fit(rounds)
         solution, plan = rounds.first
         first = Outcome(solution, self._formulation.problem, plan, lambda v: v)
-        if self._is_late or first.solution.status is SolveStatus.OPTIMAL:
+        if self._quick or self._is_late or first.solution.status is SolveStatus.OPTIMAL:
             return first
         return self._faster(self._fit(rounds), first)
 

@@ -30,7 +30,7 @@ from autoshard.plan.constraints.constraints import (
     StrategyConstraint,
 )
 from autoshard.plan.constraints.exportable import exportable_constraint
-from autoshard.plan.constraints.megatron import MEGATRON_FORBIDS, megatron_constraints
+from autoshard.plan.constraints.patterns import pattern_constraint
 from autoshard.plan.gradients import Gradient, Gradients
 from autoshard.plan.nontrivial_axes import NontrivialAxes
 from autoshard.plan.options import PlanOptions
@@ -59,11 +59,8 @@ def plan_constraints(graph: Graph, mesh: Mesh, options: PlanOptions) -> PlanCons
         found.append(Constraint(option_label("batch_axis", options.batch_axis), strategies))
     if options.skip_fully_replicated:
         found.append(Constraint("skip_fully_replicated", _distributed(graph, axes)))
-    if options.algo == "megatron":
-        collectives = {(kind, axis) for kind in MEGATRON_FORBIDS for axis in range(len(axes.sizes))}
-        strategies = megatron_constraints(graph, axes, batch_axis=options.batch_axis)
-        label = option_label("algo", options.algo)
-        found.append(Constraint(label, strategies, frozenset(collectives)))
+    if options.algo != "optimal":
+        found.append(pattern_constraint(graph, axes, options.algo, batch_axis=options.batch_axis))
     if options.exportable_to is not None:
         found.append(
             exportable_constraint(graph, axes, options.exportable_to, batch_axis=options.batch_axis)

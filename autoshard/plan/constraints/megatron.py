@@ -4,6 +4,10 @@ Shoeybi et al., "Megatron-LM", arXiv:1909.08053, section 3: the last axis shards
 or by rows, attention by heads and embeddings by vocabulary; the residual stream is replicated on
 it. The other axes shard the batch and replicate parameters. A weight is row-parallel if its
 operand is sharded by an earlier weight, and column-parallel otherwise.
+
+With sequence parallelism (Korthikanti et al., arXiv:2205.05198, section 4.2.2) the last axis also
+shards, by sequence, what is between a row-parallel and the next column-parallel weight: residual
+stream, norms, dropout.
 """
 
 from collections.abc import Collection
@@ -22,16 +26,22 @@ from autoshard.plan.constraints.constraints import (
 from autoshard.plan.constraints.letters import outermost_letters, propagated_letters
 from autoshard.plan.nontrivial_axes import NontrivialAxes
 
-MEGATRON_FORBIDS = (Action.REDUCE_SCATTER, Action.ALL_TO_ALL)
-"""Collectives that the pattern does not use: it has neither sequence parallelism nor ZeRO."""
-
 _EMBEDDING = "aten.embedding.default"
 _ATTENTION = "aten.scaled_dot_product_attention.default"
 _NONE: frozenset[Dim] = frozenset()
 
 
+def megatron_forbids(axes: NontrivialAxes, *, by_sequence: bool) -> frozenset[tuple[str, int]]:
+    """Collectives that the pattern does not use, each with the index of a non-trivial axis.
+
+    It has no ZeRO, and reduce-scatter only with sequence parallelism.
+    """
+    kinds = [Action.ALL_TO_ALL, *([] if by_sequence else [Action.REDUCE_SCATTER])]
+    return frozenset((kind, axis) for kind in kinds for axis in range(len(axes.sizes)))
+
+
 def megatron_constraints(
-    graph: Graph, axes: NontrivialAxes, *, batch_axis: str | None
+    graph: Graph, axes: NontrivialAxes, *, batch_axis: str | None, by_sequence: bool = False
 ) -> dict[ChoiceId, StrategyConstraint]:
     """The pattern as constraints on inputs and operators.
 
@@ -40,6 +50,7 @@ def megatron_constraints(
         axes: the mesh. Its last axis that is not the batch axis shards weights.
         batch_axis: name of the only axis that may shard the batch; if None, all other axes do
             that divide it.
+        by_sequence: True for sequence parallelism.
     """
     origins = DimOrigins(graph)
     names = [axes.name(axis) for axis in range(len(axes.sizes))]
@@ -52,11 +63,16 @@ def megatron_constraints(
         if may_shard and left % axes.sizes[axis] == 0:
             batch_axes.append(axis)
             left //= axes.sizes[axis]
-    return megatron_pattern(graph, axes.sizes, weight_axis, batch_axes)
+    return megatron_pattern(graph, axes.sizes, weight_axis, batch_axes, by_sequence=by_sequence)
 
 
 def megatron_pattern(
-    graph: Graph, sizes: tuple[int, ...], weight_axis: int | None, batch_axes: Collection[int]
+    graph: Graph,
+    sizes: tuple[int, ...],
+    weight_axis: int | None,
+    batch_axes: Collection[int],
+    *,
+    by_sequence: bool = False,
 ) -> dict[ChoiceId, StrategyConstraint]:
     """The pattern with given purposes of axes, as constraints on inputs and operators.
 
@@ -65,8 +81,9 @@ def megatron_pattern(
         sizes: size of each axis.
         weight_axis: the axis that shards weights; None if none does.
         batch_axes: the axes that shard the batch.
+        by_sequence: True for sequence parallelism on the weight axis.
     """
-    pattern = _Pattern(graph, sizes, weight_axis, tuple(batch_axes))
+    pattern = _Pattern(graph, sizes, weight_axis, tuple(batch_axes), by_sequence=by_sequence)
     # Operators first, since they determine the parameters that are factors of products.
     operators = {("operator", node.name): pattern.node(node) for node in graph.nodes}
     # What a stage receives has the layout in which the stage before sends it.
@@ -102,8 +119,11 @@ class _Pattern:
         sizes: tuple[int, ...],
         weight_axis: int | None,
         batch_axes: tuple[int, ...],
+        *,
+        by_sequence: bool,
     ) -> None:
         self._graph = graph
+        self._by_sequence = by_sequence
         self._sizes = sizes
         self._weight_axis = weight_axis
         self._batch_axes = batch_axes
@@ -129,7 +149,24 @@ class _Pattern:
             allowed = frozenset({(0, 0)})
         if node.operator == _EMBEDDING or self._weight_dims(node, rule):
             self._products.update(self._parameters.get(value, "") for value in node.inputs)
-        return self._constraint(batch, sharding, allowed, self._weight_sharding(node, rule))
+        required = self._weight_sharding(node, rule)
+        if self._by_sequence and not required and not self._is_sharded(node):
+            sequence = self._sequence(node, rule)
+            allowed, required = allowed | sequence, sequence
+        return self._constraint(batch, sharding, allowed, required)
+
+    def _is_sharded(self, node: Node) -> bool:
+        """True if a weight, or a tensor that a weight sharded, is an operand of a node."""
+        tensors = {*node.inputs, *node.outputs}
+        return node.operator == _EMBEDDING or any(value in tensors for value, _ in self._sharded)
+
+    def _sequence(self, node: Node, rule: OperatorRule) -> frozenset[Dim]:
+        """The sequence dims of a node, if the weight axis can shard one of them."""
+        dims = self._origins.of_call(node, Origin.INPUT)
+        if self._weight_axis is None or not dims:
+            return _NONE
+        can_shard = shard_any(rule, self._sizes[self._weight_axis], dims) is not None
+        return dims if can_shard else _NONE
 
     def sequence_parallel_node(self, node: Node) -> ShardingConstraint:
         """The constraint of a call, whose sequence is sharded if it is between sharded layers."""

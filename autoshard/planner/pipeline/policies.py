@@ -23,7 +23,7 @@ def stage_cutter(
         options: of planning; some need to know where the batch is in what a stage receives.
         transmitted: names of parameters that the first stage that uses them sends to the others.
     """
-    if options is None or (options.batch_axis is None and options.algo != "megatron"):
+    if options is None or (options.batch_axis is None and options.algo == "optimal"):
         return StageCutter(graph, runs_once=_runs_once, transmitted=transmitted)
     origins = cache(lambda: DimOrigins(graph))
     return StageCutter(
