@@ -35,7 +35,7 @@ if TYPE_CHECKING:
         operator_coverage,
         simulate,
     )
-    from autoshard.planner import explain, make_plan, make_plans, search_meshes
+    from autoshard.planner import compare_baselines, explain, make_plan, make_plans, search_meshes
     from autoshard.runtime import (
         dcp_state_dict,
         full_tensor,
@@ -69,6 +69,7 @@ __all__ = [
     "__version__",
     "auto_parallelize",
     "check_plan",
+    "compare_baselines",
     "compare_plans",
     "dcp_state_dict",
     "discover",

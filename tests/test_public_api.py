@@ -27,6 +27,7 @@ PUBLIC = [
     "__version__",
     "auto_parallelize",
     "check_plan",
+    "compare_baselines",
     "compare_plans",
     "dcp_state_dict",
     "discover",

@@ -65,6 +65,14 @@ def plan(
         typer.Option(help="Bandwidth per device between nodes, the earlier axes: 50GB/s."),
     ] = None,
     planning: Planning,
+    comparisons: Annotated[
+        bool,
+        typer.Option(
+            "--comparisons/--no-comparisons",
+            help="Also plan DDP, FSDP2, HSDP and Megatron on the same mesh, and what restrictions "
+            "cost, within half of the time limit.",
+        ),
+    ] = True,
     custom: CustomOperators,
     connection: Connection,
     output: PlanOutput = None,
@@ -81,7 +89,8 @@ def plan(
         intra_bandwidth=intra_bandwidth,
         inter_bandwidth=inter_bandwidth,
     )
-    options, discover = planning.read(), custom.discover()
+    options = planning.read().model_copy(update={"comparisons": comparisons})
+    discover = custom.discover()
     with connection.open() as client, _followed(connection, quiet=quiet) as run:
         result = client.request_plan(
             graph,

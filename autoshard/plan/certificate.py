@@ -5,9 +5,9 @@ from math import floor, log10
 
 from autoshard.mesh import Mesh
 from autoshard.outcome import SolveStatus
+from autoshard.plan.option_restrictions import restrictions
 from autoshard.plan.options import PlanOptions
 from autoshard.plan.predictions import Certificate
-from autoshard.plan.restrictions import restrictions
 
 _MAX_NAMED = 4
 """Maximum number of restrictions that a sentence names."""

@@ -307,7 +307,7 @@ class PlanOptions(_Options):
         default=False,
         description=(
             "whether the plan says what DDP, FSDP2, HSDP and Megatron would take on the same mesh, "
-            "and what its restrictions cost. They are planned in addition, within a quarter of the "
+            "and what its restrictions cost. They are planned in addition, within half of the "
             "time limit."
         ),
     )

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from autoshard.lazy_imports import lazy_names
 
 if TYPE_CHECKING:
+    from autoshard.planner.baselines import compare_baselines
     from autoshard.planner.explanation import (
         Alternative,
         Explanation,
@@ -43,6 +44,7 @@ __all__ = [
     "SearchProgress",
     "candidate_meshes",
     "choose_micro_batches",
+    "compare_baselines",
     "cut_names",
     "explain",
     "make_plan",

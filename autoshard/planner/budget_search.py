@@ -107,7 +107,7 @@ class BudgetSearch:
         cancel: an event; setting it stops the solver.
         block_cache: a store of solved blocks.
         quick: True to return the first plan that fits, with the layouts of the fastest plan
-            without recomputation.
+            without recomputation. If every parameter must be re-gathered, other tensors are not.
     """
 
     def __init__(
@@ -147,11 +147,28 @@ class BudgetSearch:
         solution = self._solve(problem, warm_start=self._unlimited, seconds=seconds)
         plan = None if solution.choice is None else self.build(Decisions(solution.choice))
         rounds.bound = solution.bound
+        if self._quick and plan is not None:
+            regathering = self._all_regathered(solution)
+            if regathering is not None and regathering.memory.peak <= memory_budget:
+                solution = replace(solution, objective=regathering.costs.total)
+                solution = self._with_bound(solution, rounds.bound)
+                return Outcome(solution, problem, regathering, lambda v: v)
         if not self.must_recompute:
             if plan is None or plan.memory.peak <= memory_budget:
                 return Outcome(solution, problem, plan, lambda v: v)
             rounds.unlimited = solution, plan
         return self._fit_after_first(rounds, solution)
+
+    def _all_regathered(self, solution: Solution) -> StagePlan | None:
+        """The plan that re-gathers every parameter, if the options ask for that and no more."""
+        options = self._options
+        asked = options.reshard_after_forward, options.activation_checkpointing
+        if solution.choice is None or asked[0] != "always" or asked[1] == "always":
+            return None
+        formulation = self._formulation
+        uses = enumerate(formulation.uses)
+        regathered = frozenset(i for i, use in uses if use.value in formulation.parameters)
+        return self.build(Decisions(solution.choice, regathered=regathered))
 
     def _fit_after_first(self, rounds: Rounds, unlimited: Solution) -> Outcome:
         """The first plan that fits, or a faster one.

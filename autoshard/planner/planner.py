@@ -229,7 +229,7 @@ def plan_document(
     stages: tuple[Stage, ...] = (plan.stage,) if plan else ()
     return Plan(
         id=plan_id(graph, mesh, options),
-        certificate=_certificate(outcome, options, mesh),
+        certificate=outcome_certificate(outcome, options, mesh),
         reason="" if plan else _reason(outcome.solution.status, conflict),
         conflict=conflict,
         graph=GraphSummary.of(graph),
@@ -248,7 +248,8 @@ def plan_document(
     )
 
 
-def _certificate(outcome: Outcome, options: PlanOptions, mesh: Mesh) -> Certificate:
+def outcome_certificate(outcome: Outcome, options: PlanOptions, mesh: Mesh) -> Certificate:
+    """The certificate of a search's outcome."""
     # The solution may have an objective although its plan does not fit the budget.
     solution = outcome.solution
     objective = solution.objective if outcome.plan else None

@@ -6,7 +6,7 @@ from autoshard.mesh import make_mesh
 from autoshard.outcome import SolveStatus, relative_gap
 from autoshard.plan import Certificate, PlanOptions
 from autoshard.plan.certificate import certificate_statement, percent
-from autoshard.plan.restrictions import restrictions, without_restrictions
+from autoshard.plan.option_restrictions import restrictions, without_restrictions
 
 MESH = make_mesh((2, 4), topology="h100-sxm")
 

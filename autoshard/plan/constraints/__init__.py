@@ -9,6 +9,11 @@ from autoshard.plan.constraints.constraints import (
     ShardingConstraint,
     StrategyConstraint,
 )
+from autoshard.plan.constraints.data_parallel import (
+    ParameterShards,
+    check_batch,
+    sharding_axes,
+)
 from autoshard.plan.constraints.from_options import LayoutPattern, plan_constraints
 from autoshard.plan.constraints.megatron import megatron_pattern
 
@@ -19,9 +24,12 @@ __all__ = [
     "Constraint",
     "DimOrigins",
     "LayoutPattern",
+    "ParameterShards",
     "PlanConstraints",
     "ShardingConstraint",
     "StrategyConstraint",
+    "check_batch",
     "megatron_pattern",
     "plan_constraints",
+    "sharding_axes",
 ]

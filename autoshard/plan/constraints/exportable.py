@@ -25,9 +25,9 @@ from autoshard.plan.constraints.constraints import (
 from autoshard.plan.constraints.letters import outermost_letters, propagated_letters
 from autoshard.plan.constraints.megatron import sequence_parallel_pattern
 from autoshard.plan.nontrivial_axes import NontrivialAxes
+from autoshard.plan.option_restrictions import option_label
 from autoshard.plan.options import ExportableTo
 from autoshard.plan.parallel_layers import LayerKind, ParallelLayer, parallel_layers
-from autoshard.plan.restrictions import option_label
 
 _MAX_DATA_AXES = 2
 _NONE: frozenset[Dim] = frozenset()

@@ -33,8 +33,8 @@ from autoshard.plan.constraints.exportable import exportable_constraint
 from autoshard.plan.constraints.patterns import pattern_constraint
 from autoshard.plan.gradients import Gradient, Gradients
 from autoshard.plan.nontrivial_axes import NontrivialAxes
+from autoshard.plan.option_restrictions import forbid_label, option_label, pin_label
 from autoshard.plan.options import PlanOptions
-from autoshard.plan.restrictions import forbid_label, option_label, pin_label
 
 _Constraints = dict[ChoiceId, StrategyConstraint]
 _FREE = "*"

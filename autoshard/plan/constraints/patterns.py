@@ -9,8 +9,8 @@ from autoshard.plan.constraints.data_parallel import (
 )
 from autoshard.plan.constraints.megatron import megatron_constraints, megatron_forbids
 from autoshard.plan.nontrivial_axes import NontrivialAxes
+from autoshard.plan.option_restrictions import option_label
 from autoshard.plan.options import Pattern
-from autoshard.plan.restrictions import option_label
 
 
 def pattern_constraint(

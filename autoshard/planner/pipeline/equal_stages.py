@@ -121,7 +121,8 @@ class EqualStages:
             return self._new(graph, mesh, options)
         numbered = NumberedGraph.of(graph)
         inputs = {numbered.values.get(name, name): x for name, x in pins.inputs.items()}
-        options = options.model_copy(update={"pins": Pins(inputs=inputs, outputs=pins.outputs)})
+        pins = Pins(inputs=inputs, outputs=pins.outputs)
+        options = options.model_copy(update={"pins": pins, "comparisons": False})
         found = self._without_limit(numbered.graph, mesh, options)
         if found is None:
             found = self._for_more(numbered.graph, mesh, options)

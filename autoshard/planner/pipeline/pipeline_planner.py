@@ -21,6 +21,7 @@ from autoshard.plan.schedule_simulation import ScheduleSimulation
 from autoshard.plan.schedules import Schedule, schedule_error
 from autoshard.plan.stage_options import on_sub_mesh, stage_options, with_pinned_ends
 from autoshard.plan.sub_meshes import num_pipeline_ranks, sub_mesh
+from autoshard.planner.baselines import ComparisonLimits, with_comparisons
 from autoshard.planner.pipeline.equal_stages import LEAST_TIME_LIMIT, EqualStages
 from autoshard.planner.pipeline.limits import SearchLimits, Stopped
 from autoshard.planner.pipeline.policies import (
@@ -103,26 +104,24 @@ def make_plan(
 
         >>> plan = make_plan(graph, make_mesh((4, 8)), PlanOptions(stages=4, micro_batches=16))
     """
-    request = to_graph(graph), to_mesh(mesh), to_options(options, single_options)
-    return _plan(
-        *request,
-        on_progress=on_progress,
-        cancel=cancel,
-        block_cache=block_cache,
-        max_strategies=max_strategies,
-    )
+    program, devices = to_graph(graph), to_mesh(mesh)
+    asked = to_options(options, single_options)
+    limits = ComparisonLimits(on_progress, cancel, block_cache, max_strategies)
+    plan = _plan(program, devices, asked, limits)
+    if not asked.comparisons or not plan.found:
+        return plan
+    limits = replace(limits, start=time.perf_counter())
+    return with_comparisons(plan, program, partial(_remade, program, devices, limits), limits)
 
 
-def _plan(
-    graph: Graph,
-    mesh: Mesh,
-    options: PlanOptions,
-    *,
-    on_progress: Callable[[Progress], None] | None,
-    cancel: CancelToken | None,
-    block_cache: KeyValueStore | None,
-    max_strategies: int | None,
-) -> Plan:
+def _remade(graph: Graph, mesh: Mesh, limits: ComparisonLimits, options: PlanOptions) -> Plan:
+    """A plan to compare with; its progress is not reported."""
+    return _plan(graph, mesh, options, replace(limits, on_progress=None))
+
+
+def _plan(graph: Graph, mesh: Mesh, options: PlanOptions, given: ComparisonLimits) -> Plan:
+    """The plan without comparisons."""
+
     def plan_stage(
         program: Graph,
         devices: Mesh,
@@ -134,23 +133,25 @@ def _plan(
             devices,
             own,
             on_progress=report,
-            cancel=cancel,
-            block_cache=block_cache,
-            max_strategies=max_strategies,
+            cancel=given.cancel,
+            block_cache=given.block_cache,
+            max_strategies=given.max_strategies,
         )
 
     cutter = stage_cutter(graph, options)
     number = num_stages(options, cutter)
     if number == 1:
-        return plan_stage(graph, mesh, options, on_progress)
+        return plan_stage(graph, mesh, options, given.on_progress)
     if options.mode == "training":
         check_trainable(graph)
     largest_sub_mesh(mesh, options, number)
     _check_options(options, number)
     # Half of the time is for the stages of the pipeline that is found.
-    limits = SearchLimits(options.time_limit / 2, cancel, max_strategies, on_progress)
+    limits = SearchLimits(
+        options.time_limit / 2, given.cancel, given.max_strategies, given.on_progress
+    )
     plan_one = partial(plan_stage, report=limits.report)
-    return _Request(cutter, mesh, options, plan_one, limits, block_cache).plan(number)
+    return _Request(cutter, mesh, options, plan_one, limits, given.block_cache).plan(number)
 
 
 def _check_options(options: PlanOptions, stages: int | None) -> None:

@@ -1,0 +1,301 @@
+"""Comparisons of a plan: with usual kinds of parallelism, and with no restrictions.
+
+A baseline is planned as every plan is, by the same cost model, constrained to the pattern that its
+`algo` names. It is the first plan that fits the memory budget: the fastest layouts of the pattern,
+with what is recomputed chosen for them.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import inf
+from typing import Any
+
+from autoshard.errors import OptionError
+from autoshard.graph import Graph, GraphLike, to_graph
+from autoshard.mesh import Mesh, MeshLike, to_mesh
+from autoshard.outcome import SolveStatus
+from autoshard.plan.comparisons import Baseline, Unrestricted
+from autoshard.plan.constraints import (
+    DimOrigins,
+    ParameterShards,
+    check_batch,
+    plan_constraints,
+    sharding_axes,
+)
+from autoshard.plan.document import Plan, Stage
+from autoshard.plan.lowering import count_collectives
+from autoshard.plan.nontrivial_axes import NontrivialAxes
+from autoshard.plan.option_restrictions import option_label, restrictions, without_restrictions
+from autoshard.plan.options import Pattern, PlanOptions, to_options
+from autoshard.plan.predictions import Certificate
+from autoshard.plan.pricing import Prices
+from autoshard.planner.budget_search import BudgetSearch, Outcome
+from autoshard.planner.formulation import Formulation
+from autoshard.planner.planner import check_size, check_trainable, outcome_certificate
+from autoshard.quantities import format_bytes
+from autoshard.solve import CancelToken, KeyValueStore, Progress
+
+NAMES: Mapping[Pattern, str] = {
+    "fsdp2": "FSDP2 (ZeRO-3)",
+    "hsdp": "HSDP",
+    "megatron": "Megatron TP",
+    "megatron-sp": "Megatron TP + SP",
+    "ddp": "DDP",
+}
+"""Names of the patterns; in this order they are planned, as DDP may need the most time."""
+
+_SHARE_OF_TIME = 0.5
+"""Share of the time limit for all comparisons."""
+_MAX_NAMES = 3
+"""Maximum number of parameters that a remark names."""
+
+
+@dataclass(frozen=True)
+class ComparisonLimits:
+    """What bounds the work of comparisons; the members are those of `make_plan`."""
+
+    on_progress: Callable[[Progress], None] | None = None
+    cancel: CancelToken | None = None
+    block_cache: KeyValueStore | None = None
+    max_strategies: int | None = None
+    start: float = field(default_factory=time.perf_counter)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the start."""
+        return time.perf_counter() - self.start
+
+    @property
+    def is_cancelled(self) -> bool:
+        """True if the caller stopped the request."""
+        return self.cancel is not None and self.cancel.is_set()
+
+    def begin(self, phase: str) -> None:
+        """Report what is planned next."""
+        if self.on_progress is not None:
+            self.on_progress(Progress(phase, inf, -inf, self.seconds))
+
+
+def compare_baselines(
+    graph: GraphLike,
+    mesh: MeshLike,
+    options: PlanOptions | None = None,
+    limits: ComparisonLimits | None = None,
+    **single_options: Any,
+) -> tuple[Baseline, ...]:
+    """What DDP, FSDP2, HSDP and Megatron would take for a graph on a mesh.
+
+    Args:
+        graph: as for `make_plan`.
+        mesh: as for `make_plan`.
+        options: of planning. Restrictions and pipeline stages are left out. All baselines together
+            take about half of the time limit at most.
+        limits: cancellation, progress, cache.
+        **single_options: single members of `PlanOptions`, which replace those of `options`.
+
+    Returns:
+        One baseline per pattern; none if the mesh has a single device.
+
+    Raises:
+        GraphError: the graph cannot be planned in this mode.
+        OptionError: an option is invalid.
+
+    Example:
+        >>> for baseline in compare_baselines(graph, make_mesh((2, 4))):
+        ...     print(baseline.name, baseline.step_time or baseline.reason)
+    """
+    program, devices = to_graph(graph), to_mesh(mesh)
+    asked = to_options(options, single_options)
+    if asked.mode == "training":
+        check_trainable(program)
+    if devices.num_devices == 1:
+        return ()
+    return _Baselines(program, devices, asked, limits or ComparisonLimits()).all()
+
+
+def with_comparisons(
+    plan: Plan, graph: Graph, make: Callable[[PlanOptions], Plan], limits: ComparisonLimits
+) -> Plan:
+    """A plan with its baselines, and with the cost of its restrictions.
+
+    Comparisons that a cancelled request has no more time for are left out.
+
+    Args:
+        plan: the plan.
+        graph: its program.
+        make: plans the program with other options.
+        limits: cancellation, progress, cache.
+    """
+    unrestricted = _unrestricted(plan, make, limits)
+    baselines = compare_baselines(graph, plan.mesh, plan.options, limits)
+    seconds = {**plan.provenance.wall_time, "compare": round(limits.seconds, 6)}
+    return plan.model_copy(
+        update={
+            "baselines": baselines,
+            "unrestricted": unrestricted,
+            "provenance": plan.provenance.model_copy(update={"wall_time": seconds}),
+        }
+    )
+
+
+def _unrestricted(
+    plan: Plan, make: Callable[[PlanOptions], Plan], limits: ComparisonLimits
+) -> Unrestricted | None:
+    """The plan without the restrictions of the options; None if there are none."""
+    options = plan.options
+    obeyed = restrictions(options)
+    if not obeyed or limits.is_cancelled:
+        return None
+    limits.begin("comparing: without restrictions")
+    seconds = options.time_limit * _SHARE_OF_TIME / 2
+    free = without_restrictions(options).model_copy(
+        update={"comparisons": False, "time_limit": seconds}
+    )
+    found = make(free)
+    return Unrestricted(
+        restrictions=obeyed,
+        certificate=found.certificate,
+        costs=found.costs,
+        memory=found.memory,
+    )
+
+
+@dataclass(frozen=True)
+class _Baselines:
+    """Plans the baselines of one request."""
+
+    graph: Graph
+    mesh: Mesh
+    options: PlanOptions
+    limits: ComparisonLimits
+
+    @cached_property
+    def prices(self) -> Prices:
+        """The cost model, which all baselines share."""
+        return Prices(self.graph, self.mesh, self.options)
+
+    @cached_property
+    def axes(self) -> NontrivialAxes:
+        """The axes of several devices."""
+        return NontrivialAxes.of(self.mesh)
+
+    def all(self) -> tuple[Baseline, ...]:
+        """All baselines that there is time for."""
+        end = self.limits.seconds + _SHARE_OF_TIME * self.options.time_limit
+        found = []
+        for number, pattern in enumerate(NAMES):
+            remaining = end - self.limits.seconds
+            if self.limits.is_cancelled:
+                break
+            self.limits.begin(f"comparing: {NAMES[pattern]}")
+            if remaining > 0:
+                found.append(self._planned(pattern, remaining / (len(NAMES) - number)))
+            else:
+                found.append(_late(pattern))
+        return tuple(found)
+
+    def _planned(self, pattern: Pattern, seconds: float) -> Baseline:
+        """One baseline, or the reason why there is none."""
+        own = self._options(pattern)
+        try:
+            if pattern in {"megatron", "megatron-sp"}:
+                check_batch(DimOrigins(self.graph), self.axes.sizes[:-1])
+            constraints = plan_constraints(self.graph, self.mesh, own)
+            formulation = Formulation(self.prices, constraints)
+            check_size(formulation, self.limits.max_strategies)
+        except OptionError as error:
+            reason = str(error).removeprefix(f"{option_label('algo', pattern)}: ")
+            return _without_plan(pattern, reason)
+        search = BudgetSearch(
+            formulation,
+            own,
+            seconds=seconds,
+            quick=True,
+            cancel=self.limits.cancel,
+            block_cache=self.limits.block_cache,
+        )
+        outcome = search.run(formulation.prices.memory_budget)
+        if outcome.plan is None:
+            return self._not_found(pattern, search, formulation, outcome)
+        stage = outcome.plan.stage
+        if pattern in {"megatron", "megatron-sp"} and not _shards_weights(stage, self.axes):
+            return _without_plan(
+                pattern,
+                f"no weight can be sharded by columns or rows over {self.axes.sizes[-1]} devices",
+            )
+        return Baseline(
+            algo=pattern,
+            name=NAMES[pattern],
+            certificate=outcome_certificate(outcome, own, self.mesh),
+            costs=outcome.plan.costs,
+            memory=outcome.plan.memory,
+            collectives=count_collectives((stage,), [self.graph]),
+            remarks=self._remarks(pattern),
+        )
+
+    def _options(self, pattern: Pattern) -> PlanOptions:
+        """The options of a baseline: the request's, but restricted to the pattern only."""
+        update: dict[str, object] = {"algo": pattern, "stages": 1, "comparisons": False}
+        if pattern in {"fsdp2", "hsdp"} and self.options.mode == "training":
+            update["reshard_after_forward"] = "always"
+        return without_restrictions(self.options).model_copy(update=update)
+
+    def _not_found(
+        self, pattern: Pattern, search: BudgetSearch, formulation: Formulation, outcome: Outcome
+    ) -> Baseline:
+        """A baseline that does not fit, or that there was no time for."""
+        if self.limits.is_cancelled or not outcome.is_conflict:
+            return _late(pattern)
+        budget, least = formulation.prices.memory_budget, formulation.min_input_bytes
+        certificate = outcome_certificate(outcome, self._options(pattern), self.mesh)
+        smallest = search.min_usage_plan()
+        if smallest is None and least <= budget:
+            reason = "an operator of the program does not allow this pattern"
+            return _without_plan(pattern, reason).model_copy(update={"certificate": certificate})
+        needed = least if smallest is None else smallest.memory.peak
+        more = "more than " if smallest is None else ""
+        return Baseline(
+            algo=pattern,
+            name=NAMES[pattern],
+            certificate=certificate,
+            reason=f"does not fit: needs {more}{format_bytes(needed)} of {format_bytes(budget)}",
+            needed_memory=needed,
+        )
+
+    def _remarks(self, pattern: Pattern) -> tuple[str, ...]:
+        """Where a plan departs from what the framework does."""
+        sizes = [self.axes.sizes[axis] for axis in sharding_axes(self.axes, pattern)]
+        if pattern == "ddp" and len(self.axes.sizes) > 1:
+            return ("gradients are all-reduced along one mesh axis after the other",)
+        if not sizes:
+            return ()
+        parameters = self.graph.parameters
+        unusual = [
+            p.target
+            for p in parameters
+            if not ParameterShards.of(self.graph.values[p.name].shape, sizes).is_usual
+        ]
+        if not unusual:
+            return ()
+        more = f" and {len(unusual) - _MAX_NAMES} more" if len(unusual) > _MAX_NAMES else ""
+        remark = (
+            f"{len(unusual)} of {len(parameters)} parameters are not Shard(0), since their dim 0 "
+            f"does not divide over the devices: {', '.join(unusual[:_MAX_NAMES])}{more}"
+        )
+        return (remark,)
+
+
+def _shards_weights(stage: Stage, axes: NontrivialAxes) -> bool:
+    return any("Shard" in parameter.placements[axes.axes[-1]] for parameter in stage.parameters)
+
+
+def _without_plan(pattern: Pattern, reason: str) -> Baseline:
+    return Baseline(algo=pattern, name=NAMES[pattern], reason=reason)
+
+
+def _late(pattern: Pattern) -> Baseline:
+    certificate = Certificate(status=SolveStatus.TIMED_OUT, objective=None, bound=None, gap=None)
+    reason = "not planned within the time limit of comparisons; raise time_limit"
+    return _without_plan(pattern, reason).model_copy(update={"certificate": certificate})
