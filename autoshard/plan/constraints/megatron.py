@@ -106,7 +106,7 @@ def sequence_parallel_pattern(
         weight_axis: the axis that shards weights and sequences.
         batch_axes: the axes that shard the batch.
     """
-    pattern = _Pattern(graph, sizes, weight_axis, tuple(batch_axes))
+    pattern = _Pattern(graph, sizes, weight_axis, tuple(batch_axes), by_sequence=False)
     return {node.name: pattern.sequence_parallel_node(node) for node in graph.nodes}
 
 
