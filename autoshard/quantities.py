@@ -15,10 +15,10 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 from autoshard.errors import InputError
 
 MIN_PLAUSIBLE_BYTES = 10**6
-"""A smaller amount of memory was probably meant in another unit."""
+"""A smaller amount of memory of a device was probably meant in another unit."""
 
-_MAX_GB = 4096
-"""Largest number without a unit that is taken as gigabytes rather than megabytes."""
+_MAX_GB, _MAX_MB = 4096, 300_000
+"""Largest numbers of gigabytes and of megabytes that a device may have."""
 
 # The grammar as a regular expression that JSON Schema can have too: no group names, no flags.
 # A fraction below one has three digits at most, and so is a byte or more with any prefix.
@@ -88,10 +88,9 @@ def parse_rate(value: str | float) -> float:
 
 def unit_hint(nbytes: int) -> str | None:
     """Return a question if an amount of memory was probably meant in another unit, or None."""
-    if nbytes >= MIN_PLAUSIBLE_BYTES:
+    if nbytes > _MAX_MB:
         return None
-    unit = "GB" if nbytes <= _MAX_GB else "MB"
-    return f"did you mean {nbytes}{unit}?"
+    return f"did you mean {nbytes}{'GB' if nbytes <= _MAX_GB else 'MB'}?"
 
 
 def format_bytes(nbytes: float) -> str:

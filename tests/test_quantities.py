@@ -160,7 +160,7 @@ def test_options_take_strings() -> None:
 def test_memory_without_a_unit_may_be_a_mistake() -> None:
     assert unit_hint(80) == "did you mean 80GB?"
     assert unit_hint(81920) == "did you mean 81920MB?"
-    assert unit_hint(10**6) is None
+    assert unit_hint(500_000) is None
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ from autoshard.mesh import Topology as MeshTopology
 from autoshard.mesh import parse_shape, topology_from_json
 from autoshard.plan import Algorithm, Mode, Plan, PlanOptions
 from autoshard.plan.options import ExportableTo, Recomputing, ScheduleName, StateDType, SubMeshes
-from autoshard.quantities import parse_bytes, unit_hint
+from autoshard.quantities import MIN_PLAUSIBLE_BYTES, parse_bytes, unit_hint
 
 _PIN_KINDS = {
     "input": "inputs",
@@ -422,8 +422,8 @@ def read_memory(text: str) -> int:
         nbytes = parse_bytes(text)
     except InputError as error:
         raise OptionError(f"--memory-budget: {error}") from None
-    hint = unit_hint(nbytes)
-    if hint is not None and text.strip().isdecimal():
+    if nbytes < MIN_PLAUSIBLE_BYTES and text.strip().isdecimal():
+        hint = unit_hint(nbytes) or "give a unit, such as 80GB"
         raise OptionError(f"--memory-budget {text} is {nbytes} bytes; {hint}")
     return nbytes
 

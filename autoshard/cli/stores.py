@@ -15,6 +15,7 @@ from autoshard.cli.tables import Column, Report, Table, Unit
 from autoshard.errors import InputError
 from autoshard.extras import from_extra
 from autoshard.files import check_is_file, write_file
+from autoshard.quantities import parse_bytes
 from autoshard_solver_cache import (
     Cache,
     CacheFileError,
@@ -112,8 +113,10 @@ def show(
 def collect(
     *,
     max_bytes: Annotated[
-        int | None,
-        typer.Option(help="Size limit; the least recently used entries are dropped first."),
+        str | None,
+        typer.Option(
+            help="Size limit, such as 500MB, or 0; the least recently used entries are dropped first."
+        ),
     ] = None,
     max_days: Annotated[
         float | None, typer.Option(help="Drop entries that were not used for this many days.")
@@ -126,7 +129,8 @@ def collect(
         if max_bytes is None and max_days is None:
             raise InputError("nothing to drop: give --max-bytes, --max-days or both")
         age = None if max_days is None else max_days * _DAY
-        dropped = opened.evict(max_bytes=max_bytes, max_age=age)
+        limit = 0 if max_bytes == "0" else None if max_bytes is None else parse_bytes(max_bytes)
+        dropped = opened.evict(max_bytes=limit, max_age=age)
     console.print(f"dropped {dropped} entries", highlight=False)
 
 

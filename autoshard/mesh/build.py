@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
+from typing import SupportsIndex
 
 from autoshard.errors import MeshError
 from autoshard.mesh.mesh import Axis, Mesh
@@ -127,6 +128,9 @@ def _axes(shape: str | Sequence[int], names: Sequence[str] | None) -> tuple[Axis
         names = found if names is None else names
     if not shape:
         raise MeshError("the shape of the mesh is empty; for one device, use (1,)")
+    for size in shape:
+        if not isinstance(size, SupportsIndex):
+            raise MeshError(f"the size of an axis is {size!r}; give whole numbers, such as (2, 4)")
     names = default_axis_names(len(shape)) if names is None else names
     check_axis_names(names, shape)
     return tuple(Axis(name, size) for name, size in zip(names, shape, strict=True))

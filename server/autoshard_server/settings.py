@@ -7,6 +7,7 @@ from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 from sqlalchemy import make_url
 
+from autoshard.quantities import ByteCount
 from autoshard_solver_cache import default_url
 
 _MIB = 1 << 20
@@ -23,9 +24,8 @@ class Settings(BaseSettings):
         "`sqlite://` keeps everything in memory, and blocks only as long as a solve. By default "
         "a SQLite file in the user's cache folder.",
     )
-    cache_max_bytes: int = Field(
+    cache_max_bytes: ByteCount = Field(
         default=1024 * _MIB,
-        gt=0,
         description="Budget for cached plans and solved blocks, compressed; the least recently "
         "used are evicted first.",
     )
@@ -72,13 +72,12 @@ class Settings(BaseSettings):
         default="auto",
         description="Require an API key: always, never, or (`auto`) on all addresses but loopback.",
     )
-    max_body_bytes: int = Field(
+    max_body_bytes: ByteCount = Field(
         default=64 * _MIB,
-        gt=0,
         description="Largest request body, as sent and after decompression; status 413 beyond it.",
     )
-    max_model_bytes: int = Field(
-        default=256 * _MIB, gt=0, description="Largest model.json after decompression."
+    max_model_bytes: ByteCount = Field(
+        default=256 * _MIB, description="Largest model.json after decompression."
     )
     max_nodes: int = Field(
         default=200_000, gt=0, description="Operator calls in a program, including sub-graphs."
@@ -94,14 +93,13 @@ class Settings(BaseSettings):
         description="Strategies of all nodes of a problem together.",
     )
     max_search_meshes: int = Field(default=64, ge=1, description="Meshes of one search.")
-    max_request_bytes: int = Field(
+    max_request_bytes: ByteCount = Field(
         default=_MIB,
-        gt=0,
         description="Largest JSON of a request: a body, or the form part 'request'.",
     )
     max_topologies: int = Field(default=1000, ge=0, description="Topologies stored under names.")
-    max_topology_bytes: int = Field(
-        default=_MIB // 4, gt=0, description="Largest JSON of a stored topology."
+    max_topology_bytes: ByteCount = Field(
+        default=_MIB // 4, description="Largest JSON of a stored topology."
     )
     max_time_limit: float = Field(
         default=3600.0, gt=0, description="Largest time_limit of a request, seconds."
@@ -111,9 +109,8 @@ class Settings(BaseSettings):
         gt=0,
         description="Largest wall time of a job; beyond it, its process is stopped and it fails.",
     )
-    max_job_bytes: int = Field(
+    max_job_bytes: ByteCount = Field(
         default=16 * 1024 * _MIB,
-        gt=0,
         description="Largest resident memory of all processes of a job; beyond it, they are killed "
         "and the job fails.",
     )

@@ -52,6 +52,7 @@ def test_every_mesh_of_a_search_has_the_nodes(archive: Path, tmp_path: Path) -> 
         (("--mesh", "2x4", "--intra-bandwidth", "450G"), "write 450GB/s or 450Gb/s"),
         (("--mesh", "2x4", "--memory", "80"), "80 is 80 bytes; did you mean 80GB?"),
         (("--mesh", "2x4", "--memory", "81920"), "did you mean 81920MB?"),
+        (("--mesh", "2x4", "--memory", "500000"), "500000 bytes; give a unit, such as 80GB"),
         (("--mesh", "2x4", "--memory", "lots"), "'lots' is not a number of bytes above 0"),
     ],
 )
@@ -61,6 +62,11 @@ def test_mistakes_are_answered_with_what_to_write(
     result = autoshard("plan", archive, *arguments)
     assert result.exit_code == 1
     assert message in result.stderr
+
+
+def test_a_budget_in_a_wrong_unit_gets_a_remark(archive: Path) -> None:
+    result = autoshard("plan", archive, "--mesh", "2x4", "--memory", "80B", "--json", "--quiet")
+    assert "80 bytes per device (did you mean 80GB?)" in Plan.from_json(result.stdout).reason
 
 
 def test_topologies_are_listed() -> None:

@@ -146,6 +146,7 @@ def test_one_node_needs_no_bandwidth_between_nodes() -> None:
     [
         ((), {}, "the shape of the mesh is empty"),
         ((), {"intra_bandwidth": 1e9}, "the shape of the mesh is empty"),
+        ((2, 2.5), {}, r"the size of an axis is 2.5; give whole numbers, such as \(2, 4\)"),
         ((2, 4), {"axes": ["a"]}, "1 axis names are given for 2 axes"),
         ((2, 4), {"axes": ["a", "a"]}, "named twice"),
         ((2, 4), {"topology": "h10"}, "'h10' is unknown; did you mean h100-sxm"),
