@@ -115,7 +115,7 @@ def test_search_ranks_meshes_and_writes_the_best(
     arguments = ("--devices", "4", "--mode", "inference", "--topology", "h100-sxm", "-o", path)
     result = autoshard("search", archive, *arguments)
     assert result.exit_code == 0
-    for mesh in ("axis0=4", "axis0=2 x axis1=2"):
+    for mesh in ("axis0=4", "axis0=2 x", "axis1=2"):
         assert mesh in words(result)
     best = Plan.from_json(path.read_bytes())
     assert best.mesh.num_devices == 4
