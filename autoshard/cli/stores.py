@@ -115,7 +115,7 @@ def collect(
     max_bytes: Annotated[
         str | None,
         typer.Option(
-            help="Size limit, such as 500MB, or 0; the least recently used entries are dropped first."
+            help="Size limit, such as 500MB, or 0; the least recently used are dropped first."
         ),
     ] = None,
     max_days: Annotated[
