@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from autoshard import export_model, full_tensor, load_graph, make_mesh, make_plan, parallelize
+from autoshard import auto_parallelize, full_tensor
 from autoshard.integrations.transformers import save_adapters
 
 BATCH, LENGTH, STEPS = 8, 64, 5
@@ -20,7 +20,7 @@ BATCH, LENGTH, STEPS = 8, 64, 5
 def main() -> None:
     """Train adapters of a small Llama on random tokens."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    device_mesh = init_device_mesh(device, (4,), mesh_dim_names=("device",))
+    mesh = init_device_mesh(device, (4,))
     config = LlamaConfig(
         num_hidden_layers=2, hidden_size=128, intermediate_size=256, num_attention_heads=8,
         num_key_value_heads=4, vocab_size=512, max_position_embeddings=LENGTH, use_cache=False,
@@ -30,9 +30,8 @@ def main() -> None:
     model = get_peft_model(LlamaForCausalLM(config), adapters).to(device)
     ids = torch.randint(config.vocab_size, (BATCH, LENGTH), device=device)
 
-    graph = load_graph(export_model(model, (), {"input_ids": ids, "labels": ids}))
-    plan = make_plan(graph, make_mesh((4,), axes=("device",), topology="h100-sxm"))
-    model = parallelize(model, plan, device_mesh)
+    batch = {"input_ids": ids, "labels": ids}
+    model = auto_parallelize(model, (), batch, mesh=mesh, topology="h100-sxm")
 
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-2)
@@ -41,11 +40,11 @@ def main() -> None:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        if device_mesh.get_rank() == 0:
+        if mesh.get_rank() == 0:
             print(f"step {step}: loss {full_tensor(loss).item():.4f}")
     with tempfile.TemporaryDirectory() as folder:
         save_adapters(model, folder)  # `PeftModel.from_pretrained(base, folder)` loads them
-        if device_mesh.get_rank() == 0:
+        if mesh.get_rank() == 0:
             print(sorted(path.name for path in Path(folder).iterdir()))
 
 

@@ -7,16 +7,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from autoshard import (
-    Pins,
-    PlanOptions,
-    export_model,
-    full_tensor,
-    load_graph,
-    make_mesh,
-    make_plan,
-    parallelize,
-)  # fmt: skip
+from autoshard import Pins, auto_parallelize, full_tensor
 
 BATCH, LENGTH, STEPS = 8, 64, 5
 
@@ -24,7 +15,7 @@ BATCH, LENGTH, STEPS = 8, 64, 5
 def main() -> None:
     """Train a small Mixtral on random tokens."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    device_mesh = init_device_mesh(device, (4,), mesh_dim_names=("device",))
+    mesh = init_device_mesh(device, (4,))
     config = MixtralConfig(
         num_hidden_layers=2, hidden_size=128, intermediate_size=256, num_attention_heads=8,
         num_key_value_heads=4, num_local_experts=4, vocab_size=512,
@@ -34,12 +25,10 @@ def main() -> None:
     model = MixtralForCausalLM(config).to(device)
     ids = torch.randint(config.vocab_size, (BATCH, LENGTH), device=device)
 
-    graph = load_graph(export_model(model, (), {"input_ids": ids, "labels": ids}))
-    mesh = make_mesh((4,), axes=("device",), topology="h100-sxm")
+    batch = {"input_ids": ids, "labels": ids}
     # Dim 0 of these weights are the experts. Without the pin the plan has what is fastest.
-    options = PlanOptions(pins=Pins(parameters={"*.experts.*": "S(0)"}))
-    plan = make_plan(graph, mesh, options)
-    model = parallelize(model, plan, device_mesh)
+    pins = Pins(parameters={"*.experts.*": "S(0)"})
+    model = auto_parallelize(model, (), batch, mesh=mesh, topology="h100-sxm", pins=pins)
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(STEPS):
@@ -47,7 +36,7 @@ def main() -> None:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        if device_mesh.get_rank() == 0:
+        if mesh.get_rank() == 0:
             print(f"step {step}: loss {full_tensor(loss).item():.4f}")
 
 

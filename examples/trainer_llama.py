@@ -9,7 +9,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
-from autoshard import export_model, load_graph, make_mesh, make_plan, parallelize
+from autoshard import auto_parallelize
 from autoshard.integrations.transformers import PlannedTrainer
 
 BATCH, LENGTH = 8, 64
@@ -18,7 +18,7 @@ BATCH, LENGTH = 8, 64
 def main() -> None:
     """Train a small Llama on random tokens."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    device_mesh = init_device_mesh(device, (2, 2), mesh_dim_names=("node", "device"))
+    mesh = init_device_mesh(device, (2, 2))
     config = LlamaConfig(
         num_hidden_layers=2, hidden_size=128, intermediate_size=256, num_attention_heads=8,
         num_key_value_heads=4, vocab_size=512, max_position_embeddings=LENGTH, use_cache=False,
@@ -30,9 +30,7 @@ def main() -> None:
     # The Trainer divides the loss by the number of labels, which is an argument of forward.
     ids = torch.zeros(BATCH, LENGTH, dtype=torch.long)
     batch = {"input_ids": ids, "labels": ids, "num_items_in_batch": torch.tensor(1.0)}
-    graph = load_graph(export_model(model, (), batch))
-    plan = make_plan(graph, make_mesh((2, 2), axes=("node", "device"), topology="h100-sxm"))
-    model = parallelize(model.to(device), plan, device_mesh)
+    model = auto_parallelize(model.to(device), (), batch, mesh=mesh, topology="h100-sxm")
 
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
