@@ -24,6 +24,7 @@ from autoshard.costs import (
     runs_per_step,
     saved_bytes,
 )
+from autoshard.errors import OptionError
 from autoshard.graph import DType, Graph, Input, InputKind, Node
 from autoshard.layouts import AxisType, Layout, Pricer, Step, regather_price, step_price
 from autoshard.mesh import Mesh
@@ -136,7 +137,7 @@ class Prices:
         options: mode, optimizer and memory budget.
 
     Raises:
-        OptionError: the optimizer is unknown.
+        OptionError: the optimizer is unknown, or the parameters are master weights already.
     """
 
     def __init__(self, graph: Graph, mesh: Mesh, options: PlanOptions) -> None:
@@ -148,6 +149,11 @@ class Prices:
         self.accumulation_dtype = options.accumulation_dtype
         self.overlaps = options.overlap
         self.memory_budget = options.memory_budget or mesh.topology.device.memory
+        if options.master_weights and graph.converted:
+            raise OptionError(
+                "master_weights is set, but under the mixed precision of the model the parameters "
+                "are the master weights already: leave it out"
+            )
         self.optimizer = replace(
             OptimizerSpec.named(options.optimizer),
             state_dtype=None if options.state_dtype is None else DType(options.state_dtype),

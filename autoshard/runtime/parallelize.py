@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.errors import ArgumentTypeError, PlanError
+from autoshard.graph import DType
 from autoshard.graph.buffers import HeldBuffers
 from autoshard.plan import Plan, Stage
 from autoshard.runtime.accumulation import GradientAccumulation
@@ -142,6 +143,8 @@ def parallelize(
     )
     model.__class__ = _planned_class(type(model))
     vars(model)["_programs"] = programs
+    computes = device_mesh.device_type, programs.first.program.graph.compute_dtype
+    vars(model)["_computes"] = computes
     install_dtensor_handlers()
     support_state_dicts(model)
     return model
@@ -186,6 +189,8 @@ class Planned:
 
     _programs: Programs
     _unsharded: UnshardedForward | None
+    _computes: tuple[str, DType | None]
+    """Type of the devices, and element type in which operators read most parameters."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the plan with the arguments and results of the exported forward.
@@ -194,8 +199,10 @@ class Planned:
             PlanError: the model is in another mode than it was exported in, or is called under
                 `torch.autocast` with another element type than the plan's.
         """
-        first = self._programs.first
-        with outside_autocast(first.mesh.device_type, first.program.graph.compute_dtype):
+        device, dtype = self._computes
+        if not torch.is_autocast_enabled(device):
+            return self._run(args, kwargs)
+        with outside_autocast(device, dtype):
             return self._run(args, kwargs)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

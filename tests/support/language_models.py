@@ -5,10 +5,11 @@ from typing import Any
 
 import torch
 from support.meshes import slow_devices
-from support.models import gpt2, graph_of
+from support.models import gpt2
 from torch import nn
 from torch.utils.data import Dataset
 
+from autoshard.graph import export_model, load_graph
 from autoshard.plan import Plan, PlanOptions
 from autoshard.planner import make_plan
 
@@ -40,13 +41,16 @@ def language_model(dropout: float = 0.0) -> nn.Module:
 
 
 @cache
-def plans_of(mesh: str, dropout: float = 0.0, *, counts: bool = True) -> dict[str, Plan]:
+def plans_of(
+    mesh: str, dropout: float = 0.0, *, counts: bool = True, mixed_precision: str | None = None
+) -> dict[str, Plan]:
     """Plans for training and evaluation.
 
     Args:
         mesh: one of `MESHES`.
         dropout: of the model in training.
         counts: whether the loss is divided by a number of labels that is passed.
+        mixed_precision: a `param_dtype`.
     """
     batch: dict[str, Any] = {
         name: torch.zeros(BATCH, LENGTH, dtype=torch.int64) for name in ("input_ids", "labels")
@@ -57,7 +61,10 @@ def plans_of(mesh: str, dropout: float = 0.0, *, counts: bool = True) -> dict[st
     plans: dict[str, Plan] = {}
     for name, mode in (("train", "training"), ("eval", "inference")):
         pins = plans["train"].state_pins() if plans else {}
-        graph = graph_of((model.train(name == "train"), batch))
+        archive = export_model(
+            model.train(name == "train"), (), batch, mixed_precision=mixed_precision
+        )
+        graph = load_graph(archive)
         plan = make_plan(graph, slow_devices(**MESHES[mesh]), PlanOptions(mode=mode, pins=pins))
         assert plan.found
         assert plan.collectives

@@ -67,7 +67,10 @@ class Outline:
     @property
     def title(self) -> str:
         """Short description of plan and mesh."""
-        return f"plan {self.plan.id[:12]} on {mesh_text(self.plan.mesh)}"
+        title = f"plan {self.plan.id[:12]} on {mesh_text(self.plan.mesh)}"
+        if self.plan.graph.mixed_precision is None:
+            return title
+        return f"{title}, without its mixed precision ({self.plan.graph.precision})"
 
     @cached_property
     def graph(self) -> Graph:

@@ -454,14 +454,15 @@ class _NodeCosts:
             saved.update(memory.storages[tensor] for tensor in op.saved)
         for storage in saved:
             maker = memory.made_by[storage]
-            if maker >= 0:
+            if maker >= 0 and not memory.ops[maker].regather:
                 kind = "state" if storage in once else "saved"
                 self._add(kind, places[maker], nbytes[storage])
 
     def _place_of_operation(self, op: MemoryOp) -> int:
         numbers = self.graph.numbers
         if not op.uses:
-            return numbers[op.name]
+            # The cast of a parameter belongs to its reader.
+            return numbers[op.name] if op.name in numbers else self._maker_or_reader(op.name)
         value, consumer, _ = op.uses[0]
         if consumer is not None and consumer in numbers:
             return numbers[consumer]

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial, wraps
 from inspect import signature
 from itertools import chain
@@ -15,6 +16,7 @@ from autoshard.errors import PlanError
 from autoshard.graph.buffers import HeldBuffers
 from autoshard.plan import Plan, Stage
 from autoshard.runtime.accumulation import GradientAccumulation
+from autoshard.runtime.autocast import outside_autocast
 from autoshard.runtime.dtensor_handlers import install_dtensor_handlers
 from autoshard.runtime.pipelining.deferred_norms import DeferredBatchNorms
 from autoshard.runtime.pipelining.devices import StageDevices
@@ -77,7 +79,8 @@ class Pipelined:
         training = next((one for one in self._runners if one.is_training), None)
         if training is None:
             raise PlanError("the plan is for inference and computes no gradients: call the model")
-        loss, result = training.train(args, kwargs, target=target, keeps=return_outputs)
+        with self._outside_autocast():
+            loss, result = training.train(args, kwargs, target=target, keeps=return_outputs)
         return (loss, result) if return_outputs else loss
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -98,7 +101,12 @@ class Pipelined:
             )
         fitting = (one for one in runners if len(runners) == 1 or one.fits(args, kwargs))
         runner = next(fitting, runners[0])
-        return runner.infer(args, kwargs)
+        with self._outside_autocast():
+            return runner.infer(args, kwargs)
+
+    def _outside_autocast(self) -> AbstractContextManager[object]:
+        graph = self._pipeline.stages[0].forward_program.program.graph
+        return outside_autocast(self.devices.whole.device_type, graph.compute_dtype)
 
     @property
     def _pipeline(self) -> PipelineRunner:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -47,7 +48,7 @@ def settings(folder: str, **changed: Any) -> TrainingArguments:
     return TrainingArguments(folder, **(options | changed))
 
 
-def planned(mesh: str, dropout: float = 0.0, **options: bool) -> nn.Module:
+def planned(mesh: str, dropout: float = 0.0, **options: Any) -> nn.Module:
     plans = plans_of(mesh, dropout, **options)
     return parallelize(language_model(dropout), plans, device_mesh(plans["train"]))
 
@@ -175,8 +176,38 @@ def check_refused() -> None:
             trainer.train()
 
 
+@dataclass
+class Autocast:
+    """`bf16=True` changes nothing for a plan in bfloat16, and is an error for one in float32.
+
+    Attributes:
+        mesh: one of `MESHES`.
+    """
+
+    mesh: str
+
+    def prepare(self) -> None:
+        plans_of(self.mesh, mixed_precision="bfloat16")
+        plans_of(self.mesh)
+
+    def __call__(self) -> None:
+        with launched_process(), shared_folder() as folder:
+            short = partial(settings, folder, max_steps=2, eval_steps=2, save_strategy="no")
+            found = []
+            for bf16 in (True, False):
+                model = planned(self.mesh, mixed_precision="bfloat16")
+                trainer = trainer_of(PlannedTrainer, model, short(bf16=bf16))
+                trainer.train()
+                found.append(numbers(trainer))
+            assert torch.equal(*found)
+            trainer = trainer_of(PlannedTrainer, planned(self.mesh), short(bf16=True))
+            with pytest.raises(PlanError, match="mixed_precision='bfloat16'"):
+                trainer.train()
+
+
 CASES: dict[str, Callable[[], None]] = {
     **{f"trained, {mesh}": Trained(mesh, unsharded=mesh == "2x2") for mesh in MESHES},
     **{f"dropout, {mesh}": Dropped(mesh) for mesh in MESHES},
+    "autocast": Autocast("4"),
     "refused": check_refused,
 }

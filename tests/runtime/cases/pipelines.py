@@ -7,6 +7,7 @@ from functools import partial
 from math import prod
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from support.comparison import TOLERANCE, close, device_mesh, whole
@@ -14,7 +15,9 @@ from support.meshes import slow_devices
 from support.models import Case, bert, gpt2, llama, resnet, small_graph, t5
 from torch import nn
 
-from autoshard.plan import Plan, PlanOptions
+from autoshard.errors import PlanError
+from autoshard.graph import MixedPrecision, export_model, load_graph
+from autoshard.plan import Plan, PlanOptions, check_plan
 from autoshard.plan.transfers import messages
 from autoshard.planner import make_plan
 from autoshard.runtime import parallelize, record_collectives, summarize
@@ -62,6 +65,37 @@ class Trained:
             check_collectives(recorder, self.plan, planned)
             check_messages(recorder, self.plan)
             planned.zero_grad()
+
+
+@dataclass
+class Mixed(Trained):
+    """As `Trained`, of parameters in float64 that are read in float32 and reduced in float64."""
+
+    def prepare(self) -> None:
+        model, inputs = self.build()
+        policy = MixedPrecision("float32", "float64")
+        archive = export_model(model.double(), (), inputs, mixed_precision=policy)
+        options = PlanOptions.model_validate({"micro_batches": 4, **self.options})
+        self.plan = make_plan(load_graph(archive), slow_devices(**self.axes), options)
+        assert self.plan.found, self.plan.reason
+        assert not check_plan(self.plan)
+        assert self.plan.graph.precision.startswith("float32 compute, float64 parameters")
+
+    def __call__(self) -> None:
+        (reference, _), parts = self.built()
+        losses = torch.stack([loss_of(reference(**part)) for part in parts])
+        losses.mean().backward()
+        (model, _), _ = self.built()
+        planned = parallelize(model.double(), self.plan, device_mesh(self.plan))
+        with record_collectives(planned[0].mesh) as recorder:
+            loss = planned.step(**joined_batch(parts))
+        close(loss, losses.detach().mean().double(), "loss")
+        check_gradients(planned, reference.double())
+        assert all(p.grad.dtype is torch.float64 for p in planned.parameters())
+        check_collectives(recorder, self.plan, planned)
+        check_messages(recorder, self.plan)
+        with torch.autocast("cpu", torch.bfloat16), pytest.raises(PlanError, match="autocast"):
+            planned.step(**joined_batch(parts))
 
 
 def loss_of(result: Any) -> torch.Tensor:
@@ -193,6 +227,11 @@ CASES = {
     },
 }
 ON_2 = {
+    **{
+        f"{name}, {schedule}, mixed precision": Mixed(one.build, one.axes, one.options)
+        for name, schedule, stages in (("gpt2", "1F1B", 2), ("t5", "ZBVZeroBubble", 4))
+        for one in [in_stages(name, "", schedule, stages)]
+    },
     **{
         f"{name}, {schedule}": in_stages(name, "", schedule, 2)
         for name, schedule in zip(MODELS, ("1F1B", "GPipe") * 3, strict=False)

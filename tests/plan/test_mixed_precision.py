@@ -1,0 +1,54 @@
+"""Plans under a mixed-precision policy."""
+
+from typing import Any
+
+import pytest
+from support.meshes import slow_devices
+from support.models import gpt2
+
+from autoshard.errors import OptionError
+from autoshard.graph import Graph, MixedPrecision, export_model, load_graph
+from autoshard.plan import PlanOptions, check_plan, export_plan
+from autoshard.planner import make_plan
+
+
+def graph(**policy: Any) -> Graph:
+    model, batch = gpt2(batch=8)
+    return load_graph(export_model(model, (), batch, mixed_precision=MixedPrecision(**policy)))
+
+
+def test_reductions_have_the_bytes_of_their_element_type() -> None:
+    program = graph(param_dtype="bfloat16", reduce_dtype="float32")
+    pins = {"parameters": {"*": "S(0)"}}
+    options = PlanOptions.model_validate({"pins": pins, "batch_axis": "a"})
+    plan = make_plan(program, slow_devices(a=4), options)
+    assert not check_plan(plan)
+    (stage,) = plan.stages
+    assert {p.dtype for p in stage.parameters} == {"float32"}
+    names = {p.name for p in stage.parameters}
+    steps = [s for r in stage.reshardings if r.value in names for s in r.steps]
+    assert any((s.forward, s.backward) == ("all_gather", "reduce_scatter") for s in steps)
+    for step in steps:
+        assert step.gradient_nbytes == step.backward_nbytes == 2 * step.nbytes
+    wrong = steps[0].model_copy(update={"gradient_nbytes": None})
+    reshardings = tuple(
+        r.model_copy(update={"steps": tuple(wrong if s is steps[0] else s for s in r.steps)})
+        for r in stage.reshardings
+    )
+    changed = stage.model_copy(update={"reshardings": reshardings})
+    findings = check_plan(plan.model_copy(update={"stages": (changed,)}))
+    assert any("bytes forward and backward" in finding for finding in findings)
+
+
+def test_exports_say_that_they_leave_the_policy_out() -> None:
+    plan = make_plan(graph(param_dtype="bfloat16"), slow_devices(a=4), PlanOptions(batch_axis="a"))
+    text = export_plan(plan, "fsdp2", min_expressed=0)
+    words = " ".join(text.replace("#", "").split())
+    assert "without its mixed precision (bfloat16 compute, float32 parameters" in words
+
+
+def test_parameters_are_the_master_weights() -> None:
+    with pytest.raises(OptionError, match="the parameters are the master weights already"):
+        make_plan(
+            graph(param_dtype="bfloat16"), slow_devices(a=4), PlanOptions(master_weights=True)
+        )
