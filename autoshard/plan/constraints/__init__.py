@@ -15,7 +15,7 @@ from autoshard.plan.constraints.data_parallel import (
     sharding_axes,
 )
 from autoshard.plan.constraints.from_options import LayoutPattern, plan_constraints
-from autoshard.plan.constraints.megatron import megatron_pattern
+from autoshard.plan.constraints.megatron import megatron_pattern, sequence_parallel_pattern
 
 __all__ = [
     "UNCONSTRAINED",
@@ -31,5 +31,6 @@ __all__ = [
     "check_batch",
     "megatron_pattern",
     "plan_constraints",
+    "sequence_parallel_pattern",
     "sharding_axes",
 ]

@@ -4,11 +4,11 @@ from autoshard.graph import Graph, Node, Origin
 from autoshard.layouts import I, Layout
 from autoshard.ops import Strategy
 from autoshard.plan.constraints import (
-    BatchSharding,
     DimOrigins,
     ShardingConstraint,
     StrategyConstraint,
     megatron_pattern,
+    sequence_parallel_pattern,
 )
 from autoshard.plan.exports.expressed import Expressed, expressed, joined
 from autoshard.plan.exports.outline import Outline, OwnedParameter
@@ -51,7 +51,6 @@ class _Stage:
     def __init__(self, outline: Outline, *, sequence_parallel: bool, first_dim: bool) -> None:
         self._outline = outline
         self._graph: Graph = outline.graph
-        self._sequence_parallel = sequence_parallel
         self._first_dim = first_dim
         roles = outline.roles
         self._data = (*roles.get("replicate", ()), *roles.get("shard", ()))
@@ -60,8 +59,11 @@ class _Stage:
         self._tensor = tensor[0] if tensor else None
         self._context = roles.get("context", ())
         self._pattern = megatron_pattern(self._graph, outline.sizes, self._tensor, self._data)
+        self._operators = self._pattern
+        if sequence_parallel and self._tensor is not None:
+            found = sequence_parallel_pattern(self._graph, outline.sizes, self._tensor, self._data)
+            self._operators = {("operator", name): each for name, each in found.items()}
         self._origins = DimOrigins(self._graph)
-        self._batch = BatchSharding(self._graph, outline.sizes, self._data, self._origins)
 
     def expressed(self) -> Expressed:
         operators = frozenset(n.name for n in self._graph.nodes if self._runs(n))
@@ -73,13 +75,8 @@ class _Stage:
         inputs, outputs = (
             tuple(map(Layout.parse, texts)) for texts in (placed.inputs, placed.outputs)
         )
-        strategy = Strategy(inputs, outputs, {})
-        constraints: list[StrategyConstraint] = [
-            self._with_context(self._pattern["operator", node.name], node)
-        ]
-        if self._sequence_parallel:
-            constraints.append(self._along_sequence(node))
-        return any(constraint(strategy) for constraint in constraints)
+        constraint = self._with_context(self._operators["operator", node.name], node)
+        return constraint(Strategy(inputs, outputs, {}))
 
     def _with_context(self, constraint: StrategyConstraint, node: Node) -> StrategyConstraint:
         """A constraint of the pattern, with sequences sharded over axes of context parallelism."""
@@ -91,17 +88,6 @@ class _Stage:
             for axis, dims in enumerate(constraint.allowed)
         )
         return ShardingConstraint(allowed, constraint.required)
-
-    def _along_sequence(self, node: Node) -> StrategyConstraint:
-        """The constraint of an operator between sharded layers, under sequence parallelism."""
-        sequence = self._origins.of_call(node, Origin.INPUT)
-        batch, sharding = self._batch.of_call(node)
-        axes = range(len(self._outline.sizes))
-        none: frozenset[tuple[int, int]] = frozenset()
-        return ShardingConstraint(
-            tuple(batch if axis in self._data else sequence for axis in axes),
-            tuple(batch if axis in sharding else none for axis in axes),
-        )
 
     def _is_placed(self, parameter: OwnedParameter) -> bool:
         types = parameter.layout.types

@@ -248,8 +248,9 @@ def test_a_plan_is_exported(service: Any, plan: Plan) -> None:
     assert hashlib.sha256(table.content).hexdigest() in table.headers["ETag"]
     known = {"If-None-Match": table.headers["ETag"]}
     assert service.http.get(path, params={"to": "csv"}, headers=known).status_code == 304
-    code = service.http.get(path, params={"to": "fsdp2"})
-    assert code.status_code in {200, 422}
+    refused = service.http.get(path, params={"to": "torchtitan", "min_expressed": 1})
+    assert refused.status_code == 422
+    assert "torchtitan would express" in refused.json()["detail"]
     assert service.http.get(path, params={"to": "abacus"}).status_code == 422
 
 
