@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -186,8 +185,6 @@ def _rank(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     # Gathering whole gradients to compare them takes several steps, as DTensor points out.
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
-    # spmd_types 0.3 calls collectives by names that torch 2.13 renames.
-    warnings.filterwarnings("ignore", category=FutureWarning, module="spmd_types")
     store = f"file://{folder}/rendezvous"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=4)
     plan = Plan.from_json((Path(folder) / "plan.json").read_bytes())

@@ -133,8 +133,9 @@ def parallelize(
     held = HeldBuffers(model)
     distribute_state(model, stages.values(), device_mesh, programs.first.program.place)
     held.follow()
-    for text in filter(None, (stage.idle_text for stage in stages.values())):
-        warnings.warn(text, stacklevel=2)
+    if not any(device_mesh.get_coordinate() or ()):
+        for text in filter(None, (stage.idle_text for stage in stages.values())):
+            warnings.warn(text, stacklevel=2)
     replicated = other_shapes == "replicate"
     vars(model)["_unsharded"] = (
         UnshardedForward(type(model), device_mesh, seed, given[0].graph.mixed_precision)

@@ -11,6 +11,7 @@ all-to-alls, since `spmd_types` exchanges lists of tensors, which gloo supports 
 Under `torch.compile` the compiler decides about overlap.
 """
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,11 @@ from autoshard.errors import PlanError
 from autoshard.layouts import STEPS, Action, AxisType, Kind, largest_shard, parse_type
 from autoshard.plan import PlannedStep
 from autoshard.runtime.shards import from_rank_major, to_rank_major
+
+# spmd_types 0.3 calls collectives by names that torch 2.13 deprecates; users cannot change that.
+warnings.filterwarnings(
+    "ignore", r"`torch\.distributed\._functional_collectives", FutureWarning, "spmd_types"
+)
 
 LocalFunction = Callable[[torch.Tensor], torch.Tensor]
 

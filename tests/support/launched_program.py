@@ -9,7 +9,6 @@ import os
 import signal
 import sys
 import time
-import warnings
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -27,8 +26,6 @@ STEPS = 3
 def train(run: LaunchContext, rate: float) -> tuple[int, tuple[str, ...], float, float]:
     """Rank, axis names, and how far loss and a gradient are from those of the whole model."""
     torch.set_num_threads(1)
-    # spmd_types calls collectives of torch by names that newer releases deprecate.
-    warnings.filterwarnings("ignore", category=FutureWarning)
     torch.manual_seed(0)
     model, batch = mlp()
     torch.manual_seed(0)
@@ -104,7 +101,6 @@ def lose_last_rank(run: LaunchContext, go_on: Callable[[], object]) -> None:
 
 
 def main() -> None:
-    warnings.filterwarnings("ignore", category=FutureWarning)
     run = get_context()
     assert get_context() is run
     for _ in range(STEPS):

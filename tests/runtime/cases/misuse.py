@@ -257,9 +257,12 @@ def assert_same(planned: nn.Module, reference: nn.Module) -> None:
 
 @dataclass
 class Idle(Misuse):
-    """A plan in which no operator is sharded is warned of."""
+    """A plan in which no operator is sharded is warned of, on the first rank."""
 
     def __call__(self) -> None:
+        if dist.get_rank() > 0:
+            super().__call__()
+            return
         with pytest.warns(UserWarning, match="every rank does all the work"):
             super().__call__()
 
