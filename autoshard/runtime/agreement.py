@@ -1,8 +1,16 @@
 """What the ranks of a mesh tell each other before a plan runs; without pickles."""
 
+import hashlib
+from collections.abc import Mapping
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+
+from autoshard.errors import PlanError
+
+_SAMPLES = 256
+"""Number of elements of a tensor that ranks compare."""
 
 
 def broadcast_text(text: str, mesh: DeviceMesh) -> str:
@@ -34,3 +42,40 @@ def first_failed_rank(mesh: DeviceMesh, *, failed: bool) -> int | None:
     for axis in range(mesh.ndim):
         dist.all_reduce(lowest, dist.ReduceOp.MIN, group=mesh.get_group(axis))
     return None if int(lowest) == none else int(lowest)
+
+
+def check_equal_weights(weights: Mapping[str, torch.Tensor], mesh: DeviceMesh) -> None:
+    """Check that all ranks of a mesh have the same weights, by a sample of each tensor.
+
+    Args:
+        weights: full parameters of a model, by name; the same names on all ranks.
+        mesh: of the ranks that take part.
+
+    Raises:
+        PlanError: a tensor differs between ranks; raised on all of them.
+    """
+    digests = [_digest(tensor) for tensor in weights.values()]
+    least = torch.tensor(digests, dtype=torch.int64, device=mesh.device_type)
+    most = least.clone()
+    for axis in range(mesh.ndim):
+        dist.all_reduce(least, dist.ReduceOp.MIN, group=mesh.get_group(axis))
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=mesh.get_group(axis))
+    equal = (least == most).tolist()
+    differing = [name for name, same in zip(weights, equal, strict=True) if not same]
+    if differing:
+        raise PlanError(
+            f"the ranks have different weights: {len(differing)} of {len(weights)} parameters "
+            f"differ, such as {differing[0]!r}. Call torch.manual_seed with one seed on every rank "
+            f"before the model is made, or make the model within init_empty_weights() and load a "
+            f"checkpoint into it after the plan is applied"
+        )
+
+
+def _digest(tensor: torch.Tensor) -> int:
+    """A 63-bit digest of evenly spaced elements of a tensor; 0 if it has no memory."""
+    if tensor.is_meta:
+        return 0
+    flat = tensor.detach().flatten()
+    sample = flat[:: max(len(flat) // _SAMPLES, 1)].cpu().contiguous()
+    digest = hashlib.sha256(sample.view(torch.uint8).numpy().tobytes()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from autoshard.errors import PlanError
 from autoshard.layouts import Layout, to_placements
 from autoshard.plan import PlacedInput, Stage
+from autoshard.runtime.agreement import check_equal_weights
 from autoshard.runtime.dtensors import from_local, local_tensor
 from autoshard.runtime.local_node import Place
 from autoshard.runtime.shards import local_shard
@@ -144,8 +145,13 @@ def distribute_state(
         stages: of plans that store them alike.
         mesh: the devices.
         place: coordinate of this rank.
+
+    Raises:
+        PlanError: the ranks have different weights.
     """
     placed = {i.target: i for stage in stages for i in stage.inputs}
+    parameters = [one.target for one in placed.values() if one.kind == "parameter"]
+    check_equal_weights({name: model.get_parameter(name) for name in parameters}, mesh)
     for one in placed.values():
         if one.kind == "parameter":
             _distribute_parameter(model, one, mesh, place)

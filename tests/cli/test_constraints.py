@@ -54,6 +54,7 @@ def test_options_arrive_in_the_plan(archive: Path) -> None:
             "master_weights": True,
             "overlap": True,
             "state_dtype": "bfloat16",
+            "comparisons": True,
         }
     )
 
@@ -64,7 +65,9 @@ def test_options_of_pipelines_arrive_in_the_plan(archive: Path) -> None:
         *("--schedule", "GPipe", "--micro-batches", "2"),
     )
     plan = Plan.from_json(result.stdout)
-    assert plan.options == PlanOptions(cuts=("before:down",), schedule="GPipe", micro_batches=2)
+    assert plan.options == PlanOptions(
+        cuts=("before:down",), schedule="GPipe", micro_batches=2, comparisons=True
+    )
     assert [len(stage.parameters) for stage in plan.stages] == [2, 2]
     refused = autoshard("plan", archive, "--mesh", "2,2", "--balance", "1,2", "--stages", "3")
     assert "balance lists 2 stages" in words(refused)
@@ -73,7 +76,12 @@ def test_options_of_pipelines_arrive_in_the_plan(archive: Path) -> None:
         *("--stages-per-rank", "1", "--sub-meshes", "any", "--micro-batches", "4"),
     )
     assert Plan.from_json(automatic.stdout).options == PlanOptions(
-        stages=2, balance="parameters", stages_per_rank=1, sub_meshes="any", micro_batches=4
+        stages=2,
+        balance="parameters",
+        stages_per_rank=1,
+        sub_meshes="any",
+        micro_batches=4,
+        comparisons=True,
     )
 
 

@@ -93,7 +93,7 @@ def test_a_service_searches_as_the_command_does(url: str, archive: Path, tmp_pat
     assert asked.stdout[asked.stdout.index("Meshes, best first") :] == table
     one, two = (Plan.from_json(path.read_bytes()) for path in (here, there))
     assert (one.id, one.stages) == (two.id, two.stages)
-    none = autoshard("search", archive, "--devices", "2", "--memory-budget", "10", "--server", url)
+    none = autoshard("search", archive, "--devices", "2", "--memory", "10B", "--server", url)
     assert none.exit_code == NO_PLAN
     failed = autoshard("search", archive, "--devices", "2", "--server", NOBODY)
     assert (failed.exit_code, "does not answer" in failed.stderr) == (1, True)

@@ -83,7 +83,11 @@ def test_a_mesh_can_be_given_in_three_ways(client: Client, graph: bytes) -> None
         {"shape": [2, 4], "topology": "h100-sxm"},
         make_mesh((2, 4), topology="h100-sxm"),
     )
-    assert len({client.plan(graph, mesh=mesh).id for mesh in ways}) == 1
+    assumed, *named = (client.plan(graph, mesh=mesh) for mesh in ways)
+    assert named[0].id == named[1].id
+    # The plan of a mesh without a topology says that one was assumed.
+    assert assumed.id != named[0].id
+    assert (assumed.mesh, assumed.stages) == (named[0].mesh, named[0].stages)
 
 
 def test_a_mesh_of_ones_own_keeps_its_figures(client: Client, graph: bytes) -> None:
@@ -149,8 +153,8 @@ def test_a_refusal_carries_the_problem(client: Client, graph: bytes) -> None:
     assert caught.value.status == 422
     assert caught.value.problem["type"].endswith("#mesh")
     with pytest.raises(RequestRejectedError, match="not valid") as caught:
-        client.plan(graph, mesh={"shape": "two"})
-    assert caught.value.problem["errors"][0]["pointer"] == "/mesh/shape"
+        client.plan(graph, mesh={"shape": [2], "axes": 5})
+    assert caught.value.problem["errors"][0]["pointer"] == "/mesh/axes"
 
 
 def test_a_failure_of_the_job_carries_the_problem(client: Client, graph: bytes) -> None:

@@ -29,8 +29,8 @@ def test_linears_go_by_columns_then_rows(planned: Planner) -> None:
     }
     assert plan.stages[0].inputs[-1].layout == "S(0),R"
     assert {(c.kind, c.axis) for c in plan.collectives} == {
-        ("all_reduce", "dp"),
-        ("all_reduce", "tp"),
+        ("all_reduce", "axis0"),
+        ("all_reduce", "axis1"),
     }
 
 

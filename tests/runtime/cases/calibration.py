@@ -83,7 +83,7 @@ def two_nodes() -> None:
         calibrate((2, 4))
     found = calibrate(effort=replace(FEW, checked=()), busy=True)
     assert [(link.name, link.size) for link in found.topology.levels] == [
-        ("node", 2),
+        ("intra-node", 2),
         ("network", None),
     ]
     assert found.comparisons == ()

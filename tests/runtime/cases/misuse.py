@@ -256,6 +256,17 @@ def assert_same(planned: nn.Module, reference: nn.Module) -> None:
 
 
 @dataclass
+class OtherWeights(Misuse):
+    """Weights that differ between ranks are refused, on all ranks."""
+
+    def __call__(self) -> None:
+        torch.manual_seed(dist.get_rank())
+        with pytest.raises(PlanError, match=r"4 of 4 parameters differ, .*torch.manual_seed"):
+            parallelize(self.build(), self.plan, device_mesh(self.plan))
+        super().__call__()
+
+
+@dataclass
 class Idle(Misuse):
     """A plan in which no operator is sharded is warned of, on the first rank."""
 
@@ -326,6 +337,7 @@ CASES: dict[str, Callable[[], None]] = {
         ),
         "gradient of an input": Misuse(axes, check_input_gradient, requires_grad=True),
         "DistributedDataParallel": Misuse(axes, check_wrapped),
+        "other weights": OtherWeights(axes, assert_same),
         "idle ranks": Idle(axes, assert_same, options=alone(axes)),
     }.items()
 } | {"replicas of rows": Misuse(MESHES["2x2"], check_replicas_of_rows)}
