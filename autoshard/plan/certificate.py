@@ -33,7 +33,7 @@ def certificate_statement(
     if certificate.bound is None or certificate.gap is None:
         return f"No lower bound is proven: faster plans may exist {hardware}."
     if proof is not None:
-        also = f" Its plans obey {_listed(obeyed)}." if obeyed else ""
+        also = f" Its plans obey {listed(obeyed)}." if obeyed else ""
         return (
             f"{_distance(certificate)} a lower bound of {_milliseconds(certificate.bound)} "
             f"{hardware}. It holds for these pipelines: {proof}.{also}"
@@ -41,7 +41,7 @@ def certificate_statement(
     budget = options.memory_budget or mesh.topology.device.memory
     plans = f"among the plans of one stage that fit {_gigabytes(budget)} per device"
     if obeyed:
-        plans += f" and obey {_listed(obeyed)}"
+        plans += f" and obey {listed(obeyed)}"
     if certificate.is_exact:
         return f"Optimal {plans}: none is faster {hardware}."
     return (
@@ -87,7 +87,8 @@ def _distance(certificate: Certificate) -> str:
     return f"Within {percent(certificate.gap)} of"
 
 
-def _listed(labels: Sequence[str]) -> str:
+def listed(labels: Sequence[str]) -> str:
+    """Labels of restrictions in a sentence; only the first few are named."""
     named = [*labels[:_MAX_NAMED]]
     if len(labels) > _MAX_NAMED:
         named.append(f"{len(labels) - _MAX_NAMED} more options")

@@ -9,14 +9,15 @@ from collections.abc import Iterator, Sequence
 from math import floor, log10
 from textwrap import wrap
 
-from autoshard.graph import DType, graph_from_json
+from autoshard.graph import graph_from_json
 from autoshard.plan.axis_roles import AxisRole, AxisUse, Storage, find_roles, percent
+from autoshard.plan.certificate import listed
 from autoshard.plan.compare import mesh_text
 from autoshard.plan.comparisons import Baseline
 from autoshard.plan.cost_items import cost_items
 from autoshard.plan.document import Plan
 from autoshard.plan.plain_words import parallelism_sentences
-from autoshard.plan.throughput import batch_of, contraction_dtypes, utilisation
+from autoshard.plan.throughput import batch_of, utilisation
 from autoshard.quantities import format_bytes
 
 MAX_LINES = 30
@@ -48,6 +49,7 @@ def summarise(plan: Plan, *, width: int | None = None, commands: Sequence[str] =
     rest = [
         *(line for text in remarks for line in _wrapped(f"Remark: {text}", width)),
         *(line for text in _predictions(plan) for line in _wrapped(text, width)),
+        *(line for text in _restriction_cost(plan) for line in _wrapped(text, width)),
         *_baselines(plan, width),
         *_largest_costs(plan),
         *_wrapped(f"Certificate: {plan.certificate_statement}", width),
@@ -81,24 +83,9 @@ def _header(plan: Plan) -> str:
     name = model.name if model is not None and model.name else "Model"
     parts = [f"{name}, {plan.graph.num_parameters:,} parameters"]
     parts += [f"on {plan.mesh.description}", f"mesh {mesh_text(plan.mesh)}"]
-    parts += [_dtypes(plan), *_batch(plan)] if plan.found else []
+    precision = plan.graph.precision or "no floating-point tensors"
+    parts += [precision, *_batch(plan)] if plan.found else []
     return ", ".join([*parts, plan.options.mode])
-
-
-def _dtypes(plan: Plan) -> str:
-    """Element types of parameters, and of contractions if they differ."""
-    nbytes: dict[str, int] = {}
-    for stage in plan.stages:
-        for parameter in stage.parameters:
-            size = DType(parameter.dtype).itemsize
-            for length in parameter.shape:
-                size *= length
-            nbytes[parameter.dtype] = nbytes.get(parameter.dtype, 0) + size
-    stored = " and ".join(sorted(nbytes, key=lambda dtype: -nbytes[dtype]))
-    computed = " and ".join(contraction_dtypes(plan))
-    if not stored or not computed or stored == computed:
-        return stored or computed or "no floating-point tensors"
-    return f"{stored} parameters, {computed} matrix products"
 
 
 def _batch(plan: Plan) -> Iterator[str]:
@@ -146,6 +133,19 @@ def _predictions(plan: Plan) -> Iterator[str]:
     budget = plan.memory.budget or plan.mesh.topology.device.memory
     memory = f"peak memory {format_bytes(plan.memory.peak)} of {format_bytes(budget)} per device"
     yield ", ".join([*parts, memory])
+
+
+def _restriction_cost(plan: Plan) -> Iterator[str]:
+    """What a step takes without the restrictions of the options, if the plan says so."""
+    free = plan.unrestricted
+    if free is None or plan.costs is None:
+        return
+    without = f"Without {listed(free.restrictions)}"
+    if not free.step_time:
+        yield f"{without}: no plan was found in the time for comparisons"
+        return
+    ratio = plan.costs.total / free.step_time
+    yield f"{without}: {_milliseconds(free.step_time)}; this plan takes {ratio:.2f} x as long"
 
 
 def _baselines(plan: Plan, width: int | None) -> list[str]:

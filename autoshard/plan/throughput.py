@@ -93,9 +93,3 @@ def _contraction_flops(graph: Graph, node: Node, *, is_training: bool) -> tuple[
     widest = max((t.dtype for t in floating), key=lambda d: d.itemsize, default=DType.FLOAT32)
     trained = sum(t.requires_grad and len(t.shape) > 1 for t in floating) if is_training else 0
     return widest.value, flops * (1 + min(trained, 2))
-
-
-def contraction_dtypes(plan: Plan) -> tuple[str, ...]:
-    """Element types of contractions, the one of most operations first."""
-    flops = model_flops(plan)
-    return tuple(sorted(flops, key=lambda dtype: -flops[dtype]))

@@ -68,6 +68,17 @@ def test_every_width_has_the_same_words_in_at_most_30_lines(pipeline: Plan) -> N
             assert text.split() == whole.split()
 
 
+def test_the_cost_of_restrictions_is_said(planned: Planner) -> None:
+    options = {"skip_fully_replicated": True, "pins": {"parameters": {"lm_head.weight": "I"}}}
+    plan = planned(small_graph(gpt2), slow_devices(dp=2), comparisons=True, **options)
+    assert plan.unrestricted is not None
+    assert plan.unrestricted.step_time is not None
+    assert plan.costs is not None
+    ratio = plan.costs.total / plan.unrestricted.step_time
+    assert f"this plan takes {ratio:.2f} x as long" in plan.summary()
+    assert "Without " not in planned(small_graph(gpt2), slow_devices(dp=2)).summary()
+
+
 def test_a_document_without_a_plan_gives_the_reason(planned: Planner) -> None:
     missing = planned(small_graph(gpt2), slow_devices(dp=2), memory_budget=1000)
     text = missing.summary(width=80)
