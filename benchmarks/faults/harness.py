@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -137,15 +136,14 @@ class Service(Process):
 
     def __init__(self, url: str, **settings: object) -> None:
         command = [sys.executable, "-m", "autoshard_server", "--port", "0"]
-        super().__init__(command, _environment(url, settings), "Uvicorn running on")
+        super().__init__(command, _environment(url, settings), "serving")
 
     @property
     def address(self) -> str:
         """Its URL."""
-        (line,) = (e for e in list(self.log) if "Uvicorn running on" in str(e.get("event")))
-        found = re.search(r"http://[\d.]+:\d+", line["event"])
-        assert found is not None
-        return found[0]
+        (line,) = self.events("serving")
+        url: str = line["url"]
+        return url
 
 
 class Worker(Process):

@@ -30,11 +30,11 @@ def test_it_serves_logs_json_and_ends_in_peace(tmp_path: Path, graph: bytes) -> 
         lines: list[str] = []
         for line in process.stderr:
             lines.append(line)
-            if "Uvicorn running on" in line:
+            if json.loads(line)["event"] == "serving":
                 break
-        found = re.search(r"http://127\.0\.0\.1:\d+", lines[-1])
-        assert found, lines
-        with Client(found[0]) as client:
+        url = json.loads(lines[-1]).get("url", "")
+        assert re.fullmatch(r"http://127\.0\.0\.1:\d+", url), lines
+        with Client(url) as client:
             first = client.request_plan(graph, mesh=(2,))
             second = client.request_plan(graph, mesh=(2,))
         process.send_signal(signal.SIGTERM)
@@ -49,7 +49,7 @@ def test_it_serves_logs_json_and_ends_in_peace(tmp_path: Path, graph: bytes) -> 
     finished = [entry for entry in logged if entry["event"] == "job_finished"]
     assert [entry["plan_id"] for entry in finished] == [first.plan.id]
     with pytest.raises(httpx2.ConnectError):
-        httpx2.get(f"{found[0]}/livez")
+        httpx2.get(f"{url}/livez")
 
 
 def test_a_worker_shows_whether_it_can_work(tmp_path: Path) -> None:
