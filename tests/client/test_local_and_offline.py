@@ -17,6 +17,7 @@ from support.services import Mlp, serving
 from autoshard import compare_plans, export_plan
 from autoshard.client import AsyncClient, Client, JobProgress, Retry
 from autoshard.errors import (
+    ArgumentTypeError,
     AutoshardError,
     MeshError,
     OptionError,
@@ -54,11 +55,13 @@ def without_service(folder: Path | bool, **options: Any) -> Client:
     return Client(NOBODY, cache=folder, retry=AT_ONCE, **options)
 
 
-@pytest.mark.parametrize("mesh", [None, 4, (2.5,)], ids=["none", "number", "part"])
+@pytest.mark.parametrize("mesh", [None, 4.5, (2.5,)], ids=["none", "number", "part"])
 def test_what_is_no_mesh_is_told_before_anybody_is_asked(graph: bytes, mesh: Any) -> None:
     with Client.local(cache=False) as here, without_service(folder=False) as away:
         for client in (here, away):
-            with pytest.raises(MeshError, match=r"invalid mesh .*: give the size of each axis"):
+            with pytest.raises(
+                ArgumentTypeError, match="in place of a mesh: pass a Mesh of make_mesh"
+            ):
                 client.plan(graph, mesh=mesh)
 
 
