@@ -661,9 +661,13 @@ class _ReshardingCheck:
             yield (
                 f"{step.source} -> {step.target} runs {actions[0]} and {backward}, not as stated"
             )
-        moved, claimed = ((x.nbytes, x.gradient_nbytes) for x in (step, stated))
-        if claimed != moved:
-            yield f"a step moves {moved} bytes forward and backward, not {claimed}"
+        if stated.nbytes != step.nbytes:
+            yield f"a step moves {step.nbytes} bytes, not {stated.nbytes}"
+        if stated.gradient_nbytes != step.gradient_nbytes:
+            yield (
+                f"a step moves {step.gradient_nbytes} bytes of gradients, "
+                f"not {stated.gradient_nbytes}"
+            )
         for action in (step.forward, step.backward):
             for label in self._constraints.forbidding(action, self._axes, step.axis, value):
                 yield f"a step runs {action} on {stated.axis} against the {label}"
