@@ -38,7 +38,7 @@ class FileKind:
 GRAPH = FileKind("an exported graph")
 PLAN = FileKind("a plan", "give the .pt2 file that it was made from")
 TOPOLOGY = FileKind("a topology", "give it as --topology, and a .pt2 file as the graph")
-EMPTY = FileKind("empty", "export the model again")
+EMPTY = FileKind("empty", "export the model again, to a .pt2 file")
 SAFETENSORS = FileKind("a file of weights (safetensors)", _WITHOUT_WEIGHTS)
 INDEX = FileKind("the index of a checkpoint", _WITHOUT_WEIGHTS)
 CHECKPOINT = FileKind(
