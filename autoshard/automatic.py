@@ -13,13 +13,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from autoshard import errors
 from autoshard.client import Client
 from autoshard.client.variables import SERVER_VARIABLE
-from autoshard.errors import AutoshardError, MeshError, PlanError
+from autoshard.errors import AutoshardError, MeshError
 from autoshard.graph import MixedPrecision, OpaqueModule, export_model
 from autoshard.mesh import Topology, default_axis_names, mesh_sizes, parse_shape, to_mesh
 from autoshard.plan import Plan, PlanOptions
 from autoshard.plan.options import to_options
 from autoshard.runtime import parallelize
-from autoshard.runtime.agreement import broadcast_text, first_failed_rank
+from autoshard.runtime.agreement import broadcast_text, raised_on_all_ranks
 
 ModelT = TypeVar("ModelT", bound=torch.nn.Module)
 
@@ -113,8 +113,7 @@ def auto_parallelize(
             )
 
     plan = _plan_on_first_rank(make_plan, device_mesh)
-    error: AutoshardError | None = None
-    try:
+    with raised_on_all_ranks(device_mesh):
         parallelize(
             model,
             plan,
@@ -123,13 +122,6 @@ def auto_parallelize(
             custom_operators=custom_operators,
             seed=seed,
         )
-    except AutoshardError as found:
-        error = found
-    failed = first_failed_rank(device_mesh, failed=error is not None)
-    if error is not None:
-        raise error
-    if failed is not None:
-        raise PlanError(f"the plan was not applied: rank {failed} failed, see its error")
     return model
 
 

@@ -1,13 +1,14 @@
 """What the ranks of a mesh tell each other before a plan runs; without pickles."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.errors import PlanError
+from autoshard.errors import AutoshardError, PlanError
 
 _SAMPLES = 256
 """Number of elements of a tensor that ranks compare."""
@@ -35,13 +36,28 @@ def broadcast_text(text: str, mesh: DeviceMesh) -> str:
     return data.decode()
 
 
-def first_failed_rank(mesh: DeviceMesh, *, failed: bool) -> int | None:
-    """The lowest rank of a mesh that failed, on all of its ranks; None if none did."""
+@contextmanager
+def raised_on_all_ranks(mesh: DeviceMesh) -> Iterator[None]:
+    """Raise an error on all ranks of a mesh if the block fails on one of them.
+
+    Without this, the other ranks would wait in their next collective for the one that failed.
+
+    Raises:
+        PlanError: another rank failed.
+    """
+    failure: AutoshardError | None = None
+    try:
+        yield
+    except AutoshardError as error:
+        failure = error
     none = torch.iinfo(torch.int64).max
-    lowest = torch.tensor([dist.get_rank() if failed else none], device=mesh.device_type)
+    lowest = torch.tensor([none if failure is None else dist.get_rank()], device=mesh.device_type)
     for axis in range(mesh.ndim):
         dist.all_reduce(lowest, dist.ReduceOp.MIN, group=mesh.get_group(axis))
-    return None if int(lowest) == none else int(lowest)
+    if failure is not None:
+        raise failure
+    if int(lowest) != none:
+        raise PlanError(f"the plan was not applied: rank {int(lowest)} failed, see its error")
 
 
 def check_equal_weights(weights: Mapping[str, torch.Tensor], mesh: DeviceMesh) -> None:

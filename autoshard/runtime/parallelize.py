@@ -16,6 +16,7 @@ from autoshard.graph import DType
 from autoshard.graph.buffers import HeldBuffers
 from autoshard.plan import Plan, Stage
 from autoshard.runtime.accumulation import GradientAccumulation
+from autoshard.runtime.agreement import raised_on_all_ranks
 from autoshard.runtime.autocast import outside_autocast
 from autoshard.runtime.dtensor_handlers import install_dtensor_handlers
 from autoshard.runtime.parameters import check_parameters, check_stored_alike, distribute_state
@@ -92,7 +93,8 @@ def parallelize(
         The same object; its class is now a subclass of its former class.
 
     Raises:
-        PlanError: there is no plan, or it does not fit mesh or model. The model is then unchanged.
+        PlanError: there is no plan, or it does not fit mesh or model, on this rank or on another.
+            The model is then unchanged.
     """
     if isinstance(model, Planned):
         raise PlanError("the model is parallelized already; apply plans to a new model")
@@ -125,10 +127,11 @@ def parallelize(
         )
         for name, one in plans.items()
     }
-    for forward in forwards.values():
-        check_parameters(model, forward.stage, frozen=forward.frozen)
-    for forward in forwards.values():
-        forward.attach(model)
+    with raised_on_all_ranks(device_mesh):
+        for forward in forwards.values():
+            check_parameters(model, forward.stage, frozen=forward.frozen)
+        for forward in forwards.values():
+            forward.attach(model)
     programs = Programs(forwards)
     held = HeldBuffers(model)
     distribute_state(model, stages.values(), device_mesh, programs.first.program.place)
