@@ -25,11 +25,14 @@ from autoshard_server.requests import PlanQuery, Task, check_limit
 from autoshard_server.settings import Settings
 from autoshard_server.solvers.executor import Executor
 from autoshard_server.solvers.workers import Workers
-from autoshard_server.store.database import Stores, is_current
+from autoshard_server.store.database import Stores, check_schema
 from autoshard_server.store.jobs import Job, JobKind, known_kind
 from autoshard_server.telemetry import trace_context
+from autoshard_solver_cache import StoreUnavailableError
 
 T = TypeVar("T")
+
+_log = structlog.get_logger(__name__)
 
 _QUERIES = "questions"
 """Namespace of plan ids in the cache, by the digest of the query."""
@@ -258,13 +261,10 @@ class Service:
         if not self._workers.alive:
             raise _unavailable("a worker has died, or cannot start solvers; see the log")
         try:
-            is_migrated = await anyio.to_thread.run_sync(is_current, self.stores.engine)
-        except Exception as error:
-            raise _unavailable("the database does not answer; see the service's log") from error
-        if not is_migrated:
-            raise _unavailable(
-                "another release has migrated the database; restart with that release"
-            )
+            await anyio.to_thread.run_sync(check_schema, self.stores.engine)
+        except StoreUnavailableError as error:
+            _log.error("not_ready", reason=str(error))
+            raise _unavailable("the database cannot be used; see the service's log") from error
 
     async def _known_id(self, query: PlanQuery) -> str | None:
         known = await self._read(_QUERIES, query.digest)

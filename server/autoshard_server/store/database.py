@@ -2,19 +2,21 @@
 
 import logging
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 
 from alembic import command
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import Connection, Engine
+from sqlalchemy import Connection, Engine, delete, insert, inspect, select
 
 from autoshard_server.settings import Settings
 from autoshard_server.store.api_keys import ApiKeyStore
 from autoshard_server.store.artifacts import GraphStore, PlanIndex
 from autoshard_server.store.idempotency import IdempotencyStore
 from autoshard_server.store.job_store import JobStore
+from autoshard_server.store.tables import compatibility
 from autoshard_server.store.topologies import TopologyStore
 from autoshard_solver_cache import (
     Cache,
@@ -50,7 +52,8 @@ class Stores:
         api_keys: the keys of callers.
 
     Raises:
-        StoreUnavailableError: it cannot be opened or written, or a newer release migrated it.
+        StoreUnavailableError: it cannot be opened or written, or a newer release has migrated it so
+            that this one does not work on it.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -72,28 +75,38 @@ class Stores:
 def migrate(engine: Engine) -> None:
     """Run the missing migrations in one transaction; concurrent callers wait for each other.
 
+    A database that a newer release has migrated stays as it is, if this release works on it.
+
     Raises:
-        StoreUnavailableError: the database cannot be written, or a newer release migrated it.
+        StoreUnavailableError: the database cannot be written, or a newer release has migrated it
+            so that this release does not work on it.
     """
-    if is_current(engine):
+    if not _needs_migration(engine):
         return
     with engine.begin() as connection:
         lock(connection, _LOCK)
-        _refuse_newer(connection)
-        config = _config()
-        config.attributes["connection"] = connection
-        command.upgrade(config, "head")
+        if not _is_of_newer_release(connection):
+            config = _config()
+            config.attributes["connection"] = connection
+            command.upgrade(config, "head")
+            connection.execute(delete(compatibility))
+            row = {"min_compatible": min_compatible(), "release": version("autoshard")}
+            connection.execute(insert(compatibility).values(row))
     _log.info("the database was migrated to revision %s", newest_revision())
 
 
-def is_current(engine: Engine) -> bool:
-    """True if the database has the newest migration of this release.
+def check_schema(engine: Engine) -> None:
+    """Check that this release works on the tables of a database.
 
     Raises:
-        StoreUnavailableError: the database cannot be read.
+        StoreUnavailableError: it does not, or the database cannot be read.
     """
-    with reader(engine).begin() as connection:
-        return _heads(connection) == {newest_revision()}
+    if _needs_migration(engine):
+        url = engine.url.render_as_string()
+        raise StoreUnavailableError(
+            f"the database {url!r} lacks migrations up to {newest_revision()}, as if an older one "
+            "had been restored; restart the service, which runs them"
+        )
 
 
 @cache
@@ -103,16 +116,50 @@ def newest_revision() -> str:
     return head
 
 
-def _refuse_newer(connection: Connection) -> None:
+@cache
+def min_compatible() -> str:
+    """The oldest migration whose releases work on a database with the newest one.
+
+    It is that of the last migration that has an attribute `min_compatible`.
+    """
+    newest_first = (script.module for script in _scripts().walk_revisions())
+    declared = (getattr(module, "min_compatible", None) for module in newest_first)
+    return str(next(revision for revision in declared if revision is not None))
+
+
+def _needs_migration(engine: Engine) -> bool:
+    """True if the database has fewer migrations than this release.
+
+    Raises:
+        StoreUnavailableError: this release does not work on it, or it cannot be read.
+    """
+    with reader(engine).begin() as connection:
+        return _heads(connection) != {newest_revision()} and not _is_of_newer_release(connection)
+
+
+def _is_of_newer_release(connection: Connection) -> bool:
+    """True if a newer release has migrated the database, and this one works on it.
+
+    Raises:
+        StoreUnavailableError: a newer release has migrated it, and this one does not work on it.
+    """
     known = {script.revision for script in _scripts().walk_revisions()}
     unknown = sorted(_heads(connection) - known)
-    if unknown:
-        url = connection.engine.url.render_as_string()
-        raise StoreUnavailableError(
-            f"the database {url!r} has migration {', '.join(unknown)}, but this release has "
-            f"only those up to {newest_revision()}: a newer release has written it; "
-            "install that one, or give another database"
-        )
+    if not unknown:
+        return False
+    # A database of another program may have a table of migrations too.
+    is_ours = inspect(connection).has_table(compatibility.name)
+    row = connection.execute(select(compatibility)).one_or_none() if is_ours else None
+    if row is not None and row.min_compatible in known:
+        return True
+    needed = f", which needs migration {row.min_compatible}" if row is not None else ""
+    release = f"autoshard {row.release}" if row is not None else "a newer release"
+    url = connection.engine.url.render_as_string()
+    raise StoreUnavailableError(
+        f"the database {url!r} has migration {', '.join(unknown)} of {release}{needed}, but this "
+        f"release, {version('autoshard')}, has only those up to {newest_revision()}: install a "
+        "newer release, or give another database"
+    )
 
 
 def _heads(connection: Connection) -> set[str]:

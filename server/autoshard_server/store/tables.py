@@ -127,6 +127,16 @@ api_keys = Table(
     Column("revoked_at", Float),
 )
 
+# One row, written by every migration.
+compatibility = Table(
+    "compatibility",
+    metadata,
+    # The oldest migration whose releases work on the database.
+    Column("min_compatible", String(32), primary_key=True),
+    # The version of autoshard that migrated it.
+    Column("release", String(64), nullable=False),
+)
+
 
 class Cursor(NamedTuple):
     """The last row of a page of a list that is ordered from new to old.

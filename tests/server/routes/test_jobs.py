@@ -9,6 +9,7 @@ from threading import Event
 from typing import Any
 
 import pytest
+from sqlalchemy import text
 
 from autoshard.plan import Plan
 from autoshard_server import ProcessExecutor, ThreadExecutor
@@ -224,6 +225,21 @@ def test_a_service_that_shuts_down_is_not_ready(start_service: Any) -> None:
     assert response.status_code == 503
     assert response.json()["type"] == TYPE_PREFIX + "unavailable"
     assert service.http.get("/livez").status_code == 200
+
+
+def test_a_service_stays_ready_on_a_database_that_a_newer_release_has_migrated(
+    start_service: Any, graph: bytes
+) -> None:
+    service = start_service()
+    engine = service.app.state.service.stores.engine
+    with engine.begin() as connection:
+        connection.execute(text("UPDATE alembic_version SET version_num = '9999'"))
+    assert service.is_up()
+    assert service.post(graph, wait=60).status_code == 200
+    with engine.begin() as connection:
+        connection.execute(text("UPDATE compatibility SET min_compatible = '9999'"))
+    response = service.http.get("/readyz")
+    assert (response.status_code, response.json()["type"]) == (503, TYPE_PREFIX + "unavailable")
 
 
 def test_what_an_unfinished_job_made_is_not_taken_for_what_a_later_one_did(

@@ -10,12 +10,13 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
-from sqlalchemy import Engine, text
+from sqlalchemy import Engine, inspect, text
 from support.worker_threads import running_workers
 
 from autoshard.client.core import load_request_graph
@@ -28,8 +29,9 @@ from autoshard_server.store.artifacts import PLANS
 from autoshard_server.store.database import (
     Stores,
     _config,
-    is_current,
+    check_schema,
     migrate,
+    min_compatible,
     newest_revision,
 )
 from autoshard_server.store.idempotency import IdempotencyRecord, IdempotencyStore
@@ -44,6 +46,41 @@ OLD_PLAN = "bdc4747b5666bc1c0c879efd0e8959085839a127f7daa07990c6a1abc616e062"
 OLD_RUNNING = "0ab81128c68041cc989a51903f496983"
 
 OpenEngine = Callable[[], Engine]
+
+
+def is_current(engine: Engine) -> bool:
+    with engine.connect() as connection:
+        return MigrationContext.configure(connection).get_current_heads() == (newest_revision(),)
+
+
+def upgrade(engine: Engine, revision: str) -> None:
+    with engine.begin() as connection:
+        config = _config()
+        config.attributes["connection"] = connection
+        command.upgrade(config, revision)
+
+
+def migrate_as_newer(engine: Engine, needed: str) -> None:
+    """What a newer release does, that has one more migration."""
+    with engine.begin() as connection:
+        connection.execute(text("ALTER TABLE jobs ADD COLUMN colour VARCHAR(8)"))
+        connection.execute(text("UPDATE alembic_version SET version_num = '9999'"))
+        values = {"needed": needed}
+        connection.execute(
+            text("UPDATE compatibility SET release = '99.1', min_compatible = :needed"), values
+        )
+
+
+def described(engine: Engine) -> dict[str, dict[str, Any]]:
+    """Tables with their columns, except the one of migrations."""
+    found = inspect(engine)
+    return {
+        table: {
+            "key": found.get_pk_constraint(table)["constrained_columns"],
+            **{column["name"]: column for column in found.get_columns(table)},
+        }
+        for table in found.get_table_names()
+    }
 
 
 def test_migrations_lead_to_the_tables_of_the_code(open_one: OpenEngine) -> None:
@@ -62,21 +99,68 @@ def test_many_that_start_at_once_migrate_once(open_one: OpenEngine) -> None:
     assert all(map(is_current, engines))
 
 
-def test_a_database_of_a_newer_release_is_refused(open_one: OpenEngine, engine: Engine) -> None:
-    with engine.begin() as connection:
-        connection.execute(text("UPDATE alembic_version SET version_num = '9999'"))
+def test_a_database_of_a_newer_release_is_used_if_it_allows_that(
+    open_one: OpenEngine, engine: Engine
+) -> None:
+    check_schema(engine)
+    migrate_as_newer(engine, newest_revision())
     other = open_one()
-    assert not is_current(other)
-    with pytest.raises(StoreUnavailableError, match=f"9999.*up to {newest_revision()}.*newer"):
-        migrate(other)
+    for opened in (engine, other):
+        migrate(opened)
+        check_schema(opened)
+    jobs = JobStore(other, lease=30, max_attempts=2)
+    jobs.submit("p", "{}", b"", max_queued=9)
+    claim = jobs.claim("me")
+    assert claim is not None
+    assert jobs.succeed(claim, b"{}")
+
+
+def test_a_database_of_a_newer_release_is_refused_if_it_needs_that_one(
+    open_one: OpenEngine, engine: Engine
+) -> None:
+    migrate_as_newer(engine, "9998")
+    message = f"9999 of autoshard 99.1, which needs migration 9998.*up to {newest_revision()}"
+    for attempt in (migrate, check_schema):
+        with pytest.raises(StoreUnavailableError, match=message):
+            attempt(open_one())
+
+
+def test_a_database_of_another_program_is_refused(open_one: OpenEngine) -> None:
+    engine = open_one()
+    with engine.begin() as connection:
+        connection.execute(text("CREATE TABLE alembic_version (version_num VARCHAR(32))"))
+        connection.execute(text("INSERT INTO alembic_version VALUES ('1a2b3c')"))
+    with pytest.raises(StoreUnavailableError, match="1a2b3c of a newer release"):
+        migrate(engine)
+
+
+def test_a_database_that_was_replaced_by_an_older_one_is_not_ready(open_one: OpenEngine) -> None:
+    engine = open_one()
+    upgrade(engine, "0002")
+    with pytest.raises(StoreUnavailableError, match="lacks migrations"):
+        check_schema(engine)
+
+
+def test_releases_before_work_on_the_tables_after_all_migrations(open_one: OpenEngine) -> None:
+    """Migrations only add, or one of them raises `min_compatible`."""
+    engine = open_one()
+    upgrade(engine, min_compatible())
+    before = described(engine)
+    upgrade(engine, "head")
+    after = described(engine)
+    assert before.keys() <= after.keys()
+    for table, columns in before.items():
+        for name, column in columns.items():
+            assert repr(after[table][name]) == repr(column), (table, name)
+        for name in after[table].keys() - columns.keys():
+            added = after[table][name]
+            assert added["nullable"] or added["default"] is not None, (table, name)
 
 
 def test_many_jobs_are_numbered_in_their_order(open_one: OpenEngine) -> None:
     engine, count = open_one(), 15_000
+    upgrade(engine, "0001")
     with engine.begin() as connection:
-        config = _config()
-        config.attributes["connection"] = connection
-        command.upgrade(config, "0001")
         # Several of each second.
         columns = "id, plan_id, state, attempts, created_at, request"
         row = "(:id, :id, 'succeeded', 1, :at, '{}')"
@@ -164,10 +248,8 @@ def test_jobs_of_the_first_release_are_run_or_say_why_not(tmp_path: Path) -> Non
 
 def test_a_database_of_the_migration_before_goes_on(open_one: OpenEngine) -> None:
     engine = open_one()
+    upgrade(engine, "0002")
     with engine.begin() as connection:
-        config = _config()
-        config.attributes["connection"] = connection
-        command.upgrade(config, "0002")
         values = {"caller": "me", "key": hashlib.sha256(b"k").hexdigest(), "at": time.time()}
         connection.execute(
             text(
