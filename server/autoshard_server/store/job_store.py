@@ -41,15 +41,17 @@ from sqlalchemy.exc import IntegrityError
 
 from autoshard_server.problems import ProblemType, limit_error, problem_document
 from autoshard_server.store.jobs import (
+    DEFAULT_PROJECT,
     TRANSITIONS,
     Claim,
     EventKind,
     Job,
+    JobClass,
     JobEvent,
     JobKind,
     JobState,
 )
-from autoshard_server.store.tables import ACTIVE_STATES, Cursor, job_events, newest_first
+from autoshard_server.store.tables import Cursor, is_active, job_events, newest_first
 from autoshard_server.store.tables import jobs as _jobs
 from autoshard_solver_cache import reader
 
@@ -57,7 +59,7 @@ _log = logging.getLogger(__name__)
 
 _SUMMARY = tuple(_jobs.c[name] for name in Job.__slots__)
 
-_CLAIMED = ("id", "kind", "plan_id", "attempts", "request", "graph", "context")
+_CLAIMED = ("id", "kind", "plan_id", "project", "attempts", "request", "graph", "context")
 
 
 class JobStore:
@@ -92,11 +94,12 @@ class JobStore:
         *,
         max_queued: int,
         kind: str = JobKind.PLAN,
+        project: str = DEFAULT_PROJECT,
         caller: str | None = None,
         max_active: int | None = None,
         context: Mapping[str, str] | None = None,
     ) -> Job:
-        """Return the active job for this result, or insert one.
+        """Return the project's active job for this result, or insert one.
 
         Args:
             plan_id: id of the result.
@@ -104,6 +107,7 @@ class JobStore:
             graph: the uploaded bytes.
             max_queued: largest number of queued jobs.
             kind: of the result.
+            project: of the caller.
             caller: name of the key.
             max_active: largest number of queued and running jobs of this caller.
             context: fields for logs and traces of the job.
@@ -111,32 +115,38 @@ class JobStore:
         Raises:
             ServerError: TOO_MANY_JOBS, if a limit is reached.
         """
+        packed = zlib.compress(graph, 1)
         row: dict[str, Any] = {
             "id": uuid4().hex,
             "kind": kind,
+            "class": JobClass.of(kind),
             "plan_id": plan_id,
+            "project": project,
             "caller": caller,
             "state": JobState.QUEUED,
             "attempts": 0,
             "created_at": time.time(),
             "context": json.dumps(dict(context or {})),
             "request": request,
-            "graph": zlib.compress(graph, 1),
+            "graph": packed,
+            "stored_bytes": len(packed),
         }
         last = select(func.coalesce(func.max(_jobs.c.number), 0) + 1).scalar_subquery()
-        active = (_jobs.c.plan_id == plan_id) & _jobs.c.state.in_(ACTIVE_STATES)
+        of_result = (_jobs.c.project == project) & (_jobs.c.plan_id == plan_id) & is_active
         while True:
             try:
                 with self._engine.begin() as connection:
-                    found = _find(connection, active)
+                    found = _find(connection, of_result)
                     if found is not None:
                         return found
-                    queued = _jobs.c.state == JobState.QUEUED
+                    queued = is_active & (_jobs.c.state == JobState.QUEUED)
                     _check_limit(connection, queued, "queued", "max_queued_jobs", max_queued)
                     if caller is not None and max_active is not None:
-                        of_caller = (_jobs.c.caller == caller) & _jobs.c.state.in_(ACTIVE_STATES)
+                        of_caller = (_jobs.c.project == project) & (_jobs.c.caller == caller)
                         state = "queued or running for your key"
-                        _check_limit(connection, of_caller, state, "max_caller_jobs", max_active)
+                        _check_limit(
+                            connection, of_caller & is_active, state, "max_caller_jobs", max_active
+                        )
                     connection.execute(insert(_jobs).values(row | {"number": last}))
                     _add_event(connection, row["id"], JobState.QUEUED)
                     inserted = _find(connection, _jobs.c.id == row["id"])
@@ -155,6 +165,7 @@ class JobStore:
         self,
         *,
         after: Cursor | None = None,
+        project: str | None = None,
         caller: str | None = None,
         states: tuple[JobState, ...] = (),
         limit: int = 50,
@@ -163,11 +174,14 @@ class JobStore:
 
         Args:
             after: cursor of the previous page.
+            project: only jobs of this project.
             caller: only jobs that this caller submitted first.
             states: only jobs in one of these; in any if left out.
             limit: largest number to return.
         """
         query = newest_first(select(*_SUMMARY), _jobs, after).limit(limit)
+        if project is not None:
+            query = query.where(_jobs.c.project == project)
         if caller is not None:
             query = query.where(_jobs.c.caller == caller)
         if states:
@@ -236,9 +250,16 @@ class JobStore:
             if row is None:
                 return None
             _add_event(connection, row["id"], JobState.RUNNING, attempt=row["attempts"])
-        graph = zlib.decompress(row["graph"])
-        context = json.loads(row["context"] or "{}")
-        return Claim(row["id"], row["kind"], row["plan_id"], owner, row["request"], graph, context)
+        return Claim(
+            id=row["id"],
+            kind=row["kind"],
+            plan_id=row["plan_id"],
+            project=row["project"],
+            owner=owner,
+            request=row["request"],
+            graph=zlib.decompress(row["graph"]),
+            context=json.loads(row["context"] or "{}"),
+        )
 
     def renew(self, claim: Claim, progress: Mapping[str, Any] | None = None) -> bool:
         """Send a heartbeat, and progress if any; False if the lease has ended."""
@@ -260,7 +281,9 @@ class JobStore:
     def succeed(self, claim: Claim, result: bytes) -> bool:
         """Finish a job with its document; False if the lease has ended."""
         packed = zlib.compress(result)
-        return self._finish(claim.id, JobState.SUCCEEDED, _is_leased(claim), result=packed)
+        return self._finish(
+            claim.id, JobState.SUCCEEDED, _is_leased(claim), result=packed, stored_bytes=len(packed)
+        )
 
     def fail(self, claim: Claim, problem: Mapping[str, Any]) -> bool:
         """Finish a job with problem details; False if the lease has ended."""
@@ -334,7 +357,8 @@ class JobStore:
     ) -> bool:
         """The transition to a final state, which also deletes the graph."""
         sources = [s for s in JobState if target in TRANSITIONS[s]]
-        values |= {"finished_at": time.time(), "owner": None, "graph": None}
+        values = {"graph": None, "stored_bytes": 0, "owner": None, **values}
+        values["finished_at"] = time.time()
         if error is not None:
             values["error"] = json.dumps(error)
         statement = _transition(target, *sources, where=where).values(values)

@@ -9,6 +9,24 @@ from typing import Any
 
 from pydantic import BaseModel, Field
 
+DEFAULT_PROJECT = "default"
+"""The project of callers whose key names no other one, and of all callers without keys."""
+
+
+class JobClass(StrEnum):
+    """Classes of jobs, which wait in separate queues."""
+
+    QUICK = "quick"
+    """Questions about a graph or a plan, which are answered without solving."""
+    SOLVE = "solve"
+    """Plans and searches."""
+
+    @classmethod
+    def of(cls, kind: str) -> "JobClass":
+        """The class of the jobs of a kind, which may be one of a newer release."""
+        quick = (JobKind.VALIDATION, JobKind.EXPLANATION, JobKind.COVERAGE)
+        return cls.QUICK if kind in quick else cls.SOLVE
+
 
 class JobKind(StrEnum):
     """Kinds of results."""
@@ -65,6 +83,7 @@ class Job:
         id: 32 hex digits.
         kind: of the result, as text: it may be a kind of a newer release.
         plan_id: id of the plan, or of the other result, that the job makes.
+        project: of the caller; the job is shared with other callers of the project only.
         caller: name of the key that submitted it first; None without keys.
         state: of the job.
         attempts: number of starts.
@@ -78,6 +97,7 @@ class Job:
     id: str
     kind: str
     plan_id: str
+    project: str
     caller: str | None
     state: JobState
     attempts: int
@@ -104,6 +124,7 @@ class Claim:
         id: of the job.
         kind: of the result.
         plan_id: id of the result.
+        project: of the caller.
         owner: the worker.
         request: JSON text with mesh, options and limits.
         graph: the uploaded bytes.
@@ -113,6 +134,7 @@ class Claim:
     id: str
     kind: str
     plan_id: str
+    project: str
     owner: str
     request: str
     graph: bytes

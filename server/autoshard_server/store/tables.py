@@ -20,13 +20,11 @@ from sqlalchemy import (
     String,
     Table,
     Text,
+    text,
     tuple_,
 )
 
 metadata = MetaData()
-
-ACTIVE_STATES = ("queued", "running")
-"""States of jobs that are not finished."""
 
 jobs = Table(
     "jobs",
@@ -51,16 +49,46 @@ jobs = Table(
     Column("request", Text, nullable=False),
     Column("graph", LargeBinary),
     Column("result", LargeBinary),
+    Column("project", String(64), nullable=False, server_default="default"),
+    Column("class", String(16), nullable=False, server_default="solve"),
+    # Compressed bytes of the graph or the result that the row contains.
+    Column("stored_bytes", BigInteger, nullable=False, server_default="0"),
 )
 Index("jobs_by_number", jobs.c.state, jobs.c.number)
 Index("jobs_by_age", jobs.c.created_at, jobs.c.id)
 Index("jobs_by_caller", jobs.c.caller, jobs.c.state)
+Index("jobs_by_arrival", jobs.c.number)
+Index("jobs_by_project", jobs.c.project, jobs.c.created_at, jobs.c.id)
+Index("jobs_by_name", jobs.c.project, jobs.c.caller, jobs.c.created_at, jobs.c.id)
+
+# SQLite uses a partial index only for a query that contains its condition, without parameters.
+is_active = jobs.c.finished_at.is_(None)
+"""True for jobs that are queued or running."""
+
+has_bytes = jobs.c.stored_bytes > text("0")
+"""True for jobs that contain a graph or a result."""
+
 Index(
-    "jobs_active_plan",
+    "jobs_active_result",
+    jobs.c.project,
     jobs.c.plan_id,
     unique=True,
-    sqlite_where=jobs.c.state.in_(ACTIVE_STATES),
-    postgresql_where=jobs.c.state.in_(ACTIVE_STATES),
+    sqlite_where=is_active,
+    postgresql_where=is_active,
+)
+Index(
+    "jobs_active",
+    *(jobs.c[name] for name in ("project", "caller", "state", "class", "number", "created_at")),
+    sqlite_where=is_active,
+    postgresql_where=is_active,
+)
+Index(
+    "jobs_by_bytes",
+    jobs.c.project,
+    jobs.c.caller,
+    jobs.c.stored_bytes,
+    sqlite_where=has_bytes,
+    postgresql_where=has_bytes,
 )
 
 job_events = Table(

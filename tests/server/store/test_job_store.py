@@ -79,7 +79,7 @@ def test_a_job_goes_its_way(store: JobStore) -> None:
     job_id = submit(store)
     assert state(store, job_id) is JobState.QUEUED
     claim = store.claim("me")
-    assert claim == Claim(job_id, "plan", "p", "me", "{}", b"graph", {})
+    assert claim == Claim(job_id, "plan", "p", "default", "me", "{}", b"graph", {})
     assert state(store, job_id) is JobState.RUNNING
     assert store.renew(claim, {"phase": "x"})
     assert store.succeed(claim, b"plan")
@@ -115,6 +115,20 @@ def test_equal_plans_share_a_job_until_it_is_done(store: JobStore) -> None:
     assert submit(store) != first
 
 
+def test_projects_do_not_share_jobs(store: JobStore) -> None:
+    first, other = (
+        store.submit("p", "{}", b"", max_queued=9, project=project).id for project in ("a", "b")
+    )
+    assert first != other
+    assert store.submit("p", "{}", b"", max_queued=9, project="a").id == first
+    assert [job.id for job in store.page(project="b")[0]] == [other]
+    found = store.get(other)
+    assert found is not None
+    assert found.project == "b"
+    claims = [store.claim("me") for _ in range(2)]
+    assert [claim.project for claim in claims if claim] == ["a", "b"]
+
+
 def test_a_full_queue_refuses_new_jobs_only(store: JobStore) -> None:
     store.submit("a", "{}", b"", max_queued=1)
     store.submit("a", "{}", b"", max_queued=1)
@@ -139,7 +153,7 @@ def in_memory() -> Iterator[JobStore]:
 def test_every_history_follows_the_table(in_memory: JobStore, actions: list[str]) -> None:
     store = in_memory
     job_id = submit(store)
-    held = Claim(job_id, "plan", "p", "me", "{}", b"graph", {})
+    held = Claim(job_id, "plan", "p", "default", "me", "{}", b"graph", {})
     before = JobState.QUEUED
     for action in actions:
         answer: Any = {

@@ -258,11 +258,20 @@ def test_a_database_of_the_migration_before_goes_on(open_one: OpenEngine) -> Non
             ),
             values,
         )
-    jobs = JobStore(engine, lease=30, max_attempts=2)
-    job = jobs.submit("p", "{}", b"", max_queued=9)
+        columns = "id, number, kind, plan_id, state, attempts, created_at, request, graph"
+        row = "'j', 1, 'coverage', 'p', 'queued', 0, :at, '{}', :graph"
+        job = {"at": values["at"], "graph": zlib.compress(b"graph")}
+        connection.execute(text(f"INSERT INTO jobs ({columns}) VALUES ({row})"), job)  # noqa: S608  ours
     assert not is_current(engine)
     migrate(engine)
-    assert jobs.get(job.id) == job
+    jobs = JobStore(engine, lease=30, max_attempts=2)
+    found = jobs.get("j")
+    assert found is not None
+    assert (found.plan_id, found.project, found.caller) == ("p", "default", None)
+    assert jobs.submit("p", "{}", b"", max_queued=9).id == "j"
+    claim = jobs.claim("me")
+    assert claim is not None
+    assert (claim.id, claim.graph) == ("j", b"graph")
     assert IdempotencyStore(engine).find("me", "k") == IdempotencyRecord("b", "j")
     topologies = TopologyStore(engine)
     entry, is_new = topologies.put("mine", "{}", max_stored=1)
