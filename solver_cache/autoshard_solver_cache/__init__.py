@@ -14,18 +14,19 @@ from autoshard_solver_cache.archive import (
     import_entries,
     verify_entries,
 )
+from autoshard_solver_cache.batches import in_batches
 from autoshard_solver_cache.cache import (
     Cache,
     CacheStats,
     EntryInfo,
     NamespacedCache,
     NamespaceError,
+    Usage,
 )
 from autoshard_solver_cache.folder import FolderCache
 
 if TYPE_CHECKING:
-    from autoshard_solver_cache.sql import (
-        SolverCache,
+    from autoshard_solver_cache.engine import (
         StoreFullError,
         StoreUnavailableError,
         default_url,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
         open_engine,
         reader,
     )
+    from autoshard_solver_cache.sql import SolverCache
 
 __all__ = [
     "Cache",
@@ -46,9 +48,11 @@ __all__ = [
     "SolverCache",
     "StoreFullError",
     "StoreUnavailableError",
+    "Usage",
     "default_url",
     "export_entries",
     "import_entries",
+    "in_batches",
     "lock",
     "open_engine",
     "reader",
@@ -60,4 +64,5 @@ def __getattr__(name: str) -> Any:
     """Import the names of the SQL cache on first use: a folder needs no database library."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.sql"), name)
+    module = "sql" if name == "SolverCache" else "engine"
+    return getattr(import_module(f"{__name__}.{module}"), name)

@@ -3,10 +3,13 @@
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Lock
+
+from autoshard_solver_cache.batches import never
+from autoshard_solver_cache.budgets import group_limits
 
 _log = logging.getLogger(__name__)
 
@@ -15,6 +18,19 @@ _TOUCH_INTERVAL = 3600.0
 
 _CHECKS_PER_BUDGET = 50
 """Number of checks of the budget while the bytes of one budget are written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Contents of a namespace.
+
+    Attributes:
+        num_entries: number of entries, of all writers.
+        nbytes: stored bytes of the entries.
+    """
+
+    num_entries: int = 0
+    nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,16 +81,28 @@ class Cache(ABC):
     """Bytes under keys, in namespaces; safe to share between threads.
 
     Args:
-        max_bytes: budget for all entries together, as stored; the least recently used are
-            evicted first.
+        max_bytes: budget for all entries together, as stored. The least recently used are
+            evicted first, of the groups that have more than a fair share (see `group_limits`).
+        group_of: the group of a namespace, such as its project; all are one group if left out.
+        max_group_bytes: budget for each group.
     """
 
-    def __init__(self, max_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        max_bytes: int | None = None,
+        *,
+        group_of: Callable[[str], str] | None = None,
+        max_group_bytes: int | None = None,
+    ) -> None:
         self._max_bytes = max_bytes
+        self._group_of = group_of or _one_group
+        self._max_group_bytes = max_group_bytes
         self._counts: Counter[tuple[str, str]] = Counter()
         self._lock = Lock()
+        budgets = [budget for budget in (max_bytes, max_group_bytes) if budget is not None]
+        self._check_every = min(budgets) / _CHECKS_PER_BUDGET if budgets else None
         # The size of existing entries is unknown, so the first write checks the budget.
-        self._unchecked = max_bytes or 0
+        self._unchecked = self._check_every or 0.0
 
     def get(self, namespace: str, key: str) -> bytes | None:
         """The bytes stored under the key; None for a missing or corrupted entry."""
@@ -117,24 +145,54 @@ class Cache(ABC):
         """Entries of a namespace, ordered by key."""
 
     @abstractmethod
-    def evict(self, *, max_bytes: int | None = None, max_age: float | None = None) -> int:
+    def usage(self) -> Mapping[str, Usage]:
+        """Contents of the namespaces that have entries."""
+
+    @abstractmethod
+    def evict(
+        self,
+        *,
+        max_bytes: int | None = None,
+        max_age: float | None = None,
+        namespaces: Collection[str] | None = None,
+        is_over: Callable[[], bool] = never,
+    ) -> int:
         """Delete the least recently used entries until both limits are met.
 
         Args:
-            max_bytes: budget for all entries together.
+            max_bytes: budget for the entries together.
             max_age: seconds since the last use.
+            namespaces: only entries of these; all if left out.
+            is_over: returns true to end early.
 
         Returns:
             number of entries deleted.
         """
 
+    def enforce_budget(self, *, is_over: Callable[[], bool] = never) -> int:
+        """Evict until all budgets are met; return the number of entries deleted.
+
+        Args:
+            is_over: returns true to end early.
+        """
+        used = self.usage()
+        groups: defaultdict[str, list[str]] = defaultdict(list)
+        for namespace in used:
+            groups[self._group_of(namespace)].append(namespace)
+        sizes = {group: sum(used[name].nbytes for name in names) for group, names in groups.items()}
+        limits = group_limits(sizes, self._max_bytes, self._max_group_bytes)
+        return sum(
+            self.evict(max_bytes=limit, namespaces=groups[group], is_over=is_over)
+            for group, limit in limits.items()
+        )
+
     def stats(self, namespace: str) -> CacheStats:
         """Contents of a namespace, and number of reads."""
-        num_entries, nbytes = self._usage(namespace)
+        used = self.usage().get(namespace, Usage())
         with self._lock:
             return CacheStats(
-                num_entries=num_entries,
-                nbytes=nbytes,
+                num_entries=used.num_entries,
+                nbytes=used.nbytes,
                 hits=self._counts[namespace, "hits"],
                 misses=self._counts[namespace, "misses"],
                 corrupted=self._counts[namespace, "corrupted"],
@@ -151,25 +209,24 @@ class Cache(ABC):
     def _touch(self, namespace: str, key: str) -> None:
         """Record a use of an entry."""
 
-    def _usage(self, namespace: str) -> tuple[int, int]:
-        """Number of entries of a namespace, and their stored bytes."""
-        sizes = [entry.stored_size for entry in self.entries(namespace)]
-        return len(sizes), sum(sizes)
-
     def _count(self, namespace: str, event: str) -> None:
         with self._lock:
             self._counts[namespace, event] += 1
 
-    def _enforce_budget(self, written: int) -> None:
-        """Evict after a write if enough was written since the last check."""
-        if self._max_bytes is None:
+    def _wrote(self, nbytes: int) -> None:
+        """Enforce the budgets after a write, if enough was written since the last check."""
+        if self._check_every is None:
             return
         with self._lock:
-            self._unchecked += written
-            if self._unchecked * _CHECKS_PER_BUDGET < self._max_bytes:
+            self._unchecked += nbytes
+            if self._unchecked < self._check_every:
                 return
-            self._unchecked = 0
-        self.evict(max_bytes=self._max_bytes)
+            self._unchecked = 0.0
+        self.enforce_budget()
+
+
+def _one_group(_namespace: str) -> str:
+    return ""
 
 
 class NamespacedCache:

@@ -6,14 +6,15 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from urllib.parse import quote, unquote
 
 import platformdirs
 
-from autoshard_solver_cache.cache import Cache, EntryInfo, NamespaceError
+from autoshard_solver_cache.batches import never
+from autoshard_solver_cache.cache import Cache, EntryInfo, NamespaceError, Usage
 
 _log = logging.getLogger(__name__)
 
@@ -71,7 +72,7 @@ class FolderCache(Cache):
                 path.hardlink_to(file.name)
             except FileExistsError:
                 return False
-        self._enforce_budget(_DIGEST_SIZE + len(body))
+        self._wrote(_DIGEST_SIZE + len(body))
         return True
 
     def delete(self, namespace: str, key: str) -> bool:
@@ -106,12 +107,27 @@ class FolderCache(Cache):
         for key, status in sorted(named, key=lambda pair: pair[0]):
             yield _info(namespace, key, status)
 
-    def evict(self, *, max_bytes: int | None = None, max_age: float | None = None) -> int:
+    def usage(self) -> Mapping[str, Usage]:
+        """Contents of the namespaces that have entries."""
+        sizes = {n: [status.st_size for _, status in self._files(n)] for n in self.namespaces()}
+        return {n: Usage(len(found), sum(found)) for n, found in sizes.items() if found}
+
+    def evict(
+        self,
+        *,
+        max_bytes: int | None = None,
+        max_age: float | None = None,
+        namespaces: Collection[str] | None = None,
+        is_over: Callable[[], bool] = never,
+    ) -> int:
         """Delete the least recently used entries until both limits are met; return the number."""
         oldest = 0.0 if max_age is None else time.time() - max_age
-        files = [file for namespace in self.namespaces() for file in self._files(namespace)]
+        names = self.namespaces() if namespaces is None else namespaces
+        files = [file for namespace in names for file in self._files(namespace)]
         nbytes, deleted = 0, 0
         for path, status in sorted(files, key=lambda file: file[1].st_mtime, reverse=True):
+            if is_over():
+                break
             nbytes += status.st_size
             if (max_bytes is not None and nbytes > max_bytes) or status.st_mtime < oldest:
                 path.unlink(missing_ok=True)
@@ -137,10 +153,6 @@ class FolderCache(Cache):
         # Another process may delete it at this moment.
         with suppress(FileNotFoundError):
             os.utime(self._path(namespace, key))
-
-    def _usage(self, namespace: str) -> tuple[int, int]:
-        sizes = [status.st_size for _, status in self._files(namespace)]
-        return len(sizes), sum(sizes)
 
     def _folder(self, namespace: str) -> Path:
         if not _NAMESPACE.fullmatch(namespace):

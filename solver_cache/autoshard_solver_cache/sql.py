@@ -1,252 +1,32 @@
-"""A cache in a database: SQLite by default, or another one by its SQLAlchemy URL."""
+"""A cache in a database: SQLite by default, or PostgreSQL, by its SQLAlchemy URL."""
 
 import hashlib
 import logging
-import sqlite3
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
+from functools import partial
+from itertools import accumulate
 from typing import Any
 
-import platformdirs
-from sqlalchemy import (
-    BigInteger,
-    Column,
-    ColumnElement,
-    Connection,
-    Engine,
-    Float,
-    Index,
-    LargeBinary,
-    MetaData,
-    PoolProxiedConnection,
-    QueuePool,
-    Row,
-    String,
-    Table,
-    create_engine,
-    delete,
-    event,
-    func,
-    insert,
-    inspect,
-    make_url,
-    select,
-    tuple_,
-    update,
-)
-from sqlalchemy.engine import URL, ExceptionContext
-from sqlalchemy.exc import (
-    ArgumentError,
-    DBAPIError,
-    IntegrityError,
-    InterfaceError,
-    NoSuchModuleError,
-    OperationalError,
-)
-from sqlalchemy.exc import TimeoutError as PoolTimeoutError
+from sqlalchemy import ColumnElement, Engine, Row, delete, insert, select, update
+from sqlalchemy.exc import IntegrityError
 
-from autoshard_solver_cache.cache import Cache, EntryInfo
+from autoshard_solver_cache.batches import in_batches, never
+from autoshard_solver_cache.cache import Cache, EntryInfo, Usage
+from autoshard_solver_cache.engine import (
+    StoreUnavailableError,
+    default_url,
+    lock,
+    open_engine,
+    reader,
+)
+from autoshard_solver_cache.tables import create_tables, totals
+from autoshard_solver_cache.tables import entries as _entries
 
 _log = logging.getLogger(__name__)
-
-_READ_ONLY = "store_read_only"
-
-_LOCK_POLL = 0.02
-"""Seconds between attempts to get a lock of another connection."""
-
-_SQLITE_CODES = frozenset(
-    {
-        sqlite3.SQLITE_BUSY,
-        sqlite3.SQLITE_CANTOPEN,
-        sqlite3.SQLITE_CORRUPT,
-        sqlite3.SQLITE_FULL,
-        sqlite3.SQLITE_IOERR,
-        sqlite3.SQLITE_LOCKED,
-        sqlite3.SQLITE_NOTADB,
-        sqlite3.SQLITE_READONLY,
-    }
-)
-"""Errors of the file or the disk, rather than of the statement."""
-
-_POSTGRES_ARGUMENTS: dict[str, str | int] = {
-    # With the defaults, detecting a lost host takes a quarter of an hour.
-    "connect_timeout": 5,
-    "keepalives_idle": 10,
-    "keepalives_interval": 5,
-    "keepalives_count": 3,
-    "tcp_user_timeout": 20_000,
-    "options": "-c statement_timeout=60000 -c idle_in_transaction_session_timeout=60000",
-}
-
-
-class StoreUnavailableError(RuntimeError):
-    """The database cannot be used now; the message names it and the reason."""
-
-
-class StoreFullError(StoreUnavailableError):
-    """The disk of the database is full; nothing was written."""
-
-
-def default_url() -> str:
-    """URL of the SQLite file in the user's cache folder."""
-    path = platformdirs.user_cache_path("autoshard") / "store.sqlite3"
-    return URL.create("sqlite", database=str(path)).render_as_string(hide_password=False)
-
-
-def open_engine(url: str, *, busy_timeout: float = 10.0, durable: bool = False) -> Engine:
-    """Open a database; SQLite is set up for many threads and processes on one host.
-
-    A write transaction on SQLite takes the write lock when it begins: a transaction that reads
-    first and takes the lock later can fail immediately instead of waiting for it.
-
-    A database that becomes unavailable, locked or full while the engine is used raises
-    `StoreUnavailableError` or `StoreFullError` as well; the next use connects again.
-
-    Args:
-        url: SQLAlchemy database URL; `sqlite://` is in memory, for this engine only.
-        busy_timeout: seconds to wait for another writer's lock (SQLite).
-        durable: true if commits must survive a power loss, not only the end of a process (SQLite;
-            for PostgreSQL, see its setting `synchronous_commit`).
-
-    Raises:
-        StoreUnavailableError: no such database, driver or folder.
-    """
-    try:
-        parsed = make_url(url)
-        engine = _create(parsed)
-    except (ArgumentError, NoSuchModuleError, ImportError, OSError) as error:
-        raise StoreUnavailableError(
-            f"cannot open the database {_redacted(url)}: "
-            f"{getattr(error, 'strerror', None) or error}; give a SQLAlchemy URL such as "
-            f"sqlite:////var/lib/autoshard/store.sqlite3, and install its driver"
-        ) from error
-    if engine.dialect.name == "sqlite":
-        _set_up_sqlite(engine, busy_timeout, "FULL" if durable else "NORMAL")
-    event.listen(engine, "handle_error", _raise_store_error)
-    return engine
-
-
-def reader(engine: Engine) -> Engine:
-    """The same database for read-only transactions, which take no write lock."""
-    return engine.execution_options(**{_READ_ONLY: True})
-
-
-def lock(connection: Connection, name: str) -> None:
-    """Take a lock of the whole database until the transaction ends.
-
-    On SQLite nothing is done: every transaction that may write has the lock already.
-    """
-    if connection.dialect.name == "postgresql":
-        digest = hashlib.sha256(name.encode()).digest()
-        number = int.from_bytes(digest[:8], "big", signed=True)
-        connection.execute(select(func.pg_advisory_xact_lock(number)))
-
-
-def _raise_store_error(context: ExceptionContext) -> None:
-    """Replace a driver's error by a `StoreUnavailableError` if the database is the cause."""
-    error, cause = context.sqlalchemy_exception, context.original_exception
-    if context.is_pre_ping or context.engine is None or not isinstance(error, DBAPIError):
-        return
-    where = _redacted(context.engine.url)
-    if isinstance(cause, sqlite3.Error):
-        # Extended codes have the plain one in their last byte.
-        code = getattr(cause, "sqlite_errorcode", 0) & 0xFF
-        is_unavailable, is_full = code in _SQLITE_CODES, code == sqlite3.SQLITE_FULL
-    else:
-        is_unavailable = isinstance(error, OperationalError | InterfaceError)
-        is_full = getattr(cause, "sqlstate", None) == "53100"
-    if is_full:
-        raise StoreFullError(
-            f"the disk of the database {where} is full; nothing was written: free some space"
-        ) from cause
-    if is_unavailable:
-        raise StoreUnavailableError(
-            f"cannot use the database {where}: {cause}; give the URL of one that can be read "
-            "and written, or wait until it can"
-        ) from cause
-
-
-class _Pool(QueuePool):
-    """Raises `StoreUnavailableError` if no connection becomes free in time."""
-
-    def connect(self) -> PoolProxiedConnection:
-        try:
-            return super().connect()
-        except PoolTimeoutError as error:
-            raise StoreUnavailableError(
-                f"all connections to the database are in use; none was free in "
-                f"{self.timeout():g} seconds: try again"
-            ) from error
-
-
-def _create(url: URL) -> Engine:
-    if url.get_backend_name() != "sqlite":
-        return _create_remote(url)
-    if not url.database or url.database == ":memory:":
-        # A database in memory belongs to its connection, so all threads share one connection.
-        return create_engine(
-            url,
-            poolclass=_Pool,
-            pool_size=1,
-            max_overflow=0,
-            connect_args={"check_same_thread": False},
-        )
-    path = Path(url.database).expanduser()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return create_engine(url.set(database=str(path)), poolclass=_Pool)
-
-
-def _create_remote(url: URL) -> Engine:
-    if url.get_backend_name() != "postgresql":
-        return create_engine(url, pool_pre_ping=True, poolclass=_Pool)
-    if url.drivername == "postgresql":
-        url = url.set(drivername="postgresql+psycopg")
-    defaults = {k: v for k, v in _POSTGRES_ARGUMENTS.items() if k not in url.query}
-    return create_engine(url, pool_pre_ping=True, poolclass=_Pool, connect_args=defaults)
-
-
-def _set_up_sqlite(engine: Engine, busy_timeout: float, synchronous: str) -> None:
-    @event.listens_for(engine, "connect")
-    def connect(connection: sqlite3.Connection, _record: object) -> None:
-        # The driver's BEGIN is late and always deferred; it is sent explicitly instead.
-        connection.isolation_level = None
-        connection.execute(f"PRAGMA busy_timeout = {int(busy_timeout * 1000)}")
-        _write_ahead(connection, busy_timeout)
-        connection.execute(f"PRAGMA synchronous = {synchronous}")
-
-    @event.listens_for(engine, "begin")
-    def begin(connection: Connection) -> None:
-        read_only = connection.get_execution_options().get(_READ_ONLY, False)
-        connection.exec_driver_sql("BEGIN" if read_only else "BEGIN IMMEDIATE")
-
-
-def _write_ahead(connection: sqlite3.Connection, timeout: float) -> None:
-    """Switch to a write-ahead log.
-
-    If several connections open a new database at once, all but one fail immediately because it
-    is locked: SQLite does not apply its busy timeout here.
-    """
-    deadline = time.monotonic() + timeout
-    while True:
-        try:
-            connection.execute("PRAGMA journal_mode = WAL")
-        except sqlite3.OperationalError as error:
-            if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
-                raise
-            time.sleep(_LOCK_POLL)
-        else:
-            return
-
-
-def _redacted(url: str | URL) -> str:
-    try:
-        return repr(make_url(url).render_as_string())
-    except ArgumentError:
-        return "whose URL cannot be read"
-
 
 _COMPRESSION_LEVEL = 1
 """The fastest: blocks and plans are repetitive, so higher levels gain little."""
@@ -254,22 +34,8 @@ _COMPRESSION_LEVEL = 1
 _PAGE = 1000
 """Entries that are listed by one query."""
 
-_metadata = MetaData()
-
-_entries = Table(
-    "cache_entries",
-    _metadata,
-    Column("namespace", String(64), primary_key=True),
-    Column("key", String(255), primary_key=True),
-    Column("sha256", String(64), nullable=False),
-    Column("size", BigInteger, nullable=False),
-    Column("stored_size", BigInteger, nullable=False),
-    Column("created_at", Float, nullable=False),
-    Column("used_at", Float, nullable=False),
-    Column("body", LargeBinary, nullable=False),
-    # Includes the sizes, so that the budget is checked without reading the entries.
-    Index("cache_entries_by_use", "used_at", "stored_size"),
-)
+_MAX_BATCH_BYTES = 8 << 20
+"""Stored bytes that one batch of an eviction deletes."""
 
 _INFO = tuple(_entries.c[name] for name in EntryInfo.__slots__)
 
@@ -283,19 +49,28 @@ class SolverCache(Cache):
     Args:
         store: a database URL, or an engine of `open_engine` to share; the user's cache
             folder if left out.
-        max_bytes: budget for all entries together, as stored; the least recently used are
-            evicted first.
+        max_bytes: budget for all entries together, as stored. The least recently used are
+            evicted first, of the groups that have more than a fair share (see `group_limits`).
+        group_of: the group of a namespace, such as its project; all are one group if left out.
+        max_group_bytes: budget for each group.
 
     Raises:
         StoreUnavailableError: the database cannot be opened or written.
     """
 
-    def __init__(self, store: str | Engine | None = None, *, max_bytes: int | None = None) -> None:
-        super().__init__(max_bytes)
+    def __init__(
+        self,
+        store: str | Engine | None = None,
+        *,
+        max_bytes: int | None = None,
+        group_of: Callable[[str], str] | None = None,
+        max_group_bytes: int | None = None,
+    ) -> None:
+        super().__init__(max_bytes, group_of=group_of, max_group_bytes=max_group_bytes)
         self._owns_engine = not isinstance(store, Engine)
         self._engine = store if isinstance(store, Engine) else open_engine(store or default_url())
         self._reader = reader(self._engine)
-        _create_table(self._engine)
+        create_tables(self._engine)
 
     def put(self, namespace: str, key: str, body: bytes) -> bool:
         """Store bytes under a key; False if the key exists, which leaves its entry unchanged."""
@@ -316,7 +91,7 @@ class SolverCache(Cache):
                 connection.execute(statement)
         except IntegrityError:
             return False
-        self._enforce_budget(len(packed))
+        self._wrote(len(packed))
         return True
 
     def delete(self, namespace: str, key: str) -> bool:
@@ -338,9 +113,7 @@ class SolverCache(Cache):
 
     def namespaces(self) -> list[str]:
         """Namespaces that have entries, sorted."""
-        with self._reader.begin() as connection:
-            found = connection.execute(select(_entries.c.namespace).distinct()).scalars()
-            return sorted(found)
+        return sorted(self.usage())
 
     def entries(self, namespace: str) -> Iterator[EntryInfo]:
         """Entries of a namespace, ordered by key; ones added meanwhile may be left out."""
@@ -355,14 +128,33 @@ class SolverCache(Cache):
                 return
             last = rows[-1].key
 
-    def evict(self, *, max_bytes: int | None = None, max_age: float | None = None) -> int:
-        """Delete the least recently used entries until both limits are met; return the number."""
+    def usage(self) -> Mapping[str, Usage]:
+        """Contents of the namespaces that have entries; counts nothing (see `tables`)."""
+        query = select(totals).where(totals.c.num_entries > 0)
+        with self._reader.begin() as connection:
+            rows = connection.execute(query).all()
+        return {row.namespace: Usage(row.num_entries, row.nbytes) for row in rows}
+
+    def evict(
+        self,
+        *,
+        max_bytes: int | None = None,
+        max_age: float | None = None,
+        namespaces: Collection[str] | None = None,
+        is_over: Callable[[], bool] = never,
+    ) -> int:
+        """Delete the least recently used entries until both limits are met; return the number.
+
+        They are deleted in batches, between which others can write.
+        """
         deleted = 0
         if max_age is not None:
-            old = _entries.c.used_at < time.time() - max_age
-            with self._engine.begin() as connection:
-                deleted = connection.execute(delete(_entries).where(old)).rowcount
-        return deleted if max_bytes is None else deleted + self._evict_excess(max_bytes)
+            old = partial(self._evict_older, time.time() - max_age, namespaces)
+            deleted += in_batches(old, is_over=is_over)
+        if max_bytes is not None:
+            excess = partial(self._evict_excess, max_bytes, namespaces)
+            deleted += in_batches(excess, is_over=is_over)
+        return deleted
 
     def close(self) -> None:
         """Close the connections, unless the engine is shared."""
@@ -392,44 +184,51 @@ class SolverCache(Cache):
         with suppress(StoreUnavailableError), self._engine.begin() as connection:
             connection.execute(statement)
 
-    def _usage(self, namespace: str) -> tuple[int, int]:
-        query = select(func.count(), func.coalesce(func.sum(_entries.c.stored_size), 0))
-        with self._reader.begin() as connection:
-            row = connection.execute(query.where(_entries.c.namespace == namespace)).one()
-        return int(row[0]), int(row[1])
+    def _evict_older(self, used_at: float, namespaces: Collection[str] | None, limit: int) -> int:
+        oldest = self._least_recently_used(namespaces, limit)
+        return self._evict([row for row in oldest if row.used_at < used_at])
 
-    def _evict_excess(self, max_bytes: int) -> int:
-        with self._reader.begin() as connection:
-            total = connection.execute(select(func.sum(_entries.c.stored_size))).scalar_one()
-        if (total or 0) <= max_bytes:
+    def _evict_excess(self, max_bytes: int, namespaces: Collection[str] | None, limit: int) -> int:
+        used = self.usage()
+        names = used.keys() if namespaces is None else used.keys() & set(namespaces)
+        excess = sum(used[name].nbytes for name in names) - max_bytes
+        if excess <= 0:
             return 0
-        newest_first = (_entries.c.used_at.desc(), _entries.c.namespace, _entries.c.key)
-        running = func.sum(_entries.c.stored_size).over(order_by=newest_first)
-        ranked = select(_entries.c.namespace, _entries.c.key, running.label("total")).subquery()
-        excess = select(ranked.c.namespace, ranked.c.key).where(ranked.c.total > max_bytes)
-        with self._engine.begin() as connection:
-            key = tuple_(_entries.c.namespace, _entries.c.key)
-            return connection.execute(delete(_entries).where(key.in_(excess))).rowcount
+        oldest = self._least_recently_used(namespaces, limit)
+        before = accumulate((row.stored_size for row in oldest), initial=0)
+        most = min(excess, _MAX_BATCH_BYTES)
+        return self._evict([row for row, size in zip(oldest, before, strict=False) if size < most])
 
+    def _least_recently_used(
+        self, namespaces: Collection[str] | None, limit: int
+    ) -> list[Row[Any]]:
+        columns = (_entries.c[name] for name in ("namespace", "key", "stored_size", "used_at"))
+        query = select(*columns).order_by(_entries.c.used_at).limit(limit)
+        with self._reader.begin() as connection:
+            if namespaces is None:
+                return list(connection.execute(query))
+            # One query each: for several, databases would sort all of their entries.
+            found: list[Row[Any]] = []
+            for name in namespaces:
+                found += connection.execute(query.where(_entries.c.namespace == name))
+        return sorted(found, key=lambda row: row.used_at)[:limit]
 
-def _create_table(engine: Engine) -> None:
-    """Create the table of entries if it is missing.
-
-    Raises:
-        StoreUnavailableError: the database cannot be read or written.
-    """
-    with reader(engine).begin() as connection:
-        if inspect(connection).has_table(_entries.name):
-            return
-    try:
-        with engine.begin() as connection:
-            lock(connection, "autoshard tables")
-            _metadata.create_all(connection)
-    except DBAPIError as error:
-        raise StoreUnavailableError(
-            f"cannot use the database {_redacted(engine.url)}: {error.orig}; "
-            "give the URL of one that can be written"
-        ) from error
+    def _evict(self, rows: Iterable[Row[Any]]) -> int:
+        """Delete entries that were not used since they were read; return their number."""
+        keys: defaultdict[str, list[str]] = defaultdict(list)
+        used_at = 0.0
+        for row in rows:
+            keys[row.namespace].append(row.key)
+            used_at = max(used_at, row.used_at)
+        deleted = 0
+        for namespace, some in keys.items():
+            chosen = (_entries.c.namespace == namespace) & _entries.c.key.in_(some)
+            with self._engine.begin() as connection:
+                # Two processes that delete the same entries could wait for each other.
+                lock(connection, "autoshard eviction")
+                statement = delete(_entries).where(chosen, _entries.c.used_at <= used_at)
+                deleted += connection.execute(statement).rowcount
+        return deleted
 
 
 def _is(namespace: str, key: str) -> ColumnElement[bool]:

@@ -308,7 +308,9 @@ class Workers:
     def _clean(self) -> None:
         self._jobs.purge(self._settings.job_retention)
         self._stores.idempotency.purge()
-        self._stores.cache.evict(max_age=self._settings.cache_max_age)
+        is_over = self._stopping.is_set
+        self._stores.cache.evict(max_age=self._settings.cache_max_age, is_over=is_over)
+        self._stores.cache.enforce_budget(is_over=is_over)
         while self._stores.plans.refresh() and not self._stopping.is_set():
             pass
 

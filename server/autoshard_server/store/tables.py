@@ -1,6 +1,6 @@
 """The tables of the service after the newest migration, and cursors of lists.
 
-The table of cache entries is in `autoshard_solver_cache.sql`. Times are seconds since 1970 by the
+The tables of the cache are in `autoshard_solver_cache.tables`. Times are seconds since 1970 by the
 writer's clock, for display and for deleting old rows. Jobs are claimed in the order of `number`,
 and leases are measured by heartbeats (see `autoshard_server.store.job_store`), so neither depends
 on a clock that may jump.
