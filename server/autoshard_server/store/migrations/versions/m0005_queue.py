@@ -3,10 +3,13 @@
 import sqlalchemy as sa
 from alembic import op
 
-revision = "0004"
-down_revision = "0003"
+revision = "0005"
+down_revision = "0004"
 branch_labels = None
 depends_on = None
+
+# Releases before expect the result in the row of a job.
+min_compatible = "0005"
 
 
 def upgrade() -> None:
