@@ -1,7 +1,8 @@
 """Settings of the service: environment variables with the prefix AUTOSHARD_."""
 
+import json
 from functools import cached_property
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -39,6 +40,24 @@ class Settings(BaseSettings):
         ge=0,
         le=256,
         description="Concurrent solves; with 0, jobs are queued for `autoshard worker`.",
+    )
+    num_quick_workers: int = Field(
+        default=1,
+        ge=0,
+        le=256,
+        description="Further workers for validations, coverage and explanations only, so that "
+        "these do not wait for solves.",
+    )
+    num_reserve_workers: int = Field(
+        default=1,
+        ge=0,
+        le=256,
+        description="Further workers for projects of which no job runs, while all others have a "
+        "job, so that these projects do not wait for the jobs of others.",
+    )
+    project_weights: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(
+        default={},
+        description='Shares of the workers by project, such as `{"research": 3}`; 1 for others.',
     )
     worker_host: str = Field(
         default="127.0.0.1",
@@ -156,7 +175,10 @@ class Settings(BaseSettings):
         database may contain a password.
         """
         values = self.model_dump(mode="json")
-        return {f"AUTOSHARD_{name.upper()}": str(value) for name, value in values.items()}
+        return {
+            f"AUTOSHARD_{name.upper()}": value if isinstance(value, str) else json.dumps(value)
+            for name, value in values.items()
+        }
 
     @cached_property
     def archive_limits(self) -> "dict[str, int]":

@@ -14,7 +14,7 @@ import pytest
 import structlog
 import torch
 from sqlalchemy import Engine
-from support.services import listening
+from support.services import ONE_WORKER, listening
 
 from autoshard.graph import export_model
 from autoshard_server import Executor, ProcessExecutor, Settings, ThreadExecutor, create_app
@@ -135,7 +135,7 @@ def start_service() -> Iterator[StartService]:
     with ExitStack() as stack:
 
         def start(*, executor: Executor | None = None, **settings: Any) -> Running:
-            given = {"store_url": "sqlite://", "num_workers": 1, "shutdown_grace": 0, **settings}
+            given = {**ONE_WORKER, "store_url": "sqlite://", "shutdown_grace": 0, **settings}
             return stack.enter_context(running(Settings(**given), executor))
 
         yield start

@@ -17,6 +17,13 @@ from autoshard_server.solvers.solving import solve
 from autoshard_server.store.jobs import JobKind
 from autoshard_solver_cache import NamespacedCache, SolverCache, open_engine
 
+ONE_WORKER: Mapping[str, Any] = {
+    "num_workers": 1,
+    "num_quick_workers": 0,
+    "num_reserve_workers": 0,
+}
+"""Settings of a service with a single worker, so that the order of its solvers is known."""
+
 
 class Mlp(torch.nn.Module):
     def __init__(self) -> None:
@@ -32,7 +39,7 @@ class Mlp(torch.nn.Module):
 @contextmanager
 def serving(executor: Executor, **settings: Any) -> Iterator[str]:
     """A service in a thread; yields its address."""
-    given = {"store_url": "sqlite://", "num_workers": 1, "shutdown_grace": 0, **settings}
+    given = {**ONE_WORKER, "store_url": "sqlite://", "shutdown_grace": 0, **settings}
     with listening(create_app(Settings(**given), executor=executor)) as url:
         yield url
 

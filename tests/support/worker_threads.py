@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import psutil
+from support.services import ONE_WORKER
 
 from autoshard_server import Executor, Settings
 from autoshard_server.solvers.workers import Workers
@@ -20,10 +21,13 @@ class RunningWorkers:
     stores: Stores
     workers: Workers
 
-    def submit(self, name: str, **told: Any) -> str:
+    def submit(
+        self, name: str, *, kind: str = "validation", project: str = "default", **told: Any
+    ) -> str:
         request = json.dumps(told)
-        kind = "validation"
-        job = self.stores.jobs.submit(name, request, b"", max_queued=99, kind=kind)
+        job = self.stores.jobs.submit(
+            name, request, b"", max_queued=999, kind=kind, project=project
+        )
         self.workers.wake()
         return job.id
 
@@ -55,7 +59,7 @@ class RunningWorkers:
 
 @contextmanager
 def running_workers(executor: Executor, **given: Any) -> Iterator[RunningWorkers]:
-    defaults = {"store_url": "sqlite://", "num_workers": 2, "shutdown_grace": 0}
+    defaults = {**ONE_WORKER, "store_url": "sqlite://", "num_workers": 2, "shutdown_grace": 0}
     settings = Settings(**{**defaults, **given})
     stores = Stores(settings)
     workers = Workers(stores, executor, settings)

@@ -6,6 +6,7 @@ it is available again: no other worker can claim a job meanwhile.
 
 import time
 from collections.abc import Callable, Mapping
+from enum import Enum, auto
 from functools import partial
 from threading import Event, Semaphore, Thread
 from typing import Any
@@ -19,7 +20,7 @@ from autoshard_server.solvers.executor import Executor, Solver
 from autoshard_server.solvers.messages import Died, Failed, Progressed, Solved, SolverInput
 from autoshard_server.store.database import Stores
 from autoshard_server.store.job_store import JobStore
-from autoshard_server.store.jobs import Claim, JobKind, known_kind
+from autoshard_server.store.jobs import Claim, JobClass, JobKind, known_kind
 from autoshard_server.telemetry import job_seconds, job_span
 from autoshard_solver_cache import StoreUnavailableError
 
@@ -92,6 +93,17 @@ class SolverHealth:
         self._lost += 1
 
 
+class _Role(Enum):
+    """The jobs that a worker claims."""
+
+    GENERAL = auto()
+    """All jobs; after a quick one, it prefers a solve, so that neither class waits for ever."""
+    QUICK = auto()
+    """Jobs of the class `quick`."""
+    RESERVE = auto()
+    """Jobs of projects of which no job runs, while all general workers have a job."""
+
+
 class Workers:
     """Threads that run jobs, each one at a time.
 
@@ -106,13 +118,17 @@ class Workers:
         self._jobs = stores.jobs
         self._executor = executor
         self._settings = settings
-        self._submitted = Semaphore(0)
+        self._submitted = {role: Semaphore(0) for role in _Role}
         self._stopping = Event()
         self._deadline = float("inf")
         name = uuid4().hex
-        names = [f"{name}-{i}" for i in range(settings.num_workers)]
-        self._health = {name: SolverHealth() for name in names}
-        self._threads = [Thread(target=self._work, args=(n,), name=n, daemon=True) for n in names]
+        roles = {f"{name}-{i}": role for i, role in enumerate(_roles(settings))}
+        self._health = {name: SolverHealth() for name in roles}
+        self._free = {name for name, role in roles.items() if role is _Role.GENERAL}
+        self._threads = [
+            Thread(target=self._work, args=(name, role), name=name, daemon=True)
+            for name, role in roles.items()
+        ]
         self._threads.append(Thread(target=self._keep_house, daemon=True))
 
     def start(self) -> None:
@@ -121,8 +137,9 @@ class Workers:
             thread.start()
 
     def wake(self) -> None:
-        """Wake an idle worker: a job was submitted."""
-        self._submitted.release()
+        """Wake an idle worker of each role: a job was submitted."""
+        for submitted in self._submitted.values():
+            submitted.release()
 
     @property
     def alive(self) -> bool:
@@ -149,24 +166,27 @@ class Workers:
         """Drain, and wait until all threads have ended."""
         self.drain()
         for _ in self._threads:
-            self._submitted.release()
+            self.wake()
         for thread in self._threads:
             thread.join()
 
-    def _work(self, owner: str) -> None:
+    def _work(self, owner: str, role: _Role) -> None:
         health = self._health[owner]
         solver: Solver | None = None
+        preferred = JobClass.QUICK
         backoff = _Backoff()
         while not self._stopping.is_set():
             try:
                 solver = solver or self._prepare(health)
                 # Preparing takes time, in which the workers may have been drained.
-                claim = None if self._stopping.is_set() else self._jobs.claim(owner)
+                claim = None if self._stopping.is_set() else self._claim(owner, role, preferred)
                 backoff.reset()
                 if claim is None:
-                    self._submitted.acquire(timeout=_IDLE)
+                    self._submitted[role].acquire(timeout=_IDLE)
                     solver = _checked(solver, health)
-                elif not self._finish_from_cache(claim):
+                    continue
+                preferred = _other_class(claim)
+                if not self._finish_from_cache(claim):
                     try:
                         self._run(claim, solver, health)
                     finally:
@@ -179,6 +199,18 @@ class Workers:
                 self._stopping.wait(_IDLE)
         if solver is not None:
             solver.stop()
+
+    def _claim(self, owner: str, role: _Role, preferred: JobClass) -> Claim | None:
+        if role is _Role.QUICK:
+            return self._jobs.claim(owner, (JobClass.QUICK,))
+        classes = (preferred, *(other for other in JobClass if other is not preferred))
+        if role is _Role.RESERVE:
+            return None if self._free else self._jobs.claim(owner, classes, idle_projects_only=True)
+        self._free.add(owner)
+        claim = self._jobs.claim(owner, classes)
+        if claim is not None:
+            self._free.discard(owner)
+        return claim
 
     def _prepare(self, health: SolverHealth) -> Solver:
         if health.delay:
@@ -313,6 +345,22 @@ class Workers:
         self._stores.cache.enforce_budget(is_over=is_over)
         while self._stores.plans.refresh() and not self._stopping.is_set():
             pass
+
+
+def _roles(settings: Settings) -> list[_Role]:
+    """The roles of a process's workers; without general ones there are none."""
+    if not settings.num_workers:
+        return []
+    return [
+        *[_Role.GENERAL] * settings.num_workers,
+        *[_Role.QUICK] * settings.num_quick_workers,
+        *[_Role.RESERVE] * settings.num_reserve_workers,
+    ]
+
+
+def _other_class(claim: Claim) -> JobClass:
+    is_quick = JobClass.of(claim.kind) is JobClass.QUICK
+    return JobClass.SOLVE if is_quick else JobClass.QUICK
 
 
 def _checked(solver: Solver, health: SolverHealth) -> Solver | None:

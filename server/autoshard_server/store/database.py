@@ -60,7 +60,12 @@ class Stores:
         self.engine = open_engine(settings.store_url, durable=True)
         migrate(self.engine)
         self.cache: Cache = SolverCache(self.engine, max_bytes=settings.cache_max_bytes)
-        self.jobs = JobStore(self.engine, lease=settings.lease, max_attempts=settings.max_attempts)
+        self.jobs = JobStore(
+            self.engine,
+            lease=settings.lease,
+            max_attempts=settings.max_attempts,
+            weights=settings.project_weights,
+        )
         self.graphs = GraphStore(self.cache)
         self.plans = PlanIndex(self.engine, self.cache)
         self.topologies = TopologyStore(self.engine)

@@ -20,7 +20,7 @@ import json
 import logging
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from uuid import uuid4
 
@@ -40,6 +40,7 @@ from sqlalchemy import (
 from sqlalchemy.exc import IntegrityError
 
 from autoshard_server.problems import ProblemType, limit_error, problem_document
+from autoshard_server.store.fair_order import FairOrder, QueuedJobs
 from autoshard_server.store.jobs import (
     DEFAULT_PROJECT,
     TRANSITIONS,
@@ -62,6 +63,10 @@ _SUMMARY = tuple(_jobs.c[name] for name in Job.__slots__)
 _CLAIMED = ("id", "kind", "plan_id", "project", "attempts", "request", "graph", "context")
 
 
+_Queued = dict[JobClass, list[QueuedJobs]]
+_Running = dict[JobClass, dict[tuple[str, str | None], int]]
+
+
 class JobStore:
     """Jobs in a database; safe to share between threads, processes and hosts.
 
@@ -69,6 +74,7 @@ class JobStore:
         engine: of a migrated database.
         lease: seconds without a heartbeat after which a worker is considered dead.
         max_attempts: number of starts of a job after which it fails.
+        weights: of projects (`FairOrder`).
         clock: monotonic clock, in seconds.
     """
 
@@ -78,11 +84,13 @@ class JobStore:
         *,
         lease: float,
         max_attempts: int,
+        weights: Mapping[str, float] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine = engine
         self._reader = reader(engine)
         self._leases = _Leases(lease)
+        self._fair = {job_class: FairOrder(weights) for job_class in JobClass}
         self._clock = clock
         self._max_attempts = max_attempts
 
@@ -224,42 +232,34 @@ class JobStore:
             _log.warning("the result of job %s is damaged", job_id)
             return None
 
-    def claim(self, owner: str) -> Claim | None:
-        """Claim the job that was queued first; None if the queue is empty."""
-        oldest = (
-            select(_jobs.c.id)
-            .where(_jobs.c.state == JobState.QUEUED)
-            .order_by(_jobs.c.number, _jobs.c.id)
-            .limit(1)
-            # Concurrent claims get different jobs, and do not wait for each other (PostgreSQL).
-            .with_for_update(skip_locked=True)
-            .scalar_subquery()
-        )
-        statement = (
-            _transition(JobState.RUNNING, JobState.QUEUED, where=_jobs.c.id == oldest)
-            .values(
-                owner=owner,
-                beat=_jobs.c.beat + 1,
-                started_at=time.time(),
-                attempts=_jobs.c.attempts + 1,
-            )
-            .returning(*(_jobs.c[name] for name in _CLAIMED))
-        )
-        with self._engine.begin() as connection:
-            row = connection.execute(statement).mappings().one_or_none()
-            if row is None:
-                return None
-            _add_event(connection, row["id"], JobState.RUNNING, attempt=row["attempts"])
-        return Claim(
-            id=row["id"],
-            kind=row["kind"],
-            plan_id=row["plan_id"],
-            project=row["project"],
-            owner=owner,
-            request=row["request"],
-            graph=zlib.decompress(row["graph"]),
-            context=json.loads(row["context"] or "{}"),
-        )
+    def claim(
+        self,
+        owner: str,
+        classes: Sequence[JobClass] = tuple(JobClass),
+        *,
+        idle_projects_only: bool = False,
+    ) -> Claim | None:
+        """Claim the job whose turn it is (`FairOrder`); None if there is none.
+
+        Args:
+            owner: the worker.
+            classes: of the jobs to claim, the preferred ones first.
+            idle_projects_only: only jobs of projects of which no job runs.
+        """
+        queued, running = self._active()
+        if idle_projects_only:
+            busy = {project for counts in running.values() for project, _ in counts}
+            queued = {
+                c: [jobs for jobs in q if jobs.project not in busy] for c, q in queued.items()
+            }
+        for job_class in classes:
+            fair = self._fair[job_class]
+            for jobs in fair.order(queued[job_class], running[job_class]):
+                claim = self._claim_first(owner, job_class, jobs)
+                if claim is not None:
+                    fair.served(jobs.project, jobs.caller)
+                    return claim
+        return None
 
     def renew(self, claim: Claim, progress: Mapping[str, Any] | None = None) -> bool:
         """Send a heartbeat, and progress if any; False if the lease has ended."""
@@ -327,6 +327,68 @@ class JobStore:
         with self._engine.begin() as connection:
             connection.execute(delete(job_events).where(job_events.c.job_id.in_(ids)))
             return connection.execute(delete(_jobs).where(old)).rowcount
+
+    def _active(self) -> tuple[_Queued, _Running]:
+        """The queued jobs, and the numbers of running ones, of each class and caller.
+
+        It reads the index of active jobs only, and takes no lock: claims check the rows again.
+        """
+        group = (_jobs.c["class"], _jobs.c.state, _jobs.c.project, _jobs.c.caller)
+        query = select(*group, func.min(_jobs.c.number), func.count())
+        # A newer release that shares the database may have further classes.
+        query = query.where(is_active, _jobs.c["class"].in_(JobClass)).group_by(*group)
+        queued: _Queued = {job_class: [] for job_class in JobClass}
+        running: _Running = {job_class: {} for job_class in JobClass}
+        with self._reader.begin() as connection:
+            for name, state, project, caller, first, count in connection.execute(query):
+                if state == JobState.QUEUED:
+                    queued[JobClass(name)].append(QueuedJobs(project, caller, first))
+                else:
+                    running[JobClass(name)][project, caller] = count
+        return queued, running
+
+    def _claim_first(self, owner: str, job_class: JobClass, jobs: QueuedJobs) -> Claim | None:
+        """Claim the oldest queued job of a caller; None if others were faster."""
+        oldest = (
+            select(_jobs.c.id)
+            .where(
+                is_active,
+                _jobs.c.state == JobState.QUEUED,
+                _jobs.c["class"] == job_class,
+                _jobs.c.project == jobs.project,
+                _is_caller(jobs.caller),
+            )
+            .order_by(_jobs.c.number, _jobs.c.id)
+            .limit(1)
+            # Concurrent claims get different jobs, and do not wait for each other (PostgreSQL).
+            .with_for_update(skip_locked=True)
+            .scalar_subquery()
+        )
+        statement = (
+            _transition(JobState.RUNNING, JobState.QUEUED, where=_jobs.c.id == oldest)
+            .values(
+                owner=owner,
+                beat=_jobs.c.beat + 1,
+                started_at=time.time(),
+                attempts=_jobs.c.attempts + 1,
+            )
+            .returning(*(_jobs.c[name] for name in _CLAIMED))
+        )
+        with self._engine.begin() as connection:
+            row = connection.execute(statement).mappings().one_or_none()
+            if row is None:
+                return None
+            _add_event(connection, row["id"], JobState.RUNNING, attempt=row["attempts"])
+        return Claim(
+            id=row["id"],
+            kind=row["kind"],
+            plan_id=row["plan_id"],
+            project=row["project"],
+            owner=owner,
+            request=row["request"],
+            graph=zlib.decompress(row["graph"]),
+            context=json.loads(row["context"] or "{}"),
+        )
 
     def _recover(self, job_id: str, beat: int) -> bool:
         lost = (_jobs.c.id == job_id) & (_jobs.c.beat == beat)
@@ -449,6 +511,10 @@ def _is_leased(claim: Claim) -> ColumnElement[bool]:
     """The worker still has the lease: the job was neither cancelled nor claimed by another one."""
     leased = (_jobs.c.owner == claim.owner) & (_jobs.c.state == JobState.RUNNING)
     return (_jobs.c.id == claim.id) & leased
+
+
+def _is_caller(name: str | None) -> ColumnElement[bool]:
+    return _jobs.c.caller.is_(None) if name is None else _jobs.c.caller == name
 
 
 def _find(connection: Connection, where: ColumnElement[bool]) -> Job | None:

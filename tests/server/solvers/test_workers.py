@@ -70,6 +70,23 @@ def test_a_database_that_goes_away_loses_no_work(postgres: Any) -> None:
         assert here.await_job(here.submit("q", answer="1")).state is JobState.SUCCEEDED
 
 
+def test_a_project_gets_a_worker_while_500_jobs_of_another_wait() -> None:
+    lanes = {"num_quick_workers": 1, "num_reserve_workers": 1}
+    with running_workers(ProcessExecutor(SCRIPTED), **lanes) as here:
+        large = [
+            here.submit(f"large {i}", kind="plan", project="a", seconds=3600, answer="1")
+            for i in range(500)
+        ]
+        here.await_job(large[1], lambda job: job.state is JobState.RUNNING)
+        small = here.submit("small", kind="plan", project="b", answer="1")
+        assert here.await_job(small).state is JobState.SUCCEEDED
+        # Questions of the busy project do not wait for its solves, and those of others neither.
+        questions = [here.submit(f"size {p}", project=p, answer="1") for p in ("a", "b")]
+        assert [here.await_job(q).state for q in questions] == [JobState.SUCCEEDED] * 2
+        states = [here.job(job_id).state for job_id in large]
+        assert states == [JobState.RUNNING] * 2 + [JobState.QUEUED] * 498
+
+
 def test_what_somebody_else_has_made_meanwhile_is_not_made_again() -> None:
     with running_workers(ProcessExecutor(SCRIPTED)) as here:
         here.stores.cache.put("validations", "known", b'"made before"')

@@ -15,7 +15,7 @@ from sqlalchemy import text
 from autoshard_server.problems import ProblemType, ServerError
 from autoshard_server.store.database import migrate
 from autoshard_server.store.job_store import JobStore
-from autoshard_server.store.jobs import TRANSITIONS, Claim, EventKind, JobState
+from autoshard_server.store.jobs import TRANSITIONS, Claim, EventKind, JobClass, JobState
 from autoshard_solver_cache import open_engine
 
 PROBLEM = {"type": "x", "title": "x", "status": 500, "detail": "x"}
@@ -127,6 +127,42 @@ def test_projects_do_not_share_jobs(store: JobStore) -> None:
     assert found.project == "b"
     claims = [store.claim("me") for _ in range(2)]
     assert [claim.project for claim in claims if claim] == ["a", "b"]
+
+
+def test_projects_and_their_callers_take_turns(store: JobStore) -> None:
+    def ask(name: str, project: str, caller: str | None) -> None:
+        store.submit(name, "{}", b"", max_queued=999, project=project, caller=caller)
+
+    for i in range(20):
+        ask(f"x{i}", "a", "x")
+    ask("y", "a", "y")
+    ask("anonymous", "b", None)
+    claims = [store.claim("me") for _ in range(4)]
+    assert [claim.plan_id for claim in claims if claim] == ["x0", "anonymous", "y", "x1"]
+    # Fewer of its jobs run than of the other project.
+    ask("late", "b", None)
+    late = store.claim("me")
+    assert late is not None
+    assert late.plan_id == "late"
+
+
+def test_a_worker_claims_the_classes_and_projects_that_it_serves(store: JobStore) -> None:
+    def ask(name: str, project: str, kind: str) -> None:
+        store.submit(name, "{}", b"", max_queued=99, project=project, kind=kind)
+
+    def claim(*classes: JobClass, idle: bool = False) -> str | None:
+        found = store.claim("me", classes, idle_projects_only=idle)
+        return None if found is None else found.plan_id
+
+    for name, kind in (("p", "plan"), ("q", "search"), ("v", "validation"), ("w", "coverage")):
+        ask(name, "a", kind)
+    assert claim(JobClass.QUICK) == "v"
+    assert claim(JobClass.SOLVE, idle=True) is None
+    ask("other", "b", "plan")
+    assert claim(JobClass.QUICK, JobClass.SOLVE, idle=True) == "other"
+    assert claim(JobClass.SOLVE, JobClass.QUICK) == "p"
+    assert claim(JobClass.QUICK, JobClass.SOLVE) == "w"
+    assert claim(JobClass.QUICK) is None
 
 
 def test_a_full_queue_refuses_new_jobs_only(store: JobStore) -> None:
