@@ -6,7 +6,7 @@ IMAGE ?= autoshard:latest
 BASE ?= python:3.13-slim-trixie
 BUILD ?= docker build
 
-.PHONY: help install demo test check serve generated bench faults prove prove-pipelines prove-loading prove-image load conformance fuzz zoo zoo-ranks image audit format clean
+.PHONY: help install demo test check serve generated examples bench faults prove prove-pipelines prove-loading prove-image load conformance fuzz zoo zoo-ranks image audit format clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 16
@@ -39,6 +39,9 @@ generated: $(INSTALLED)  ## Write what is made from the code: openapi/, the plan
 	$(BIN)/python -m autoshard.plan.schema
 	$(BIN)/python -m autoshard.ops.table
 	$(BIN)/python -m docs.pages
+
+examples: $(INSTALLED)  ## Record the answers that the specification shows as examples
+	$(BIN)/python -m benchmarks.examples
 
 bench: $(INSTALLED)  ## Measure, and regenerate the tables of docs/performance.md
 	$(BIN)/python -m benchmarks

@@ -54,6 +54,9 @@ _UNAVAILABLE = frozenset({429, 503})
 _PROXY_ERRORS = frozenset({500, 502, 504})
 """Statuses that mean the same, if they come from a proxy rather than from the service."""
 
+_ID = re.compile("[0-9a-f]{32,}")
+"""Ids and digests in paths."""
+
 _NUMBER_OF_ERROR = re.compile(r"\[Errno -?\d+\] ")
 
 _CONNECTION_ERRORS = (httpx2.TransportError, httpx2.InvalidURL, httpx2.DecodingError)
@@ -157,6 +160,7 @@ class Transport(ABC):
         self.url = url
         self.retry = retry
         self._timeout = timeout
+        self._deprecated: set[str] = set()
         self._settings: dict[str, Any] = {"base_url": url, "headers": _headers(url, api_key)}
 
     async def send(self, request: Request, *, waiting: bool = False) -> httpx2.Response:
@@ -204,6 +208,7 @@ class Transport(ABC):
                 f"({_reason(error)}); is it running?"
             ) from error
         self._check(response)
+        self._warn_of_deprecation(request, response)
         return response
 
     @abstractmethod
@@ -242,6 +247,23 @@ class Transport(ABC):
     def _event_request(self, path: str, headers: Mapping[str, str]) -> dict[str, Any]:
         timeout = httpx2.Timeout(self._timeout, read=max(_EVENT_TIMEOUT, self._timeout))
         return {"url": path, "headers": dict(headers), "timeout": timeout}
+
+    def _warn_of_deprecation(self, request: Request, response: httpx2.Response) -> None:
+        """Log, once for each route, that the service has deprecated it (RFC 9745)."""
+        if "Deprecation" not in response.headers:
+            return
+        route = f"{request.method} {_ID.sub('{id}', request.path.partition('?')[0])}"
+        if route in self._deprecated:
+            return
+        self._deprecated.add(route)
+        sunset = response.headers.get("Sunset")
+        page = response.links.get("deprecation", {}).get("url")
+        _log.warning(
+            "the planning service has deprecated %s%s%s; upgrade autoshard",
+            route,
+            f", and will remove it after {sunset}" if sunset else "",
+            f" (see {page})" if page else "",
+        )
 
     def _check(self, response: httpx2.Response) -> None:
         """Raise the error that a response stands for, if any.

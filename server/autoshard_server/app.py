@@ -1,7 +1,9 @@
 """The ASGI applications: of the service, and of `autoshard worker`."""
 
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import cache, partial
 from importlib.metadata import version
 
 import anyio.to_thread
@@ -57,8 +59,7 @@ def create_app(settings: Settings | None = None, *, executor: Executor | None = 
         version=version("autoshard"),
         description="Optimal, certified sharding plans for exported PyTorch programs.",
         lifespan=lifespan,
-        docs_url=None,  # FastAPI's pages load scripts from other sites
-        redoc_url=None,
+        openapi_url=None,  # FastAPI's route makes it for each request; ours is in `pages`
         generate_unique_id_function=operation_id,
     )
     for router in routers:
@@ -67,7 +68,8 @@ def create_app(settings: Settings | None = None, *, executor: Executor | None = 
     app.add_middleware(CompressMiddleware, zstd_level=_ZSTD_LEVEL, brotli=False, gzip_level=1)
     app.add_middleware(RequestLog)
     add_error_handlers(app, routers)
-    app.openapi = lambda: specification(app)  # type: ignore[method-assign]  # FastAPI's own way
+    app.openapi = cache(partial(specification, app))  # type: ignore[method-assign]  # FastAPI's own way
+    app.state.specification = cache(lambda: json.dumps(app.openapi()).encode())
     return app
 
 

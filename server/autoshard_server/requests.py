@@ -140,6 +140,10 @@ class GraphRequest(BaseModel):
         return rules
 
 
+class TopologyDocument(RootModel[dict[str, Any]]):
+    """A complete topology, as `topology_to_json` writes it."""
+
+
 class PlanRequest(GraphRequest):
     """A mesh and options to plan for."""
 
@@ -173,7 +177,7 @@ class SearchRequest(GraphRequest):
 
     graph_sha256: GraphField
     num_devices: int = Field(ge=1, description="devices of each mesh", examples=[8])
-    topology: TopologyName | dict[str, Any] | None = Field(
+    topology: TopologyName | TopologyDocument | None = Field(
         default=None,
         description="a name of GET /v1/topologies, or a whole topology as `topology_to_json` "
         "writes it; the default one if null.",
@@ -304,7 +308,9 @@ def search_task(
     _check_time_limit(request.options.time_limit, settings)
     check_limit("max_devices", request.num_devices, "devices of a mesh", settings)
     given = request.topology
-    inline = topology_from_json(json.dumps(given)) if isinstance(given, dict) else None
+    inline = None
+    if isinstance(given, TopologyDocument):
+        inline = topology_from_json(json.dumps(given.root))
     # One more than allowed is enough: large numbers have very many factorisations.
     meshes = candidate_meshes(
         request.num_devices,

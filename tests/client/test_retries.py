@@ -347,3 +347,20 @@ def test_both_clients_have_the_same_methods() -> None:
         assert inspect.iscoroutinefunction(theirs[name]), name
         assert not inspect.iscoroutinefunction(method)
     assert inspect.signature(Client.plan).return_annotation is Plan
+
+
+def test_a_deprecated_route_is_logged_once(proxy: Proxy, caplog: pytest.LogCaptureFixture) -> None:
+    headers = {
+        "Deprecation": "@1767225600",
+        "Sunset": "Thu, 31 Dec 2026 00:00:00 GMT",
+        "Link": '<https://example.org/v2>; rel="deprecation"',
+    }
+    answer = Say(200, headers, b'{"topologies": [], "stored": []}')
+    proxy.faults.extend([answer, answer])
+    with Client(proxy.url, retry=QUICK, cache=False) as client:
+        client.list_topologies()
+        client.list_topologies()
+    (message,) = [r.getMessage() for r in caplog.records if "deprecated" in r.getMessage()]
+    assert "GET /v1/topologies" in message
+    assert "after Thu, 31 Dec 2026 00:00:00 GMT" in message
+    assert "https://example.org/v2" in message

@@ -52,7 +52,7 @@ def test_every_error_answer_is_a_problem_with_an_example(specification: dict[str
     problem = {**specification["components"]["schemas"]["Problem"], **specification}
     for method, path, operation in operations(specification):
         for status, answer in operation["responses"].items():
-            if int(status) < 400:
+            if int(status) < 400 or method == "head":
                 continue
             assert list(answer["content"]) == ["application/problem+json"], (method, path)
             examples = answer["content"]["application/problem+json"]["examples"]
@@ -60,6 +60,33 @@ def test_every_error_answer_is_a_problem_with_an_example(specification: dict[str
             for example in examples.values():
                 jsonschema.validate(example["value"], problem)
                 assert example["value"]["status"] == int(status)
+
+
+def test_every_json_body_has_an_example_of_its_schema(specification: dict[str, Any]) -> None:
+    for method, path, operation in operations(specification):
+        answers = [answer for status, answer in operation["responses"].items() if status < "300"]
+        for body in (operation.get("requestBody", {}), *answers):
+            content = body.get("content", {}).get("application/json", {})
+            if "$ref" in json.dumps(content.get("schema")):
+                assert "example" in content, (method, path)
+                jsonschema.validate(content["example"], {**specification, **content["schema"]})
+
+
+def test_every_page_has_links(specification: dict[str, Any]) -> None:
+    pages = [
+        operation["responses"]["200"]
+        for _, _, operation in operations(specification)
+        if "page_token" in {parameter["name"] for parameter in operation.get("parameters", ())}
+    ]
+    assert len(pages) >= 2
+    assert all("Link" in page["headers"] for page in pages)
+
+
+def test_every_tag_is_described(specification: dict[str, Any]) -> None:
+    described = {tag["name"]: tag["description"] for tag in specification["tags"]}
+    used = {tag for _, _, operation in operations(specification) for tag in operation["tags"]}
+    assert used == set(described)
+    assert all(described.values())
 
 
 def test_who_answers_with_a_job_says_what_can_go_wrong_in_it(specification: dict[str, Any]) -> None:

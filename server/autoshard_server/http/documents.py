@@ -33,6 +33,11 @@ class Problem(BaseModel):
     title: str
     status: int
     detail: str = Field(description="the error of this request, and a remedy")
+    request_id: str | None = Field(
+        default=None,
+        description="id of the request in the service's log, as in the header `X-Request-ID`; in a "
+        "job, of the request that submitted it",
+    )
     errors: list[FieldProblem] | None = Field(default=None, description="each wrong field")
     limit: int | None = Field(default=None, description="the limit that was exceeded")
     limit_name: str | None = Field(default=None, description="the setting of the limit")
@@ -50,7 +55,12 @@ class JobEntry(BaseModel):
     )
     state: JobState
     done: bool
+    caller: str | None = Field(
+        default=None, description="name of the key that submitted it first; null without keys"
+    )
     created_at: datetime
+    started_at: datetime | None = Field(default=None, description="last start")
+    finished_at: datetime | None = None
     attempts: int = Field(ge=0, description="number of starts")
     metadata: JobProgress
     error: Problem | None = None
@@ -66,7 +76,10 @@ class JobEntry(BaseModel):
             plan_id=job.plan_id if kind is JobKind.PLAN else None,
             state=job.state,
             done=job.state.done,
+            caller=job.caller,
             created_at=job.created_at,
+            started_at=job.started_at,
+            finished_at=job.finished_at,
             attempts=job.attempts,
             metadata=JobProgress.model_validate(progress),
             error=None if job.error is None else Problem.model_validate(job.error),

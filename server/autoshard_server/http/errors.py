@@ -39,8 +39,11 @@ def add_error_handlers(app: FastAPI, routers: Sequence[APIRouter]) -> None:
 
 
 def problem_response(problem: dict[str, object], headers: dict[str, str] | None = None) -> Response:
-    """A problem document as a response."""
+    """A problem document, with the id of the current request, as a response."""
     status = int(str(problem["status"]))
+    bound = structlog.contextvars.get_contextvars()
+    if "request_id" in bound:
+        problem = {**problem, "request_id": bound["request_id"]}
     return JSONResponse(problem, status, headers, media_type=PROBLEM_MEDIA_TYPE)
 
 

@@ -8,10 +8,10 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, TypeAdapter
-from pydantic.json_schema import models_json_schema
 
-from autoshard.mesh import Mesh, get_topology, topology_to_json
-from autoshard_server.http.documents import JobDocument, Problem
+from autoshard.mesh import Mesh, Topology
+from autoshard_server.http.documents import JobDocument
+from autoshard_server.http.examples import DIGEST, EXAMPLES, REQUEST_ID, TAGS
 from autoshard_server.http.parameters import JSON
 from autoshard_server.problems import PROBLEM_MEDIA_TYPE, ProblemType, problem_document
 from autoshard_server.requests import (
@@ -27,17 +27,18 @@ _REF = "#/components/schemas/{model}"
 _INPUT_NAME = "{model}Input"
 _INPUT_REF = f"#/components/schemas/{_INPUT_NAME}"
 
+_FREE_FORM = {"MeshDocument": "Mesh", "TopologyDocument": "Topology"}
+"""Types of the members of requests that take any object, since the library validates them."""
+
 _ANSWER_HEADERS = {
     "Autoshard-Cache": "`hit` if the result was cached before, else `miss`.",
     "Cache-Control": "Plans are immutable.",
     "Content-Location": "Address of the plan; absent if time ran out.",
     "ETag": "Digest of the response; the id of a plan. Strong.",
+    "Link": "Addresses of the first page (`first`) and of the next (`next`), if there is one.",
     "Location": "Address of the job, or of the stored resource.",
     "Retry-After": "Seconds after which to retry.",
 }
-
-_MESH_EXAMPLE: dict[str, Any] = {"shape": [2, 4], "topology": "h100-sxm"}
-_DIGEST = "0" * 64
 
 _REQUEST_HEADERS = {
     "Prefer": ("wait=10", "Largest number of seconds to wait for the result (RFC 7240); capped."),
@@ -48,12 +49,17 @@ _REQUEST_HEADERS = {
             "request with the same key is refused."
         ),
     ),
-    "If-Match": (f'"{_DIGEST}"', "Change the resource only if it has this ETag."),
+    "If-Match": (f'"{DIGEST}"', "Change the resource only if it has this ETag."),
     "If-None-Match": (
-        f'"{_DIGEST}"',
+        f'"{DIGEST}"',
         "With GET, the status is 304 if the resource has this ETag; with PUT, `*` only creates.",
     ),
 }
+
+_SERVERS = [
+    {"url": ".", "description": "The service that this document was read from."},
+    {"url": "http://127.0.0.1:8000", "description": "`autoshard serve` on this machine."},
+]
 
 BODY_PROBLEMS = (
     ProblemType.TOO_LARGE,
@@ -150,7 +156,10 @@ def problem_answers(*problems: ProblemType) -> dict[int | str, dict[str, Any]]:
     kinds = dict.fromkeys((*problems, ProblemType.INTERNAL))
     for status in sorted({kind.status for kind in kinds}):
         same = [kind for kind in kinds if kind.status == status]
-        examples = {kind.slug: {"value": problem_document(kind, kind.meaning)} for kind in same}
+        examples = {
+            kind.slug: {"value": problem_document(kind, kind.meaning, request_id=REQUEST_ID)}
+            for kind in same
+        }
         schema = {"$ref": _REF.format(model="Problem")}
         answers[status] = {
             "description": " ".join(f"{kind.title}." for kind in same),
@@ -184,14 +193,14 @@ def _request_header(name: str) -> dict[str, Any]:
     }
 
 
-def _json_body(model: type[BaseModel], **example: Any) -> dict[str, Any]:
-    schema = {"$ref": _REF.format(model=model.__name__)}
-    return {JSON: {"schema": schema, "example": example}}
+def _json_body(model: type[BaseModel]) -> dict[str, Any]:
+    return {JSON: {"schema": {"$ref": _REF.format(model=model.__name__)}}}
 
 
 def _bytes_schema(description: str) -> dict[str, Any]:
     return {
         "type": "string",
+        "format": "binary",  # read by generators that do not know the next line
         "contentMediaType": "application/octet-stream",
         "description": description,
     }
@@ -212,17 +221,27 @@ PLAN_BODY: dict[str, Any] = {
         "encoding": {"request": {"contentType": JSON}},
         "example": {
             "graph": "(bytes of model.pt2)",
-            "request": {"mesh": _MESH_EXAMPLE, "options": {"mode": "training"}},
+            "request": EXAMPLES["CreatePlanRequest"],
         },
     },
-    **_json_body(CreatePlanOfGraphRequest, graph_sha256=_DIGEST, mesh=_MESH_EXAMPLE),
+    **_json_body(CreatePlanOfGraphRequest),
 }
 """The body of POST /v1/plans: with the graph, or with the digest of a stored one."""
 
-LOOKUP_BODY = _json_body(LookUpPlanRequest, graph_sha256=_DIGEST, mesh=_MESH_EXAMPLE)
-SEARCH_BODY = _json_body(SearchRequest, graph_sha256=_DIGEST, num_devices=8, topology="h100-sxm")
-COVERAGE_BODY = _json_body(CoverageRequest, graph_sha256=_DIGEST, mesh=_MESH_EXAMPLE)
-COMPARE_BODY = _json_body(ComparePlansRequest, before=_DIGEST, after="1" * 64)
+_BODIES = (
+    CreatePlanOfGraphRequest,
+    LookUpPlanRequest,
+    CreatePlanRequest,
+    ComparePlansRequest,
+    SearchRequest,
+    CoverageRequest,
+)
+"""Models of JSON in requests."""
+
+LOOKUP_BODY = _json_body(LookUpPlanRequest)
+SEARCH_BODY = _json_body(SearchRequest)
+COVERAGE_BODY = _json_body(CoverageRequest)
+COMPARE_BODY = _json_body(ComparePlansRequest)
 
 GRAPH_BODY: dict[str, Any] = {
     "application/octet-stream": {
@@ -231,15 +250,7 @@ GRAPH_BODY: dict[str, Any] = {
 }
 """The body of PUT /v1/graphs/{digest}."""
 
-TOPOLOGY_BODY: dict[str, Any] = {
-    JSON: {
-        "schema": {"$ref": _INPUT_REF.format(model="Topology")},
-        "example": {
-            **json.loads(topology_to_json(get_topology("h100-sxm"), indent=None)),
-            "name": "my-cluster",
-        },
-    }
-}
+TOPOLOGY_BODY: dict[str, Any] = {JSON: {"schema": {"$ref": _INPUT_REF.format(model="Topology")}}}
 """The body of PUT /v1/topologies/{name}."""
 
 
@@ -251,39 +262,74 @@ def specification(app: FastAPI) -> dict[str, Any]:
         description=app.description,
         routes=app.routes,
         license_info={"name": "Apache-2.0", "identifier": "Apache-2.0"},
-    )
-    bodies = (
-        CreatePlanOfGraphRequest,
-        LookUpPlanRequest,
-        CreatePlanRequest,
-        ComparePlansRequest,
-        SearchRequest,
-        CoverageRequest,
-    )
-    _, extra = models_json_schema(
-        [*((model, "validation") for model in bodies), (Problem, "serialization")],
-        ref_template=_REF,
+        tags=[{"name": name, "description": text} for name, text in TAGS.items()],
+        servers=_SERVERS,
     )
     schemas: dict[str, Any] = found["components"]["schemas"]
-    schemas.update(extra["$defs"])
-    # Its type is a free-form object, because `mesh_from_json` validates it; this is its schema.
-    schemas["MeshDocument"] = {"$ref": _INPUT_REF.format(model="Mesh")}
-    schemas.update(_input_schemas())
-    for path in found["paths"].values():
-        for operation in path.values():
-            _drop_default_validation_answer(operation)
     for name in ("HTTPValidationError", "ValidationError"):
         schemas.pop(name, None)
+    schemas.update(_request_schemas(schemas))
+    for schema in schemas.values():
+        _describe_defaults(schema)
+    for path in found["paths"].values():
+        for method, operation in path.items():
+            _drop_default_validation_answer(operation)
+            if method == "head":
+                _drop_contents(operation)
+            _add_examples(operation)
     found["components"]["schemas"] = dict(sorted(schemas.items()))
     return found
 
 
-def _input_schemas() -> dict[str, Any]:
-    """Schemas of a mesh in a request, in which bytes and bandwidths may be texts with units."""
+def _request_schemas(answers: Mapping[str, Any]) -> dict[str, Any]:
+    """Schemas of the bodies of requests.
+
+    A model that occurs in responses too, such as a mesh, has a schema of its own for requests, in
+    which members have defaults and bytes may be texts with units. It has its own name and title:
+    generators name their types after either.
+
+    Args:
+        answers: schemas of responses, by name.
+    """
+    bodies = (*_BODIES, Mesh, Topology)
     _, found = TypeAdapter.json_schemas(
-        [("mesh", "validation", TypeAdapter(Mesh))], ref_template=_INPUT_REF
+        [(body, "validation", TypeAdapter(body)) for body in bodies], ref_template=_REF
     )
-    return {_INPUT_NAME.format(model=name): schema for name, schema in found["$defs"].items()}
+    schemas = found["$defs"]
+    taken = {name for name, schema in schemas.items() if name in answers and "enum" not in schema}
+    names = {name: _INPUT_NAME.format(model=name) for name in taken}
+    names |= {name: names[target] for name, target in _FREE_FORM.items()}
+    made = {}
+    for name, schema in schemas.items():
+        if name not in _FREE_FORM:
+            renamed = names.get(name, name)
+            made[renamed] = {**_with_references(schema, names), "title": renamed}
+    return made
+
+
+def _with_references(schema: Any, names: Mapping[str, str]) -> Any:
+    """A schema whose references to some models lead to others."""
+    if isinstance(schema, list):
+        return [_with_references(item, names) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    made = {key: _with_references(item, names) for key, item in schema.items()}
+    if isinstance(reference := made.get("$ref"), str):
+        name = reference.rpartition("/")[2]
+        made["$ref"] = _REF.format(model=names.get(name, name))
+    return made
+
+
+def _describe_defaults(schema: Mapping[str, Any]) -> None:
+    """Move the defaults of members into their descriptions.
+
+    Generators for TypeScript make a member with a `default` mandatory, also in requests.
+    """
+    for member in schema.get("properties", {}).values():
+        default = member.pop("default", None)
+        if isinstance(default, str | int | float):
+            texts = (member.get("description", "").rstrip("."), f"default {json.dumps(default)}")
+            member["description"] = "; ".join(filter(None, texts))
 
 
 def _drop_default_validation_answer(operation: Mapping[str, Any]) -> None:
@@ -291,3 +337,23 @@ def _drop_default_validation_answer(operation: Mapping[str, Any]) -> None:
     answer = operation["responses"].get("422", {})
     if "HTTPValidationError" in json.dumps(answer):
         del operation["responses"]["422"]
+
+
+def _add_examples(operation: Mapping[str, Any]) -> None:
+    """Add the examples of the JSON bodies of an operation.
+
+    It is done here since FastAPI would leave out members that are null.
+    """
+    bodies = {"request": operation.get("requestBody", {}), **operation["responses"]}
+    for status, body in bodies.items():
+        content = body.get("content", {}).get(JSON, {})
+        schema = content.get("schema", {})
+        first = schema.get("anyOf", [schema])[0].get("$ref", "").rpartition("/")[2]
+        if first in EXAMPLES:
+            content["example"] = EXAMPLES.get(f"{first} {status}", EXAMPLES[first])
+
+
+def _drop_contents(operation: Mapping[str, Any]) -> None:
+    """Drop the bodies of the responses to HEAD, which has none."""
+    for answer in operation["responses"].values():
+        answer.pop("content", None)

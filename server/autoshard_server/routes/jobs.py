@@ -7,7 +7,7 @@ from typing import Annotated
 
 import anyio
 import anyio.to_thread
-from fastapi import APIRouter, Depends, Header, Query, Response
+from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 
 from autoshard_server.http.auth import Planner, Reader, Scope
@@ -23,7 +23,7 @@ from autoshard_server.http.parameters import (
 )
 from autoshard_server.http.specification import describe
 from autoshard_server.problems import ProblemType
-from autoshard_server.routes.responses import job_response
+from autoshard_server.routes.responses import job_response, link_pages
 from autoshard_server.store.jobs import Job, JobState
 
 router = APIRouter(tags=["jobs"])
@@ -40,10 +40,13 @@ _RETRY = 2000
 """Milliseconds after which to reconnect, when the service ends a stream."""
 
 
-@router.get("/v1/jobs", **describe(ProblemType.REQUEST))
+@router.get("/v1/jobs", **describe(ProblemType.REQUEST, answers={200: ("A page of jobs.", "Link")}))
 async def list_jobs(
+    request: Request,
+    response: Response,
     service: ServiceParameter,
     caller: Reader,
+    *,
     page_size: PageSize = 0,
     page_token: PageToken = "",
     state: Annotated[
@@ -62,7 +65,9 @@ async def list_jobs(
         limit=page_limit(page_size),
     )
     found, cursor = await anyio.to_thread.run_sync(read)
-    return JobPage(jobs=[JobEntry.of(job) for job in found], next_page_token=token_of(cursor))
+    page = JobPage(jobs=[JobEntry.of(job) for job in found], next_page_token=token_of(cursor))
+    link_pages(request, response, page.next_page_token)
+    return page
 
 
 @router.get(

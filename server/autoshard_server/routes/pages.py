@@ -10,6 +10,7 @@ from importlib import resources
 from fastapi import APIRouter, Request, Response
 from starlette.exceptions import HTTPException
 
+from autoshard_server.http.parameters import JSON
 from autoshard_server.problems import PROBLEMS_PATH, ProblemType
 
 router = APIRouter(include_in_schema=False)
@@ -73,6 +74,12 @@ _DOCS_POLICY = (
 )
 """Images of Swagger UI are data within its style sheet; it reads the specification, and requests
 that users try go to this service."""
+
+
+@router.get("/openapi.json")
+def get_specification(request: Request) -> Response:
+    """The specification of the API, which is made once."""
+    return Response(request.app.state.specification(), media_type=JSON)
 
 
 @router.get("/docs")

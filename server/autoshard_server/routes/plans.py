@@ -53,6 +53,7 @@ from autoshard_server.requests import (
 from autoshard_server.routes.responses import (
     DEFAULT_WAIT,
     REVALIDATE,
+    link_pages,
     result_response,
     run_once,
     tagged_response,
@@ -141,10 +142,15 @@ async def look_up_plan(
     return KnownPlan(id=found)
 
 
-@router.get("/v1/plans", **describe(ProblemType.REQUEST))
+@router.get(
+    "/v1/plans", **describe(ProblemType.REQUEST, answers={200: ("A page of plans.", "Link")})
+)
 async def list_plans(
+    request: Request,
+    response: Response,
     service: ServiceParameter,
     _caller: Reader,
+    *,
     page_size: PageSize = 0,
     page_token: PageToken = "",
     graph_digest: Annotated[
@@ -160,7 +166,9 @@ async def list_plans(
         limit=page_limit(page_size),
     )
     found, cursor = await anyio.to_thread.run_sync(read)
-    return PlanPage(plans=found, next_page_token=token_of(cursor))
+    page = PlanPage(plans=found, next_page_token=token_of(cursor))
+    link_pages(request, response, page.next_page_token)
+    return page
 
 
 @router.get(

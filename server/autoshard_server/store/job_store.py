@@ -421,10 +421,11 @@ class JobStore:
         sources = [s for s in JobState if target in TRANSITIONS[s]]
         values = {"graph": None, "stored_bytes": 0, "owner": None, **values}
         values["finished_at"] = time.time()
-        if error is not None:
-            values["error"] = json.dumps(error)
-        statement = _transition(target, *sources, where=where).values(values)
         with self._engine.begin() as connection:
+            if error is not None:
+                error = {**error, **_request_id(connection, job_id)}
+                values["error"] = json.dumps(error)
+            statement = _transition(target, *sources, where=where).values(values)
             finished = connection.execute(statement).rowcount == 1
             if finished:
                 _add_event(
@@ -520,6 +521,13 @@ def _is_caller(name: str | None) -> ColumnElement[bool]:
 def _find(connection: Connection, where: ColumnElement[bool]) -> Job | None:
     row = connection.execute(select(*_SUMMARY).where(where)).mappings().one_or_none()
     return None if row is None else _job(row)
+
+
+def _request_id(connection: Connection, job_id: str) -> dict[str, str]:
+    """The member `request_id` of the problem of a job: the id of the request that submitted it."""
+    context = connection.execute(select(_jobs.c.context).where(_jobs.c.id == job_id)).scalar()
+    found = json.loads(context or "{}").get("request_id")
+    return {} if found is None else {"request_id": found}
 
 
 def _job(row: RowMapping) -> Job:

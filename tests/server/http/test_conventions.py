@@ -201,6 +201,71 @@ def test_jobs_are_listed_in_pages(start_service: Any, make_graph: Any) -> None:
     assert service.http.get("/v1/jobs", params={"state": "asleep"}).status_code == 422
 
 
+def test_pages_link_to_each_other(start_service: Any, make_graph: Any) -> None:
+    service = start_service(num_workers=0)
+    made = [service.post(make_graph(width)).json()["id"] for width in (8, 16, 24)]
+    asked = {"page_size": 2, "state": ["queued", "running"]}
+    page = service.http.get("/v1/jobs", params=asked)
+    found = []
+    while True:
+        found += [job["id"] for job in page.json()["jobs"]]
+        first = service.http.get(page.url.join(page.links["first"]["url"]))
+        assert [job["id"] for job in first.json()["jobs"]] == made[:0:-1]
+        if "next" not in page.links:
+            break
+        page = service.http.get(page.url.join(page.links["next"]["url"]))
+    assert found == made[::-1]
+    assert page.json()["next_page_token"] == ""
+    empty = service.http.get("/v1/plans")
+    assert list(empty.links) == ["first"]
+
+
+def test_a_job_says_when_it_ran_and_for_whom(service: Any, make_graph: Any) -> None:
+    made = service.post(make_graph(88), wait=60)
+    assert made.status_code == 200
+    listed = service.http.get("/v1/jobs", params={"page_size": 1}).json()["jobs"][0]
+    job = service.job(listed["id"])
+    assert listed["caller"] is None
+    assert job["created_at"] <= job["started_at"] <= job["finished_at"]
+    assert listed["finished_at"] == job["finished_at"]
+
+
+PROBLEMS = {
+    "no route": ("GET", "/v1/nothing", {}, 404),
+    "method": ("PATCH", "/v1/plans", {}, 405),
+    "unknown plan": ("GET", f"/v1/plans/{'0' * 64}", {}, 404),
+    "page token": ("GET", "/v1/plans?page_token=x", {}, 422),
+    "page size": ("GET", "/v1/plans?page_size=x", {}, 422),
+    "media type": ("POST", "/v1/plans", {"content": b""}, 415),
+    "body": ("POST", "/v1/plans:lookup", {"json": {}}, 422),
+    "mesh": ("POST", "/v1/plans:lookup", {"json": {**MESH, "graph_sha256": "0" * 64}}, 404),
+    "coding": ("PUT", f"/v1/graphs/{'0' * 64}", {"headers": {"Content-Encoding": "br"}}, 415),
+    "size": ("PUT", f"/v1/graphs/{'0' * 64}", {"content": bytes(2 << 20)}, 413),
+    "archive": ("PUT", f"/v1/graphs/{hashlib.sha256(b'x').hexdigest()}", {"content": b"x"}, 400),
+}
+
+
+@pytest.mark.parametrize(("method", "path", "sent", "status"), PROBLEMS.values(), ids=PROBLEMS)
+def test_a_problem_has_the_id_of_its_request(
+    service: Any, method: str, path: str, sent: dict[str, Any], status: int
+) -> None:
+    headers = {**sent.pop("headers", {}), "X-Request-ID": f"ours-{status}"}
+    answer = service.http.request(method, path, headers=headers, **sent)
+    assert answer.status_code == status, answer.text
+    assert answer.headers["X-Request-ID"] == f"ours-{status}"
+    assert answer.json()["request_id"] == f"ours-{status}"
+
+
+def test_the_problem_of_a_job_has_the_id_of_the_request_that_submitted_it(
+    start_service: Any, graph: bytes
+) -> None:
+    service = start_service(num_workers=0)
+    job_id = service.post(graph, headers={"X-Request-ID": "first"}).json()["id"]
+    cancelled = service.http.post(f"/v1/jobs/{job_id}:cancel", headers={"X-Request-ID": "second"})
+    assert cancelled.json()["error"]["request_id"] == "first"
+    assert events(service, job_id)[-1]["data"]["error"]["request_id"] == "first"
+
+
 def events(service: Any, job_id: str, last: int | None = None) -> list[dict[str, Any]]:
     """What a stream sends until it ends."""
     headers = {} if last is None else {"Last-Event-ID": str(last)}
