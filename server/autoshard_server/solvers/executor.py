@@ -1,9 +1,7 @@
 """Executors: run solves in processes, which can be killed, or in threads."""
 
-import os
 import queue
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +15,7 @@ import psutil
 import structlog
 
 from autoshard_server.problems import ProblemType, problem_document, problem_of
+from autoshard_server.solvers.children import Child, SpawnedChild, fork
 from autoshard_server.solvers.messages import (
     Died,
     Failed,
@@ -32,7 +31,8 @@ from autoshard_server.solvers.messages import (
 
 _log = structlog.get_logger(__name__)
 
-_SOLVER = (sys.executable, "-X", "faulthandler", "-m", "autoshard_server.solvers.solving")
+SOLVER_COMMAND = (sys.executable, "-X", "faulthandler", "-m", "autoshard_server.solvers.solving")
+"""Runs a solver in a process of its own, without a fork server."""
 
 _MEMORY_INTERVAL = 0.05
 """Seconds between checks of a process's memory; it may exceed its limit for as long."""
@@ -74,27 +74,34 @@ class ProcessExecutor:
 
     Attributes:
         command: of the process; it exchanges frames of `autoshard_server.solvers.messages` on
-            stdin and stdout.
+            stdin and stdout. None forks the solver, which takes much less time.
         environment: additional environment variables.
         max_bytes: limit of the resident memory of the process and its children, beyond which they
             are killed; None for no limit.
     """
 
-    command: Sequence[str] = _SOLVER
+    command: Sequence[str] | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     max_bytes: int | None = None
 
     def prepare(self) -> Solver:
-        """Start a process, which imports its modules and then waits for its job."""
-        return _ProcessSolver(self.command, self.environment, self.max_bytes)
+        """Start a process, which then waits for its job.
+
+        Raises:
+            OSError: it cannot be started.
+        """
+        return _ProcessSolver(self._start, self.max_bytes)
+
+    def _start(self) -> Child:
+        if self.command is None:
+            return fork("solve", self.environment)
+        return SpawnedChild(self.command, self.environment)
 
 
 class _ProcessSolver:
-    def __init__(
-        self, command: Sequence[str], environment: Mapping[str, str], max_bytes: int | None
-    ) -> None:
-        self._spawn = partial(_spawn, command, environment)
-        self._process = self._spawn()
+    def __init__(self, make: Callable[[], Child], max_bytes: int | None) -> None:
+        self._make = make
+        self._process = make()
         self._max_bytes = max_bytes
         self._excess = 0
         self._was_ready = False
@@ -104,8 +111,8 @@ class _ProcessSolver:
     def start(self, work: SolverInput) -> None:
         if self._process.poll() is not None:
             # It was killed while it waited, which was not caused by this job.
-            self._close()
-            self._process = self._spawn()
+            self._process.close()
+            self._process = self._make()
         _log.info("solver_process", pid=self._process.pid)
         # Written in a thread: a large graph fills the pipe until the process reads it.
         targets: list[Callable[[], None]] = [partial(self._send, work), self._listen]
@@ -123,32 +130,19 @@ class _ProcessSolver:
 
     def stop(self) -> None:
         # Killing is safe: a solver writes entries of the cache in transactions.
-        self._kill()
+        self._process.kill()
         self._process.wait()
         for thread in self._threads:
             thread.join()
-        self._close()
-
-    def _kill(self) -> None:
-        # It is the leader of a session, so its children are in its process group.
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-
-    def _close(self) -> None:
-        for stream in (self._process.stdin, self._process.stdout):
-            if stream is not None:
-                with suppress(OSError):
-                    stream.close()
+        self._process.close()
 
     def _send(self, work: SolverInput) -> None:
-        assert self._process.stdin is not None
         # The listener reports a process that has died.
         with suppress(OSError):
             write_frame(self._process.stdin, FrameKind.REQUEST, work.request.encode())
             write_frame(self._process.stdin, FrameKind.GRAPH, work.graph)
 
     def _listen(self) -> None:
-        assert self._process.stdout is not None
         try:
             while frame := read_frame(self._process.stdout):
                 if frame[0] is FrameKind.READY:
@@ -159,7 +153,7 @@ class _ProcessSolver:
                 if not isinstance(message, Progressed):
                     return
         except ValueError as error:
-            self._kill()
+            self._process.kill()
             detail = f"bad solver output: {error}"
             self._messages.put(Failed(problem_document(ProblemType.INTERNAL, detail)))
             return
@@ -172,19 +166,20 @@ class _ProcessSolver:
             self._messages.put(Died(problem, self._was_ready))
 
     def _limit_memory(self, max_bytes: int) -> None:
+        pid = self._process.pid
         processes: list[psutil.Process] = []
         checked_at = float("-inf")
-        while self._process.poll() is None:
+        while pid is not None and self._process.poll() is None:
             now = time.monotonic()
             with suppress(psutil.NoSuchProcess):
                 if now - checked_at > _CHILDREN_INTERVAL:
-                    process = psutil.Process(self._process.pid)
+                    process = psutil.Process(pid)
                     processes = [process, *process.children(recursive=True)]
                     checked_at = now
             used = sum(map(_resident, processes))
             if used > max_bytes:
                 self._excess = used
-                self._kill()
+                self._process.kill()
                 return
             time.sleep(_MEMORY_INTERVAL)
 
@@ -267,15 +262,4 @@ def _exit_detail(code: int) -> str:
     return (
         f"the solver process {cause} without a result; "
         "if memory ran out, plan a smaller graph or mesh, or give the service more"
-    )
-
-
-def _spawn(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(  # noqa: S603  the command never comes from a client
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env={**os.environ, **environment},
-        # Without a session of its own, Ctrl-C in a terminal would end the solver too.
-        start_new_session=True,
     )

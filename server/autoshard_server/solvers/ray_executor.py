@@ -1,6 +1,6 @@
 """Solves on a Ray cluster: one actor per solve, which runs one solver process.
 
-The process is the one that `ProcessExecutor` starts, with the same limits, and it ends with its
+The process is one that `ProcessExecutor` spawns, with the same limits, and it ends with its
 actor. The state of a job is only in the database. A lost actor counts as a solver that died, so the
 job is retried.
 
@@ -20,7 +20,7 @@ import structlog
 from ray.exceptions import GetTimeoutError, RayError
 
 from autoshard_server.problems import ProblemType, problem_document
-from autoshard_server.solvers.executor import ProcessExecutor, Solver
+from autoshard_server.solvers.executor import SOLVER_COMMAND, ProcessExecutor, Solver
 from autoshard_server.solvers.messages import (
     Died,
     FrameKind,
@@ -82,8 +82,8 @@ class SolverActor:
     def __init__(
         self, command: Sequence[str] | None, environment: Mapping[str, str], max_bytes: int | None
     ) -> None:
-        options = {} if command is None else {"command": command}
-        executor = ProcessExecutor(**options, environment=environment, max_bytes=max_bytes)
+        # An actor runs one process, for which a fork server would take longer.
+        executor = ProcessExecutor(command or SOLVER_COMMAND, environment, max_bytes)
         self._solver = executor.prepare()
 
     def start(self, request: str, graph: bytes) -> None:
