@@ -18,7 +18,12 @@ from autoshard.mesh.presets import (
     TCP_LATENCY,
     get_topology,
 )
-from autoshard.mesh.shapes import check_axis_names, default_axis_names, parse_shape
+from autoshard.mesh.shapes import (
+    check_axis_names,
+    check_num_axes,
+    default_axis_names,
+    parse_shape,
+)
 from autoshard.mesh.topology import Link, Topology, check_backend, read_rate
 
 _LATENCIES = {"nccl": (NVLINK_LATENCY, NETWORK_LATENCY), "gloo": (TCP_LATENCY, TCP_LATENCY)}
@@ -128,6 +133,7 @@ def _axes(shape: str | Sequence[int], names: Sequence[str] | None) -> tuple[Axis
         names = found if names is None else names
     if not shape:
         raise MeshError("the shape of the mesh is empty; for one device, use (1,)")
+    check_num_axes(len(shape))
     for size in shape:
         if not isinstance(size, SupportsIndex):
             raise MeshError(f"the size of an axis is {size!r}; give whole numbers, such as (2, 4)")

@@ -42,6 +42,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from autoshard.errors import MeshError
 from autoshard.mesh.nodes import describe_devices
+from autoshard.mesh.shapes import check_num_axes
 from autoshard.mesh.topology import (
     COLLECTIVES,
     INNER,
@@ -53,7 +54,7 @@ from autoshard.mesh.topology import (
     check_not_negative,
     check_unique,
 )
-from autoshard.schemas import type_adapter
+from autoshard.schemas import listed_errors, type_adapter
 
 
 class Line(NamedTuple):
@@ -270,6 +271,7 @@ class Mesh:
     def __post_init__(self) -> None:
         if not self.axes:
             raise MeshError("the mesh has no axes; for one device, use one axis of size 1")
+        check_num_axes(len(self.axes))
         check_unique(self.axis_names, "axis")
         limit = self.topology.max_devices or MAX_DEVICES
         if self.num_devices > limit:
@@ -425,7 +427,7 @@ def mesh_from_json(document: str | bytes) -> Mesh:
 
     Raises:
         MeshError: the document is not JSON or not a valid mesh, or has unknown fields or inexact
-            types; the message lists all errors.
+            types; the message lists the errors.
     """
     return _read(type_adapter(Mesh), document, "mesh")
 
@@ -440,7 +442,7 @@ def topology_from_json(document: str | bytes) -> Topology:
 
     Raises:
         MeshError: the document is not JSON or not a valid topology, or has unknown fields or
-            inexact types; the message lists all errors.
+            inexact types; the message lists the errors.
     """
     return _read(type_adapter(Topology), document, "topology")
 
@@ -451,6 +453,7 @@ def _read(adapter: TypeAdapter[T], document: str | bytes, what: str) -> T:
     except ValidationError as error:
         problems = [
             f"{'.'.join(map(str, (what, *e['loc'])))}: {e['msg'].removeprefix('Value error, ')}"
-            for e in error.errors(include_url=False, include_context=False)
+            for e in listed_errors(error)
         ]
-        raise MeshError("; ".join(problems)) from None
+        many = f"the {what} has {error.error_count():,} errors, which are too many to list"
+        raise MeshError("; ".join(problems) or many) from None

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from math import isqrt
 
 from autoshard.errors import MeshError
 from autoshard.mesh.topology import Topology
@@ -9,6 +10,9 @@ from autoshard.quantities import format_rate
 
 _MAX_LISTED = 8
 """Maximum number of possibilities in a message."""
+
+_MAX_TRIED = 1 << 12
+"""Largest divisor that is tried: enough for every mesh that can be made."""
 
 
 def node_size(
@@ -87,9 +91,15 @@ def describe_devices(topology: Topology, num_devices: int) -> str:
 
 
 def _possible(num_devices: int, most: int | None) -> str:
-    sizes = (size for size in range(num_devices, 0, -1) if num_devices % size == 0)
+    sizes = sorted(_divisors(num_devices), reverse=True)
     pairs = [f"{num_devices // size} x {size}" for size in sizes if most is None or size <= most]
     return f"possible numbers of nodes x devices: {', '.join(pairs[:_MAX_LISTED])}"
+
+
+def _divisors(number: int) -> set[int]:
+    """The divisors of a number; only the smallest and largest of a number beyond any mesh."""
+    small = [d for d in range(1, min(isqrt(number), _MAX_TRIED) + 1) if number % d == 0]
+    return {*small, *(number // d for d in small)}
 
 
 def _counts(topology: Topology, num_devices: int) -> str:

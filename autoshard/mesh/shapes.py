@@ -9,6 +9,16 @@ _AXIS = re.compile(r"\s*(?:([A-Za-z_][\w.-]*)\s*=\s*)?([0-9]{1,9})\s*")
 _SEPARATORS = frozenset(",xX*×")  # noqa: RUF001  the multiplication sign is meant
 
 
+MAX_AXES = 32
+"""Maximum number of axes of a mesh."""
+
+
+def check_num_axes(number: int) -> None:
+    """Raise MeshError if a mesh would have too many axes."""
+    if number > MAX_AXES:
+        raise MeshError(f"the mesh has {number:,} axes; the limit is {MAX_AXES}")
+
+
 def default_axis_names(num_axes: int) -> tuple[str, ...]:
     """Names of axes that were not named: axis0, axis1 and so on."""
     return tuple(f"axis{i}" for i in range(num_axes))

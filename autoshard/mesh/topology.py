@@ -79,6 +79,9 @@ slices contiguous."""
 MEASURABLE = (*COLLECTIVES, f"all_gather{INNER}", f"reduce_scatter{INNER}")
 """Names of the collectives that a link may have a rate for."""
 
+MAX_LEVELS = 32
+"""Maximum number of levels of links of a topology."""
+
 MAX_BENDS = 64
 """Maximum number of bends of a collective."""
 
@@ -342,6 +345,10 @@ class Topology:
         )
         if not self.levels:
             raise MeshError(f"topology {self.name!r} has no levels; give at least one link")
+        if len(self.levels) > MAX_LEVELS:
+            raise MeshError(
+                f"topology {self.name!r} has {len(self.levels):,} levels; the limit is {MAX_LEVELS}"
+            )
         check_unique((link.name for link in self.levels), "link")
         for inner, outer in pairwise(self.levels):
             _check_nested(inner, outer)

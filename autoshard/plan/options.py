@@ -39,6 +39,9 @@ MIN_EXPRESSED = 0.5
 
 _Pattern = Annotated[str, Field(min_length=1, max_length=512)]
 _LayoutText = Annotated[str, Field(max_length=1024)]
+_Balance = Annotated[
+    tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1, max_length=1024, fail_fast=True)
+]
 _PinTable = Annotated[Mapping[_Pattern, _LayoutText], Field(max_length=1024)]
 
 
@@ -127,7 +130,9 @@ class ForbiddenCollective(_Options):
 
     kind: CollectiveKind
     axis: str | None = Field(
-        default=None, description="forbid it on this axis only; on all axes if null."
+        default=None,
+        max_length=255,
+        description="forbid it on this axis only; on all axes if null.",
     )
 
     def __str__(self) -> str:
@@ -143,6 +148,7 @@ class PlanOptions(_Options):
     )
     optimizer: str = Field(
         default="adamw",
+        max_length=255,
         description="optimizer whose state is counted in memory and whose step is timed.",
     )
     master_weights: bool = Field(
@@ -205,6 +211,7 @@ class PlanOptions(_Options):
         ),
     )
     cuts: tuple[Cut, ...] = Field(
+        fail_fast=True,
         default=(),
         max_length=1024,
         description=(
@@ -215,9 +222,7 @@ class PlanOptions(_Options):
             "`stages` asks for more."
         ),
     )
-    balance: (
-        Weight | Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1)] | None
-    ) = Field(
+    balance: Weight | _Balance | None = Field(
         default=None,
         description=(
             "how to choose the cuts without optimization, for comparison: so that the largest "
@@ -294,10 +299,14 @@ class PlanOptions(_Options):
     )
     pins: Pins = Field(default=Pins(), description="layouts that the plan must have.")
     forbid: tuple[ForbiddenCollective, ...] = Field(
-        default=(), max_length=64, description="collectives that the plan may not run."
+        fail_fast=True,
+        default=(),
+        max_length=64,
+        description="collectives that the plan may not run.",
     )
     batch_axis: str | None = Field(
         default=None,
+        max_length=255,
         description=(
             "name of the data-parallel axis, the only one that shards the batch: dim 0 of user "
             "inputs, and the dims that derive from it."

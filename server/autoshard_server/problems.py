@@ -81,6 +81,26 @@ class ProblemType(Enum):
         "The body is too large",
         "The body exceeds 'limit' bytes; export the model on the meta device.",
     )
+    HEADER_TOO_LARGE = (
+        431,
+        "The header is too large",
+        "The request line and headers are too many bytes, or there are too many headers.",
+    )
+    REQUEST_TIMEOUT = (
+        408,
+        "The request took too long to arrive",
+        "The header, or more of the body, did not arrive in time; the connection is closed.",
+    )
+    TOO_MANY_CONNECTIONS = (
+        503,
+        "Too many connections",
+        "The service, or the caller's address, has too many connections; retry later.",
+    )
+    TOO_MANY_FAILURES = (
+        429,
+        "Too many invalid keys",
+        "The caller's address sent too many invalid keys; retry after 'Retry-After' seconds.",
+    )
     LIMIT = (
         422,
         "A limit of this service is exceeded",
@@ -224,7 +244,7 @@ def limit_error(
     kind: ProblemType,
     detail: str,
     setting: str,
-    limit: int,
+    limit: float,
     headers: Mapping[str, str] | None = None,
 ) -> ServerError:
     """The error of a request that exceeds a limit.

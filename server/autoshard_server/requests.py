@@ -6,9 +6,17 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib.metadata import version
 from math import prod
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, RootModel, Tag, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    RootModel,
+    Tag,
+    field_validator,
+)
 
 from autoshard.errors import OptionError
 from autoshard.graph import MAX_RULES, RULES_VERSION, rules_from_json, rules_to_json
@@ -33,16 +41,33 @@ LinkBandwidth = Annotated[
     Field(description="per device and direction: bytes per second, or a text such as '450GB/s'"),
 ]
 Latency = Annotated[float, Field(description="seconds per step")]
+_LARGEST = 2**31 - 1
+"""Largest number of devices in a request; the limit of the service is usually smaller."""
+
+_MOST_AXES = 16
+"""Largest number of axes in a request, the largest value of AUTOSHARD_MAX_MESH_AXES."""
+
+_MAX_NAME = 255
+"""Largest number of characters of a name."""
+
+AxisSize = Annotated[int, Field(le=_LARGEST)]
+AxisName = Annotated[str, Field(max_length=_MAX_NAME)]
 Nodes = Annotated[
-    int, Field(ge=1, description="number of nodes; default: what the topology's node size gives")
+    int,
+    Field(
+        ge=1,
+        le=_LARGEST,
+        description="number of nodes; default: what the topology's node size gives",
+    ),
 ]
 GpusPerNode = Annotated[
-    int, Field(ge=1, description="number of devices of a node, instead of nodes")
+    int, Field(ge=1, le=_LARGEST, description="number of devices of a node, instead of nodes")
 ]
 TopologyName = Annotated[
     str,
     Field(
-        max_length=255, description="a name of GET /v1/topologies, or a part of one, such as h100"
+        max_length=_MAX_NAME,
+        description="a name of GET /v1/topologies, or a part of one, such as h100",
     ),
 ]
 PlanIdField = Annotated[str, Field(pattern="^[0-9a-f]{64}$", description="id of a plan")]
@@ -62,10 +87,17 @@ class MeshShorthand(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
-    shape: tuple[int, ...] = Field(
-        description="size of each axis, outermost first", examples=[[2, 4]]
+    is_document: ClassVar = False
+
+    shape: tuple[AxisSize, ...] = Field(
+        fail_fast=True,
+        max_length=_MOST_AXES,
+        description="size of each axis, outermost first",
+        examples=[[2, 4]],
     )
-    axes: tuple[str, ...] | None = Field(default=None, description="name of each axis")
+    axes: Annotated[tuple[AxisName, ...], Field(max_length=_MOST_AXES, fail_fast=True)] | None = (
+        Field(default=None, description="name of each axis")
+    )
     topology: TopologyName | None = None
     nodes: Nodes | None = None
     gpus_per_node: GpusPerNode | None = None
@@ -73,7 +105,12 @@ class MeshShorthand(BaseModel):
     inter_bandwidth: LinkBandwidth | None = None
     intra_latency: Latency | None = None
     inter_latency: Latency | None = None
-    backend: str | None = Field(default=None, description="nccl or gloo")
+    backend: str | None = Field(default=None, max_length=_MAX_NAME, description="nccl or gloo")
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Size of each axis, before the mesh is made."""
+        return self.shape
 
     def build(self, stored: Topology | None = None) -> Mesh:
         """Make the mesh.
@@ -90,6 +127,16 @@ class MeshShorthand(BaseModel):
 
 class MeshDocument(RootModel[dict[str, Any]]):
     """A complete mesh, as `mesh_to_json` writes it."""
+
+    is_document: ClassVar = True
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Size of each axis, before the document is checked; 1 if it is not a size."""
+        axes = self.root.get("axes")
+        items = axes if isinstance(axes, list) else []
+        found = (item.get("size") if isinstance(item, dict) else None for item in items)
+        return tuple(size if isinstance(size, int) else 1 for size in found)
 
     def build(self, _stored: Topology | None = None) -> Mesh:
         """Make the mesh, whose topology is part of the document.
@@ -125,6 +172,7 @@ class GraphRequest(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     rules: tuple[dict[str, Any], ...] = Field(
+        fail_fast=True,
         default=(),
         max_length=MAX_RULES,
         description=(
@@ -176,7 +224,7 @@ class SearchRequest(GraphRequest):
     """A number of devices to find the best mesh for, and a stored graph."""
 
     graph_sha256: GraphField
-    num_devices: int = Field(ge=1, description="devices of each mesh", examples=[8])
+    num_devices: int = Field(ge=1, le=_LARGEST, description="devices of each mesh", examples=[8])
     topology: TopologyName | TopologyDocument | None = Field(
         default=None,
         description="a name of GET /v1/topologies, or a whole topology as `topology_to_json` "
@@ -380,10 +428,11 @@ def check_limit(setting: str, number: int, unit: str, settings: Settings) -> Non
 
 
 def _checked_mesh(mesh: MeshInput, settings: Settings, topology: Topology | None) -> Mesh:
-    made = mesh.build(topology)
-    check_limit("max_mesh_axes", len(made.axes), "axes of a mesh", settings)
-    check_limit("max_devices", prod(made.axis_sizes), "devices of a mesh", settings)
-    return made
+    # Before the mesh is made, which takes time for each axis.
+    sizes = mesh.sizes
+    check_limit("max_mesh_axes", len(sizes), "axes of a mesh", settings)
+    check_limit("max_devices", prod(sizes), "devices of a mesh", settings)
+    return mesh.build(topology)
 
 
 def _check_time_limit(seconds: float, settings: Settings) -> None:

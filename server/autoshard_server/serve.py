@@ -17,6 +17,7 @@ from sqlalchemy import make_url
 from autoshard.errors import OptionError
 from autoshard_server.app import create_app, create_worker_app
 from autoshard_server.http.auth import is_loopback
+from autoshard_server.http.connections import Config
 from autoshard_server.settings import Settings
 from autoshard_server.solvers import make_executor
 from autoshard_server.solvers.workers import Workers
@@ -69,7 +70,7 @@ def serve(
     if settings.auth == "required":
         _require_keys(host, settings)
     app = create_app(settings)
-    config = _config(app, max(1, round(settings.shutdown_grace)))
+    config = _config(app, settings, max(1, round(settings.shutdown_grace)))
     server = _Server(config, app, settings.store_url)
     with suppress(KeyboardInterrupt):
         server.run(sockets=listeners)
@@ -120,7 +121,7 @@ def run_workers(
     workers = Workers(stores, executor, settings)
     workers.start()
     _log.info("worker_started", num_workers=settings.num_workers)
-    with _serving(create_worker_app(workers, stores, settings), listener):
+    with _serving(create_worker_app(workers, stores, settings), settings, listener):
         have_died = _supervise(workers, should_end)
         _log.info("worker_draining", grace=settings.shutdown_grace)
         workers.stop()
@@ -152,9 +153,10 @@ class _Server(uvicorn.Server):
         super().handle_exit(sig, frame)
 
 
-def _config(app: FastAPI, grace: int) -> uvicorn.Config:
-    return uvicorn.Config(
+def _config(app: FastAPI, settings: Settings, grace: int) -> Config:
+    return Config(
         app,
+        settings,
         log_config=None,
         access_log=False,
         server_header=False,
@@ -251,12 +253,12 @@ def _listen(settings: Settings) -> socket.socket | None:
 
 
 @contextmanager
-def _serving(app: FastAPI, listener: socket.socket | None) -> Iterator[None]:
+def _serving(app: FastAPI, settings: Settings, listener: socket.socket | None) -> Iterator[None]:
     """Serve an application in a thread, within a `with` block."""
     if listener is None:
         yield
         return
-    server = uvicorn.Server(_config(app, _WORKER_GRACE))
+    server = uvicorn.Server(_config(app, settings, _WORKER_GRACE))
     thread = Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     host, port = listener.getsockname()[:2]

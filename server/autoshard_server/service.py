@@ -176,13 +176,7 @@ class Service:
         """
         if name is None or name in list_topologies():
             return None
-        document = await anyio.to_thread.run_sync(self.stores.topologies.get, name)
-        if document is None:
-            try:
-                return get_topology(name)
-            except MeshError as error:
-                raise MeshError(f"{error}; or store it with PUT /v1/topologies/{{name}}") from None
-        return topology_from_json(document)
+        return await anyio.to_thread.run_sync(self._read_topology, name)
 
     async def stored_graph(self, sha256: str) -> bytes:
         """The bytes of an uploaded graph.
@@ -278,6 +272,15 @@ class Service:
             if body is not None:
                 self._lru.put(namespace, key, body)
         return body
+
+    def _read_topology(self, name: str) -> Topology:
+        document = self.stores.topologies.get(name)
+        if document is None:
+            try:
+                return get_topology(name)
+            except MeshError as error:
+                raise MeshError(f"{error}; or store it with PUT /v1/topologies/{{name}}") from None
+        return topology_from_json(document)
 
     def _parse(self, graph: bytes) -> Graph:
         program = load_graph(graph, limits=ArchiveLimits(**self.settings.archive_limits))

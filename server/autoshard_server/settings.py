@@ -91,6 +91,48 @@ class Settings(BaseSettings):
         default="auto",
         description="Require an API key: always, never, or (`auto`) on all addresses but loopback.",
     )
+    max_connections: int = Field(
+        default=2048,
+        ge=1,
+        description="Open connections, at most what `ulimit -n` allows. Beyond it the one that "
+        "has waited longest for a request is closed; if all have requests, status 503. `/livez` "
+        "is answered in any case.",
+    )
+    max_address_connections: int = Field(
+        default=256,
+        ge=1,
+        description="Open connections of one address other than this machine's; status 503 "
+        "beyond it. Behind a reverse proxy on another host, as many as all callers need.",
+    )
+    max_header_bytes: ByteCount = Field(
+        default=32 * 1024,
+        description="Largest request line and headers together; status 431 beyond it.",
+    )
+    max_headers: int = Field(
+        default=100, ge=1, description="Headers of a request; status 431 beyond it."
+    )
+    header_timeout: float = Field(
+        default=10.0,
+        gt=0,
+        description="Seconds from the connection, or the first byte of a later request, to the "
+        "end of the header; status 408 beyond it.",
+    )
+    transfer_timeout: float = Field(
+        default=30.0,
+        gt=0,
+        description="Seconds in which another 16 KiB of a body must arrive, or all of it; status "
+        "408 beyond it. A caller that reads nothing of a response for so long is disconnected.",
+    )
+    idle_timeout: float = Field(
+        default=60.0,
+        gt=0,
+        description="Seconds after which a connection without a request is closed.",
+    )
+    max_invalid_keys: int = Field(
+        default=30,
+        ge=1,
+        description="Invalid API keys of one address in a minute; status 429 beyond it.",
+    )
     max_body_bytes: ByteCount = Field(
         default=64 * _MIB,
         description="Largest request body, as sent and after decompression; status 413 beyond it.",
@@ -115,6 +157,11 @@ class Settings(BaseSettings):
     max_request_bytes: ByteCount = Field(
         default=_MIB,
         description="Largest JSON of a request: a body, or the form part 'request'.",
+    )
+    max_request_values: int = Field(
+        default=100_000,
+        gt=0,
+        description="Values of the JSON of a request, counted by its separators.",
     )
     max_topologies: int = Field(default=1000, ge=0, description="Topologies stored under names.")
     max_topology_bytes: ByteCount = Field(

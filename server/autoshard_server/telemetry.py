@@ -57,6 +57,14 @@ job_seconds = Histogram(
     registry=_registry,
 )
 
+refused_connections_total = Counter(
+    "autoshard_refused_connections",
+    "Connections that were refused or closed by a limit: total, address, displaced, header, "
+    "header-timeout, body-timeout, no-request, pipelined, body or response.",
+    ("reason",),
+    registry=_registry,
+)
+
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 
 

@@ -15,6 +15,7 @@ from cachetools import TTLCache
 from fastapi import Depends, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
+from autoshard_server.http.throttle import Throttle
 from autoshard_server.problems import ProblemType, ServerError
 from autoshard_server.settings import Settings
 from autoshard_server.store.api_keys import ApiKey, ApiKeyStore
@@ -76,6 +77,7 @@ class Authenticator:
         self._keys = keys
         self._mode = settings.auth
         self._recent: TTLCache[bytes, ApiKey] = TTLCache(_MAX_KEYS, _TTL)
+        self._throttle = Throttle(settings.max_invalid_keys)
         self._lock = Lock()
 
     async def caller(self, request: Request, token: str | None) -> Caller:
@@ -83,7 +85,8 @@ class Authenticator:
 
         Raises:
             ServerError: UNAUTHENTICATED, if a key is required and no valid one was sent;
-                FORBIDDEN, if none is required, but the request comes from another site's page.
+                FORBIDDEN, if none is required, but the request comes from another site's page;
+                TOO_MANY_FAILURES.
         """
         if not self._is_required(request):
             if self._mode == "auto":
@@ -95,9 +98,13 @@ class Authenticator:
         with self._lock:
             key = self._recent.get(digest)
         if key is None:
+            address = request.client.host if request.client else ""
+            self._throttle.check(address, digest)
             key = await anyio.to_thread.run_sync(self._keys.authenticate, token)
             if key is None:
+                self._throttle.failed(address, digest)
                 raise _unauthenticated("the key is unknown, revoked or expired")
+            self._throttle.succeeded(digest)
             with self._lock:
                 self._recent[digest] = key
         known = {scope.value for scope in Scope}

@@ -5,8 +5,10 @@ import math
 import re
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, TypeVar, cast
 
+import anyio.to_thread
 from fastapi import Depends, Path, Query
 from pydantic import BaseModel, ValidationError
 from starlette.convertors import StringConvertor, register_url_convertor
@@ -14,8 +16,9 @@ from starlette.datastructures import FormData, UploadFile
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
+from autoshard.schemas import listed_errors
 from autoshard_server.problems import ProblemType, ServerError, limit_error
-from autoshard_server.requests import CreatePlanRequest
+from autoshard_server.requests import CreatePlanRequest, check_limit
 from autoshard_server.service import Service
 from autoshard_server.settings import Settings
 from autoshard_server.store.tables import Cursor
@@ -30,6 +33,9 @@ _WAIT = re.compile(r"(?:^|[,;\s])wait\s*=\s*\"?(\d{1,9})\"?(?=$|[,;\s])", re.IGN
 
 _MAX_PAGE = 1000
 _DEFAULT_PAGE = 50
+
+_QUICK_BYTES = 4096
+"""JSON that is validated at once; that of usual requests is shorter."""
 
 _ID = re.compile(r"[0-9a-f]{1,64}")
 """Ids of jobs and plans."""
@@ -114,7 +120,7 @@ async def read_upload(request: Request, settings: Settings) -> tuple[CreatePlanR
     except HTTPException as error:
         detail = f"the form cannot be read: {error.detail}"
         raise ServerError(ProblemType.MULTIPART, detail) from None
-    return parse(CreatePlanRequest, text, "part 'request'"), graph
+    return await parse_json(CreatePlanRequest, text, "part 'request'", settings), graph
 
 
 async def read_json(request: Request, model: type[_Model], settings: Settings) -> _Model:
@@ -123,7 +129,8 @@ async def read_json(request: Request, model: type[_Model], settings: Settings) -
     Raises:
         ServerError: the body is not valid JSON of the model, or too large.
     """
-    return parse(model, await read_text(request, settings, "max_request_bytes"), "body")
+    text = await read_text(request, settings, "max_request_bytes")
+    return await parse_json(model, text, "body", settings)
 
 
 async def read_text(request: Request, settings: Settings, limit_name: str) -> bytes:
@@ -134,7 +141,9 @@ async def read_text(request: Request, settings: Settings, limit_name: str) -> by
     """
     if media_type(request) != JSON:
         raise ServerError(ProblemType.MEDIA_TYPE, f"send {JSON}")
-    return await read_bytes(request, settings, limit_name)
+    text = await read_bytes(request, settings, limit_name)
+    check_values(text, settings)
+    return text
 
 
 async def read_bytes(request: Request, settings: Settings, limit_name: str) -> bytes:
@@ -163,6 +172,29 @@ def media_type(request: Request) -> str:
     return value.partition(";")[0].strip().lower()
 
 
+async def parse_json(model: type[_Model], text: bytes, where: str, settings: Settings) -> _Model:
+    """Parse and validate the JSON of a request; in a thread if that takes long.
+
+    Raises:
+        ServerError: REQUEST, with a pointer to each error; LIMIT, if it has too many values.
+    """
+    check_values(text, settings)
+    if len(text) <= _QUICK_BYTES:
+        return parse(model, text, where)
+    return await anyio.to_thread.run_sync(partial(parse, model, text, where))
+
+
+def check_values(text: bytes, settings: Settings) -> None:
+    """Refuse JSON with more values than this service allows, before it is parsed.
+
+    Raises:
+        ServerError: LIMIT.
+    """
+    # Each value but the first follows one of these characters; in strings they count too.
+    number = sum(map(text.count, (b",", b":", b"[", b"{")))
+    check_limit("max_request_values", number, "values of a request", settings)
+
+
 def parse(model: type[_Model], text: bytes, where: str) -> _Model:
     """Parse and validate JSON text.
 
@@ -172,15 +204,13 @@ def parse(model: type[_Model], text: bytes, where: str) -> _Model:
     try:
         return model.model_validate_json(text)
     except ValidationError as error:
-        found = [
-            {"pointer": _pointer(e["loc"]), "detail": e["msg"]}
-            for e in error.errors(include_url=False, include_context=False, include_input=False)
-        ]
-        first = found[0]
+        found = [{"pointer": _pointer(e["loc"]), "detail": e["msg"]} for e in listed_errors(error)]
+        many = {"pointer": "", "detail": f"{error.error_count():,} errors, too many to list"}
+        first = found[0] if found else many
         raise ServerError(
             ProblemType.REQUEST,
             f"the {where} is not valid at {first['pointer'] or 'its root'}: {first['detail']}",
-            extensions={"errors": found},
+            extensions={"errors": found or [many]},
         ) from None
 
 

@@ -159,6 +159,7 @@ async def operator_coverage(
     """
     submitted = await read_json(request, CoverageRequest, service.settings)
     topology = await service.stored_topology(topology_name(submitted.mesh))
-    task = coverage_task(submitted, service.settings, topology=topology)
+    make = partial(coverage_task, submitted, service.settings, topology=topology)
+    task = await service.in_parser(make)
     found = await service.run(task, caller=caller.name)
     return await result_response(request, service, found, default_wait=DEFAULT_WAIT)

@@ -25,7 +25,7 @@ from autoshard_server.http.parameters import (
     cursor_of,
     media_type,
     page_limit,
-    parse,
+    parse_json,
     read_bytes,
     read_json,
     read_upload,
@@ -47,6 +47,7 @@ from autoshard_server.requests import (
     CreatePlanRequest,
     LookUpPlanRequest,
     PlanQuery,
+    PlanRequest,
     explanation_task,
     topology_name,
 )
@@ -107,8 +108,7 @@ async def create_plan(request: Request, service: ServiceParameter, caller: Plann
     the plan. Equal requests share one job.
     """
     submitted, sha256, graph, text = await _read_request(request, service)
-    topology = await service.stored_topology(topology_name(submitted.mesh))
-    query = PlanQuery(submitted, sha256, service.settings, topology=topology)
+    query = await _query(service, submitted, sha256)
     validate_only = submitted.validate_only
     run = partial(service.plan, query, graph, caller=caller.name, validate_only=validate_only)
     found = await run_once(request, service, caller, sha256.encode() + text, run)
@@ -135,8 +135,7 @@ async def look_up_plan(
 ) -> KnownPlan:
     """Find the plan of an earlier request, without sending the graph again."""
     submitted = await read_json(request, LookUpPlanRequest, service.settings)
-    topology = await service.stored_topology(topology_name(submitted.mesh))
-    query = PlanQuery(submitted, submitted.graph_sha256, service.settings, topology=topology)
+    query = await _query(service, submitted, submitted.graph_sha256)
     found = await service.look_up(query)
     response.headers["Content-Location"] = f"/v1/plans/{found}"
     return KnownPlan(id=found)
@@ -313,6 +312,19 @@ async def trace_plan(
     return tagged_response(request, text, hashlib.sha256(text).hexdigest(), cache=REVALIDATE)
 
 
+async def _query(service: Service, submitted: PlanRequest, sha256: str) -> PlanQuery:
+    """The query of a request, with its digest; made in a thread if that may take long."""
+    topology = await service.stored_topology(topology_name(submitted.mesh))
+
+    def make() -> PlanQuery:
+        query = PlanQuery(submitted, sha256, service.settings, topology=topology)
+        _ = query.digest
+        return query
+
+    is_quick = topology is None and not submitted.rules and not submitted.mesh.is_document
+    return make() if is_quick else await service.in_parser(make)
+
+
 async def _cached_plan(service: Service, plan_id: str) -> bytes:
     body = await service.find_result(JobKind.PLAN, plan_id)
     if body is None:
@@ -338,7 +350,7 @@ async def _read_request(
             "with the 'graph_sha256' of a stored graph",
         )
     text = await read_bytes(request, service.settings, "max_request_bytes")
-    stored = parse(CreatePlanOfGraphRequest, text, "body")
+    stored = await parse_json(CreatePlanOfGraphRequest, text, "body", service.settings)
     return stored, stored.graph_sha256, None, text
 
 

@@ -1,0 +1,432 @@
+"""Connections: limits of their number, of the size of headers, and of the time that clients take.
+
+uvicorn limits none of these before an application is called. A protocol of it counts the bytes
+of a header while they arrive, and one check for all connections closes those that take too long.
+"""
+
+import asyncio
+import json
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from enum import Enum
+from http import HTTPStatus
+from typing import Any
+
+import structlog
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from autoshard_server.problems import (
+    PROBLEM_MEDIA_TYPE,
+    ProblemType,
+    ServerError,
+    limit_error,
+    problem_of,
+)
+from autoshard_server.settings import Settings
+from autoshard_server.telemetry import refused_connections_total
+
+LIVENESS_PATH = b"/livez"
+"""Path that is answered on connections beyond the limit, so that health checks pass."""
+
+_RESERVE = 64
+"""Connections beyond the limit, for health checks and for responses of 503."""
+
+_ADDRESS_RESERVE = 8
+"""The same for the limit of an address."""
+
+_THIS_MACHINE = frozenset({"", "127.0.0.1", "::1"})
+"""Addresses without a limit of their own: a reverse proxy may have everybody's connections."""
+
+_FILES = 256
+"""Files that a process opens besides connections."""
+
+_PROGRESS = 16 * 1024
+"""Bytes of a body that must arrive in every AUTOSHARD_TRANSFER_TIMEOUT seconds."""
+
+_MAX_PIPELINED = 16
+"""Requests of one connection that may wait for the response to an earlier one."""
+
+_LOG_SECONDS = 10.0
+"""Connections that are refused within this time are logged as one line."""
+
+_log = structlog.get_logger(__name__)
+
+
+class _Phase(Enum):
+    """What a connection waits for."""
+
+    IDLE = "the next request"
+    HEADER = "the rest of a header"
+    BODY = "the rest of a body"
+    RESPONSE = "the application"
+
+
+class _RefusedError(Exception):
+    """Raised in callbacks of the parser; it stops parsing."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    reason: str
+    error: ServerError
+
+
+class Connections:
+    """The open connections of a server, and their limits.
+
+    Args:
+        settings: with the limits.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.limit = min(settings.max_connections, _open_files(settings.max_connections))
+        self.max_discarded = settings.max_body_bytes
+        self._open: dict[LimitedProtocol, str] = {}
+        self._by_address: Counter[str] = Counter()
+        self._waiting: dict[LimitedProtocol, None] = {}
+        self._refused: Counter[str] = Counter()
+        self._refused_address = ""
+        self._logged_at = -_LOG_SECONDS
+        self._timer: asyncio.TimerHandle | None = None
+        shortest = min(settings.header_timeout, settings.idle_timeout, settings.transfer_timeout)
+        self._interval = min(1.0, shortest / 4)
+
+    def add(self, connection: "LimitedProtocol", address: str) -> _Refusal | None:
+        """Count a connection; the reason why it may only ask for /livez, or None.
+
+        If there are too many, the one that has waited longest for a request is closed.
+        """
+        self._open[connection] = address
+        self._by_address[address] += 1
+        self.wait(connection)
+        if self._timer is None:
+            self._timer = connection.loop.call_later(self._interval, self._check, connection.loop)
+        limit = self.settings.max_address_connections
+        if self._by_address[address] > limit and address not in _THIS_MACHINE:
+            detail = f"{address} has more than {limit} connections"
+            return _too_many("address", detail, "max_address_connections", limit)
+        if len(self._open) <= self.limit:
+            return None
+        oldest = next(iter(self._waiting))
+        if oldest is not connection:
+            self.count("displaced", address)
+            oldest.drop()
+            return None
+        detail = f"the service has {self.limit} connections, all with requests"
+        return _too_many("total", detail, "max_connections", self.limit)
+
+    def is_exhausted(self, address: str) -> bool:
+        """True if there are too many connections even for refusals."""
+        most = self.settings.max_address_connections + _ADDRESS_RESERVE
+        is_flood = self._by_address[address] > most and address not in _THIS_MACHINE
+        return is_flood or len(self._open) > self.limit + _RESERVE
+
+    def remove(self, connection: "LimitedProtocol") -> None:
+        """Forget a connection that was closed."""
+        address = self._open.pop(connection, None)
+        self._waiting.pop(connection, None)
+        if address is not None:
+            self._by_address[address] -= 1
+            if not self._by_address[address]:
+                del self._by_address[address]
+
+    def wait(self, connection: "LimitedProtocol") -> None:
+        """Note that a connection waits for a request from now on."""
+        self._waiting.pop(connection, None)
+        self._waiting[connection] = None
+
+    def serve(self, connection: "LimitedProtocol") -> None:
+        """Note that a connection has a request."""
+        self._waiting.pop(connection, None)
+
+    def count(self, reason: str, address: str) -> None:
+        """Count a connection that was refused or closed; a log line reports several."""
+        refused_connections_total.labels(reason).inc()
+        self._refused[reason] += 1
+        self._refused_address = address
+
+    def _check(self, loop: asyncio.AbstractEventLoop) -> None:
+        now = loop.time()
+        for connection in list(self._open):
+            connection.check(now)
+        if self._refused and now - self._logged_at >= _LOG_SECONDS:
+            _log.warning(
+                "connections_refused",
+                reasons=dict(self._refused),
+                last_address=self._refused_address,
+                open=len(self._open),
+                limit=self.limit,
+            )
+            self._refused.clear()
+            self._logged_at = now
+        is_needed = bool(self._open or self._refused)
+        self._timer = loop.call_later(self._interval, self._check, loop) if is_needed else None
+
+
+class Config(uvicorn.Config):
+    """Configuration of uvicorn with limits of connections.
+
+    Args:
+        app: the ASGI application.
+        settings: with the limits.
+        **given: options of uvicorn.
+    """
+
+    def __init__(self, app: Any, settings: Settings, **given: Any) -> None:
+        idle = max(1, round(settings.idle_timeout))
+        super().__init__(app, http=LimitedProtocol, ws="none", timeout_keep_alive=idle, **given)
+        self.connections = Connections(settings)
+
+
+class LimitedProtocol(HttpToolsProtocol):
+    """HTTP/1.1 with limits of headers, of times, and of connections.
+
+    Args:
+        config: with the connections of the server.
+        server_state: of uvicorn.
+        app_state: of the application.
+        _loop: the event loop.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self._all = config.connections
+        self._limits = config.connections.settings
+        self._only_liveness: _Refusal | None = None
+        self._refusal: _Refusal | None = None
+        self._phase = _Phase.HEADER
+        self._since = self.loop.time()
+        self._unfinished = 0
+        self._header_bytes = self._num_headers = self._body_bytes = 0
+        self._discarded = 0
+        self._stalled_since: float | None = None
+
+    @property
+    def _address(self) -> str:
+        return self.client[0] if self.client else ""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn
+        """Count the connection; close it if there are far too many."""
+        super().connection_made(transport)
+        self._only_liveness = self._all.add(self, self._address)
+        if self._only_liveness is not None and self._all.is_exhausted(self._address):
+            self._all.count(self._only_liveness.reason, self._address)
+            transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the connection."""
+        self._all.remove(self)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse bytes, and refuse a header that is too long before it has ended."""
+        if self._phase is _Phase.IDLE:
+            self._enter(_Phase.HEADER)
+        self._unfinished += len(data)
+        super().data_received(data)
+        if self.transport.is_closing():
+            return
+        # Bytes after which neither a header, nor a piece of a body, nor a message has ended.
+        if self._unfinished > self._limits.max_header_bytes:
+            self._refuse(self._too_large())
+
+    def on_message_begin(self) -> None:
+        """A request begins."""
+        super().on_message_begin()
+        self._header_bytes = self._num_headers = 0
+        if self._phase is not _Phase.HEADER:
+            self._enter(_Phase.HEADER)
+
+    def on_url(self, url: bytes) -> None:
+        """Count a part of the request line."""
+        super().on_url(url)
+        self._count(len(url), 0)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Count a header, or a trailer of a body."""
+        self._count(len(name) + len(value), 1)
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """Start the request."""
+        self._unfinished = 0
+        if self._only_liveness is not None and self.url != LIVENESS_PATH:
+            self._refusal = self._only_liveness
+            raise _RefusedError
+        if len(self.pipeline) >= _MAX_PIPELINED:
+            self._stop("pipelined", "too many requests are waiting on this connection")
+        self._enter(_Phase.BODY)
+        self._all.serve(self)
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """Count a piece of a body; after the response, only some more are read."""
+        self._unfinished = 0
+        self._body_bytes += len(body)
+        if self.cycle.response_complete:
+            self._discarded += len(body)
+            if self._discarded > self._all.max_discarded:
+                self._stop("body", "the body goes on after the response")
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """The request has arrived."""
+        self._unfinished = 0
+        is_answered = self.cycle is not None and self.cycle.response_complete
+        self._enter(_Phase.IDLE if is_answered else _Phase.RESPONSE)
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """The response was sent; wait for the next request."""
+        super().on_response_complete()
+        if self._phase is _Phase.RESPONSE and not self.pipeline:
+            self._enter(_Phase.IDLE)
+
+    def send_400_response(self, msg: str) -> None:
+        """Respond to a request that cannot be parsed, or was refused while it was parsed."""
+        refusal, self._refusal = self._refusal, None
+        if refusal is not None:
+            self._refuse(refusal)
+        elif self._is_waiting or self.transport.is_closing():
+            self.transport.close()
+        else:
+            super().send_400_response(msg)
+
+    def pause_writing(self) -> None:
+        """The client does not read."""
+        super().pause_writing()
+        self._stalled_since = self.loop.time()
+
+    def resume_writing(self) -> None:
+        """The client has read."""
+        super().resume_writing()
+        self._stalled_since = None
+
+    def drop(self) -> None:
+        """Close the connection without a response."""
+        self._all.remove(self)
+        self.transport.abort()
+
+    def check(self, now: float) -> None:
+        """Close the connection if the client takes too long."""
+        waited = now - self._since
+        limits = self._limits
+        if self._stalled_since is not None and now - self._stalled_since > limits.transfer_timeout:
+            self._all.count("response", self._address)
+            self.transport.abort()
+        elif self._phase is _Phase.IDLE and waited > limits.idle_timeout:
+            self.transport.close()
+        elif self._phase is _Phase.HEADER and self._is_waiting:
+            self._since = now
+        elif self._phase is _Phase.HEADER and waited > limits.header_timeout:
+            self._time_out("header", "header_timeout", limits.header_timeout)
+        elif self._phase is _Phase.BODY and waited > limits.transfer_timeout:
+            if self._body_bytes < _PROGRESS and not self.flow.read_paused:
+                self._time_out("body", "transfer_timeout", limits.transfer_timeout)
+            else:
+                self._enter(_Phase.BODY)
+
+    @property
+    def _is_waiting(self) -> bool:
+        """True if a response to an earlier request is being made."""
+        is_serving = self.cycle is not None and not self.cycle.response_complete
+        return bool(self.pipeline) or (is_serving and self._phase is not _Phase.BODY)
+
+    def _enter(self, phase: _Phase) -> None:
+        self._phase = phase
+        self._since = self.loop.time()
+        self._body_bytes = 0
+        if phase is _Phase.IDLE:
+            self._discarded = 0
+            self._all.wait(self)
+
+    def _count(self, nbytes: int, headers: int) -> None:
+        self._unfinished = 0
+        self._header_bytes += nbytes
+        self._num_headers += headers
+        limits = self._limits
+        if self._header_bytes > limits.max_header_bytes or self._num_headers > limits.max_headers:
+            self._refusal = self._too_large()
+            raise _RefusedError
+
+    def _too_large(self) -> _Refusal:
+        limits = self._limits
+        if self._num_headers > limits.max_headers:
+            detail, name = f"the request has more than {limits.max_headers} headers", "max_headers"
+        else:
+            detail = f"the header of the request exceeds {limits.max_header_bytes:,} bytes"
+            name = "max_header_bytes"
+        limit = getattr(limits, name)
+        return _Refusal("header", limit_error(ProblemType.HEADER_TOO_LARGE, detail, name, limit))
+
+    def _stop(self, reason: str, detail: str) -> None:
+        """Stop parsing, and close the connection."""
+        self._refusal = _Refusal(reason, ServerError(ProblemType.REQUEST, detail))
+        raise _RefusedError
+
+    def _time_out(self, what: str, setting: str, seconds: float) -> None:
+        detail = f"the {what} of the request did not arrive within {seconds:g} seconds"
+        error = limit_error(ProblemType.REQUEST_TIMEOUT, detail, setting, seconds)
+        has_begun = self._phase is _Phase.BODY or self._unfinished or self._header_bytes
+        if has_begun:
+            self._refuse(_Refusal(f"{what}-timeout", error))
+        else:
+            self._all.count("no-request", self._address)
+            self.transport.close()
+
+    def _refuse(self, refusal: _Refusal) -> None:
+        """Send a refusal, unless another response is being sent, and close the connection."""
+        self._all.count(refusal.reason, self._address)
+        cycle = self.cycle
+        is_sending = cycle is not None and cycle.response_started
+        if not (is_sending or self._is_waiting or self.transport.is_closing()):
+            self.transport.write(_response(refusal.error))
+        self.transport.close()
+
+
+def _too_many(reason: str, detail: str, setting: str, limit: int) -> _Refusal:
+    headers = {"Retry-After": "5"}
+    kind = ProblemType.TOO_MANY_CONNECTIONS
+    return _Refusal(reason, limit_error(kind, detail, setting, limit, headers))
+
+
+def _response(error: ServerError) -> bytes:
+    """A whole HTTP response, after which the connection is closed."""
+    problem = problem_of(error)
+    body = json.dumps(problem).encode()
+    status = HTTPStatus(problem["status"])
+    headers = {
+        "Content-Type": PROBLEM_MEDIA_TYPE,
+        "Content-Length": str(len(body)),
+        "Connection": "close",
+        **error.headers,
+    }
+    lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+    return f"HTTP/1.1 {status.value} {status.phrase}\r\n{lines}\r\n".encode() + body
+
+
+def _open_files(connections: int) -> int:
+    """Raise the limit of open files of this process; the connections that it allows."""
+    if sys.platform == "win32":
+        return connections
+    import resource  # noqa: PLC0415  only on Unix
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = connections + _RESERVE + _FILES
+    if soft < wanted and soft != resource.RLIM_INFINITY:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    allowed = connections if soft == resource.RLIM_INFINITY else soft - _RESERVE - _FILES
+    if allowed < connections:
+        _log.warning("connections_limited", by="open files (ulimit -n)", limit=max(allowed, 1))
+    return max(allowed, 1)

@@ -1,0 +1,86 @@
+"""Throttle of invalid keys: a caller who sends many waits, without a look-up in the database."""
+
+import ipaddress
+from threading import Lock
+from time import monotonic
+
+import structlog
+from cachetools import LRUCache, TTLCache
+
+from autoshard_server.problems import ProblemType, limit_error
+
+_MINUTE = 60.0
+_MAX_ADDRESSES = 10_000
+_MAX_DIGESTS = 10_000
+_KNOWN_SECONDS = 3600.0
+_IPV6_NETWORK = 64
+"""Bits of an IPv6 address that identify a caller, who usually has all addresses below them."""
+
+_log = structlog.get_logger(__name__)
+
+
+class Throttle:
+    """Counts invalid keys by address; keys that were valid in the last hour are never refused.
+
+    An address has a number of tries, of which each invalid key takes one; they are given back
+    within a minute.
+
+    Args:
+        tries: of an address.
+    """
+
+    def __init__(self, tries: int) -> None:
+        self._tries = tries
+        self._used: LRUCache[str, tuple[float, float]] = LRUCache(_MAX_ADDRESSES)
+        self._known: TTLCache[bytes, None] = TTLCache(_MAX_DIGESTS, _KNOWN_SECONDS)
+        self._lock = Lock()
+
+    def check(self, address: str, digest: bytes) -> None:
+        """Refuse a key without a look-up, if its caller has sent too many invalid ones.
+
+        Raises:
+            ServerError: TOO_MANY_FAILURES.
+        """
+        with self._lock:
+            if digest in self._known:
+                return
+            used = self._current(_network(address))
+        if used < self._tries:
+            return
+        wait = max(1, round((used - self._tries + 1) * _MINUTE / self._tries))
+        raise limit_error(
+            ProblemType.TOO_MANY_FAILURES,
+            f"{address} has sent more than {self._tries} invalid keys within a minute",
+            "max_invalid_keys",
+            self._tries,
+            headers={"Retry-After": str(wait)},
+        )
+
+    def succeeded(self, digest: bytes) -> None:
+        """Note a valid key."""
+        with self._lock:
+            self._known[digest] = None
+
+    def failed(self, address: str, digest: bytes) -> None:
+        """Note an invalid key."""
+        network = _network(address)
+        with self._lock:
+            self._known.pop(digest, None)
+            used = self._current(network) + 1
+            self._used[network] = (used, monotonic())
+        if used - 1 < self._tries <= used:
+            _log.warning("invalid_keys_throttled", address=address, tries=self._tries)
+
+    def _current(self, network: str) -> float:
+        used, since = self._used.get(network, (0.0, 0.0))
+        return max(0.0, used - (monotonic() - since) * self._tries / _MINUTE)
+
+
+def _network(address: str) -> str:
+    try:
+        found = ipaddress.ip_address(address)
+    except ValueError:
+        return address
+    if found.version == 4:  # noqa: PLR2004  the protocol's number
+        return address
+    return str(ipaddress.ip_network((found, _IPV6_NETWORK), strict=False))
