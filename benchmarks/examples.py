@@ -68,6 +68,7 @@ def record(url: str, graph: bytes) -> dict[str, Any]:
         ours = {**topology, "name": "my-cluster"}
         found["StoredTopologyEntry"] = ask("PUT", "/v1/topologies/my-cluster", json=ours)
         found["Topologies"] = ask("GET", "/v1/topologies")
+        found["AuditPage"] = ask("GET", "/v1/audit", params={"page_size": 2})
         found["Alive"] = ask("GET", "/livez")
         found["Versions"] = ask("GET", "/version")
     return found

@@ -29,6 +29,7 @@ from autoshard_solver_cache import (
 
 if TYPE_CHECKING:
     from autoshard_server.store.api_keys import ApiKey, ApiKeyStore
+    from autoshard_server.store.database import Stores
 
 cache = typer.Typer(
     no_args_is_help=True,
@@ -188,6 +189,13 @@ def import_cache(
 def create(
     name: Annotated[str, typer.Argument(help="Owner of the key; limits are counted by name.")],
     *,
+    project: Annotated[
+        str,
+        typer.Option(
+            help="Project of the key: it sees and changes the plans, graphs, jobs and topologies "
+            "of this project only. All projects can read the topologies of 'shared'."
+        ),
+    ] = "default",
     scope: Annotated[
         list[str] | None,
         typer.Option(
@@ -199,23 +207,31 @@ def create(
 ) -> None:
     """Make a key and print its secret, which is not stored and cannot be shown again.
 
-    A name has at most two active keys, so that one can replace the other. The keys of one service
-    share its graphs, jobs and plans: give them to people who may see each other's.
+    A name has at most two active keys in a project, so that one can replace the other. The keys of
+    one project share its graphs, jobs and plans: give them to people who may see each other's.
     """
     with from_extra("server"):
-        from autoshard_server.http.auth import Scope  # noqa: PLC0415  an extra
+        from autoshard_server.callers import Scope  # noqa: PLC0415  an extra
+        from autoshard_server.projects import is_project_name  # noqa: PLC0415  an extra
 
-    with _open_keys(store) as opened:
+    with _open_stores(store) as stores:
         scopes = scope or [Scope.PLAN.value]
         unknown = sorted(set(scopes) - {known.value for known in Scope})
         if unknown:
             raise InputError(f"unknown scope {unknown[0]!r}; choose from {', '.join(Scope)}")
         if not 1 <= len(name) <= _MAX_NAME:
             raise InputError(f"the name has {len(name)} characters; give 1 to {_MAX_NAME}")
-        _check_active_keys(opened, name)
+        if not is_project_name(project):
+            raise InputError(
+                f"the project {project!r} has no valid name; give up to 32 lower-case letters, "
+                "digits and hyphens, such as 'vision-2'"
+            )
+        _check_active_keys(stores.api_keys, project, name)
         expires = None if days is None else time.time() + days * _DAY
-        key, token = opened.create(name, scopes, expires_at=expires)
-    console.print(f"key {key.id}: {', '.join(sorted(key.scopes))}", highlight=False)
+        made = stores.api_keys.create(name, scopes, project=project, expires_at=expires)
+    key, token = made
+    scopes_text = ", ".join(sorted(key.scopes))
+    console.print(f"key {key.id}: {scopes_text} in project {key.project}", highlight=False)
     typer.echo(token)
 
 
@@ -223,22 +239,22 @@ def create(
 @options.expand_groups
 def list_keys(*, store: KeyStore = None, output: options.Output) -> None:
     """List all keys, also revoked and expired ones; secrets are not stored."""
-    with _open_keys(store) as opened:
-        found = opened.list()
-    names = ("id", "name", "scopes", "created", "state")
+    with _open_stores(store) as stores:
+        found = stores.api_keys.list()
+    names = ("id", "project", "name", "scopes", "created", "state")
     table = Table("keys", "", tuple(Column(name) for name in names))
     now = time.time()
     for key in found:
         scopes = " ".join(sorted(key.scopes))
-        table.add(key.id, key.name, scopes, _date(key.created_at), _state(key, now))
+        table.add(key.id, key.project, key.name, scopes, _date(key.created_at), _state(key, now))
     print_output(Report.of(table), output.chosen)
 
 
 @keys.command()
 def revoke(key: KeyId, *, store: KeyStore = None) -> None:
     """Revoke a key; running services notice within two seconds."""
-    with _open_keys(store) as opened:
-        if not opened.revoke(key):
+    with _open_stores(store) as stores:
+        if not stores.api_keys.revoke(key):
             raise _no_active_key(key)
     console.print(f"revoked {key}", highlight=False)
 
@@ -251,9 +267,12 @@ def rotate(
     store: KeyStore = None,
 ) -> None:
     """Replace a key by a new one with the same scopes; print the new secret."""
-    with _open_keys(store) as opened:
-        name = next((known.name for known in opened.list() if known.id == key), "")
-        _check_active_keys(opened, name)
+    with _open_stores(store) as stores:
+        opened = stores.api_keys
+        old = next((known for known in opened.list() if known.id == key), None)
+        if old is None:
+            raise _no_active_key(key)
+        _check_active_keys(opened, old.project, old.name)
         made = opened.rotate(key, grace=hours * 3600.0)
         if made is None:
             raise _no_active_key(key)
@@ -279,7 +298,7 @@ def _open_cache(folder: Path | None, store: str | None) -> Iterator[Cache]:
 
 
 @contextmanager
-def _open_keys(url: str | None) -> "Iterator[ApiKeyStore]":
+def _open_stores(url: str | None) -> "Iterator[Stores]":
     with from_extra("server"):
         from autoshard_server.settings import Settings  # noqa: PLC0415  an extra
         from autoshard_server.store.database import Stores  # noqa: PLC0415  an extra
@@ -288,7 +307,7 @@ def _open_keys(url: str | None) -> "Iterator[ApiKeyStore]":
     with _as_input_error(StoreUnavailableError):
         stores = Stores(Settings() if url is None else Settings(store_url=url))
     with closing(stores):
-        yield stores.api_keys
+        yield stores
 
 
 @contextmanager
@@ -299,12 +318,14 @@ def _as_input_error(*kinds: type[Exception]) -> Iterator[None]:
         raise InputError(str(error)) from error
 
 
-def _check_active_keys(store: "ApiKeyStore", name: str) -> None:
+def _check_active_keys(store: "ApiKeyStore", project: str, name: str) -> None:
     now = time.time()
-    active = [key.id for key in store.list() if key.name == name and key.is_valid(now)]
+    same = [key for key in store.list() if (key.project, key.name) == (project, name)]
+    active = [key.id for key in same if key.is_valid(now)]
     if len(active) >= _MAX_ACTIVE_KEYS:
         raise InputError(
-            f"{name!r} has the keys {' and '.join(active)}; revoke one before making another"
+            f"{name!r} of the project {project!r} has the keys {' and '.join(active)}; revoke one "
+            "before making another"
         )
 
 

@@ -160,6 +160,11 @@ class ProblemType(Enum):
     METHOD_NOT_ALLOWED = (405, "Method not allowed", "The route exists; 'Allow' lists its methods.")
     TOO_MANY_JOBS = (429, "Too many jobs", "The queue is full; retry after 'Retry-After' seconds.")
     UNAVAILABLE = (503, "Not ready", "The service is shutting down, or cannot reach its database.")
+    JOB_NOT_FINISHED = (
+        409,
+        "The job is not finished",
+        "A queued or running job cannot be deleted; cancel it first.",
+    )
     CANCELLED = (409, "The job was cancelled", "The job was cancelled before it was finished.")
     OTHER_RELEASE = (
         409,

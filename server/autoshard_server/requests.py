@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib.metadata import version
@@ -265,14 +266,14 @@ class Task:
     Attributes:
         kind: of the result.
         result_id: key of the result in the cache, 64 hex digits.
-        request: the solver's other input, as JSON text.
+        request: the solver's other input, as a JSON document.
         payload: a graph as uploaded, or a plan document; None for a stored graph.
         graph_sha256: digest of the graph; empty for a plan document.
     """
 
     kind: JobKind
     result_id: str
-    request: str
+    request: Mapping[str, Any]
     payload: bytes | None
     graph_sha256: str = ""
 
@@ -327,7 +328,7 @@ class PlanQuery:
             "limits": self._settings.archive_limits,
         }
         result_id = _digest(kind, plan_id) if validate_only else plan_id
-        return Task(kind, result_id, json.dumps(request), graph, self.graph_sha256)
+        return Task(kind, result_id, request, graph, self.graph_sha256)
 
     @cached_property
     def _fields(self) -> dict[str, Any]:
@@ -411,7 +412,7 @@ def explanation_task(plan_id: str, plan: bytes, settings: Settings, **fields: An
     """
     _check_time_limit(fields["time_limit"], settings)
     kind = JobKind.EXPLANATION
-    request = json.dumps({"kind": kind, **fields})
+    request = {"kind": kind, **fields}
     return Task(kind, _digest(kind, *_versions(), plan_id, fields), request, plan)
 
 
@@ -445,7 +446,7 @@ def _check_time_limit(seconds: float, settings: Settings) -> None:
 
 
 def _graph_task(kind: JobKind, sha256: str, fields: dict[str, Any], settings: Settings) -> Task:
-    request = json.dumps({"kind": kind, **fields, "limits": settings.archive_limits})
+    request = {"kind": kind, **fields, "limits": settings.archive_limits}
     return Task(kind, _digest(kind, *_versions(), sha256, fields), request, None, sha256)
 
 

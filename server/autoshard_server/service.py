@@ -1,6 +1,8 @@
 """The service behind the routes: it returns results from the cache, or submits a job."""
 
 import asyncio
+import json
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -20,11 +22,14 @@ from autoshard.mesh import Topology, get_topology, list_topologies, topology_fro
 from autoshard.ops import with_rules
 from autoshard.plan import PLAN_VERSION
 from autoshard.planner import plan_id
+from autoshard_server.callers import Caller
 from autoshard_server.problems import ProblemType, ServerError
+from autoshard_server.projects import stored_namespace
 from autoshard_server.requests import PlanQuery, Task, check_limit
 from autoshard_server.settings import Settings
 from autoshard_server.solvers.executor import Executor
 from autoshard_server.solvers.workers import Workers
+from autoshard_server.store.audit import AuditAction
 from autoshard_server.store.database import Stores, check_schema
 from autoshard_server.store.jobs import Job, JobKind, known_kind
 from autoshard_server.telemetry import trace_context
@@ -45,6 +50,9 @@ _LRU_SECONDS = 1800.0
 
 _LRU_OVERHEAD = 200
 """Approximate bytes of an entry in addition to its body."""
+
+_LRU_FRESH = 2.0
+"""Seconds for which an entry in memory is used without looking whether it was deleted meanwhile."""
 
 _MIN_POLL = 0.02
 _MAX_POLL = 0.25
@@ -89,7 +97,7 @@ class Service:
         self.jobs = self.stores.jobs
         self._lru = _LruCache(settings.memory_cache_bytes)
         self._workers = Workers(self.stores, executor, settings)
-        self._poller = _JobPoller(self.find, lambda: self.draining)
+        self._poller = _JobPoller(lambda job: self.find(job.project, job.id), lambda: self.draining)
         self._parsers = anyio.CapacityLimiter(_MAX_PARSERS)
 
     def start(self) -> None:
@@ -107,13 +115,13 @@ class Service:
         self._workers.stop()
         self.stores.close()
 
-    async def look_up(self, query: PlanQuery) -> str:
-        """The id of the plan of an earlier request.
+    async def look_up(self, project: str, query: PlanQuery) -> str:
+        """The id of the plan of an earlier request of a project.
 
         Raises:
             ServerError: NOT_FOUND.
         """
-        known = await self._known_id(query)
+        known = await self._known_id(project, query)
         if known is None:
             raise ServerError(
                 ProblemType.NOT_FOUND,
@@ -125,8 +133,8 @@ class Service:
         self,
         query: PlanQuery,
         graph: bytes | None,
+        caller: Caller,
         *,
-        caller: str | None = None,
         validate_only: bool = False,
     ) -> Result | Job:
         """The plan, or only the size of its problem, from the cache; or the job that makes it.
@@ -134,40 +142,42 @@ class Service:
         Args:
             query: the request.
             graph: the uploaded bytes; None for a stored graph.
-            caller: name of the key.
+            caller: for whose project it is made.
             validate_only: only measure the problem.
 
         Raises:
             GraphError: the graph cannot be read.
             ServerError: the graph is not stored or too large, or the queue is full.
         """
-        known = await self._known_id(query)
+        project = caller.project
+        known = await self._known_id(project, query)
         if known is None:
-            graph = graph if graph is not None else await self.stored_graph(query.graph_sha256)
+            if graph is None:
+                graph = await self.stored_graph(project, query.graph_sha256)
             program = await self.parse_graph(graph)
-            known = await self.in_parser(partial(self._remember_id, query, program))
-        return await self.run(query.task(known, graph, validate_only=validate_only), caller=caller)
+            known = await self.in_parser(partial(self._remember_id, project, query, program))
+        return await self.run(query.task(known, graph, validate_only=validate_only), caller)
 
-    async def run(self, task: Task, *, caller: str | None = None) -> Result | Job:
+    async def run(self, task: Task, caller: Caller) -> Result | Job:
         """The result of a task from the cache, or the job that makes it.
 
         Raises:
             ServerError: the graph is not stored, or the queue is full.
         """
-        body = await self.find_result(task.kind, task.result_id)
+        body = await self.find_result(caller.project, task.kind, task.result_id)
         if body is not None:
             return Result(task.kind, task.result_id, body, is_cached=True, is_hit=True)
         payload = task.payload
         if payload is None:
-            payload = await self.stored_graph(task.graph_sha256)
+            payload = await self.stored_graph(caller.project, task.graph_sha256)
         return await anyio.to_thread.run_sync(self._submit, task, payload, caller, _context())
 
-    async def find_result(self, kind: JobKind, result_id: str) -> bytes | None:
-        """A document of the cache, or None."""
-        return await self._read(kind.namespace, result_id)
+    async def find_result(self, project: str, kind: JobKind, result_id: str) -> bytes | None:
+        """A project's document in the cache, or None."""
+        return await self._read(project, kind.namespace, result_id)
 
-    async def stored_topology(self, name: str | None) -> Topology | None:
-        """The topology of a name: a stored one, or a preset of which it is a part.
+    async def stored_topology(self, project: str, name: str | None) -> Topology | None:
+        """The topology of a name: one that a project can read, or a preset of which it is a part.
 
         None for the whole name of a preset, and without a name.
 
@@ -176,15 +186,15 @@ class Service:
         """
         if name is None or name in list_topologies():
             return None
-        return await anyio.to_thread.run_sync(self._read_topology, name)
+        return await anyio.to_thread.run_sync(self._read_topology, project, name)
 
-    async def stored_graph(self, sha256: str) -> bytes:
-        """The bytes of an uploaded graph.
+    async def stored_graph(self, project: str, sha256: str) -> bytes:
+        """The bytes of a graph that was uploaded to a project.
 
         Raises:
             ServerError: GRAPH_UNKNOWN.
         """
-        graph = await anyio.to_thread.run_sync(self.stores.graphs.get, sha256)
+        graph = await anyio.to_thread.run_sync(self.stores.graphs.get, project, sha256)
         if graph is None:
             raise graph_unknown(sha256)
         return graph
@@ -202,18 +212,39 @@ class Service:
         """Run a slow function in one of the few threads for parsing."""
         return await anyio.to_thread.run_sync(work, limiter=self._parsers)
 
+    async def delete_result(self, caller: Caller, kind: JobKind, result_id: str) -> bool:
+        """Delete a result of the caller's project; False if there is none.
+
+        Other servers of the same database may still send it for some seconds.
+        """
+        if kind is JobKind.PLAN:
+            delete = partial(self.stores.plans.delete, caller.project, result_id)
+        else:
+            namespace = stored_namespace(caller.project, kind.namespace)
+            delete = partial(self.cache.delete, namespace, result_id)
+        is_deleted = await anyio.to_thread.run_sync(delete)
+        self._lru.drop(stored_namespace(caller.project, kind.namespace), result_id)
+        if is_deleted:
+            await self.record(caller, AuditAction.DELETE, f"/v1/{kind.namespace}/{result_id}")
+        return is_deleted
+
+    async def record(self, caller: Caller, action: AuditAction, resource: str) -> None:
+        """Add an event of the current request to the audit log."""
+        add = partial(self.stores.audit.add, caller, action, resource, _context())
+        await anyio.to_thread.run_sync(add)
+
     async def wait(self, job: Job, seconds: float) -> Job:
         """Wait until a job is finished, at most some seconds, or until shutdown."""
         return await self._poller.wait(job, seconds)
 
-    async def find(self, job_id: str) -> Job:
-        """A job.
+    async def find(self, project: str, job_id: str) -> Job:
+        """A job of a project.
 
         Raises:
             ServerError: NOT_FOUND.
         """
         job = await anyio.to_thread.run_sync(self.jobs.get, job_id)
-        if job is None:
+        if job is None or job.project != project:
             raise ServerError(
                 ProblemType.NOT_FOUND,
                 f"there is no job {job_id!r}; jobs are deleted "
@@ -235,7 +266,7 @@ class Service:
                 f"the job {job.id!r} has made a {job.kind!r}, which this release, "
                 f"{version('autoshard')}, cannot read; use a server of the newer release",
             )
-        cached = await self.find_result(kind, job.plan_id)
+        cached = await self.find_result(job.project, kind, job.plan_id)
         body = await anyio.to_thread.run_sync(self.jobs.result, job.id)
         if body is None:
             raise ServerError(
@@ -260,12 +291,15 @@ class Service:
             _log.error("not_ready", reason=str(error))
             raise _unavailable("the database cannot be used; see the service's log") from error
 
-    async def _known_id(self, query: PlanQuery) -> str | None:
-        known = await self._read(_QUERIES, query.digest)
+    async def _known_id(self, project: str, query: PlanQuery) -> str | None:
+        known = await self._read(project, _QUERIES, query.digest)
         return None if known is None else known.decode()
 
-    async def _read(self, namespace: str, key: str) -> bytes | None:
-        """An entry of the cache, from memory if it was read recently."""
+    async def _read(self, project: str, kind: str, key: str) -> bytes | None:
+        """An entry of a project in the cache, from memory if it was read recently."""
+        namespace = stored_namespace(project, kind)
+        if self._lru.must_check(namespace, key):
+            await anyio.to_thread.run_sync(self._check_exists, namespace, key)
         body = self._lru.get(namespace, key)
         if body is None:
             body = await anyio.to_thread.run_sync(self.cache.get, namespace, key)
@@ -273,14 +307,25 @@ class Service:
                 self._lru.put(namespace, key, body)
         return body
 
-    def _read_topology(self, name: str) -> Topology:
-        document = self.stores.topologies.get(name)
+    def _read_topology(self, project: str, name: str) -> Topology:
+        document = self.stores.topologies.get(project, name)
         if document is None:
             try:
                 return get_topology(name)
             except MeshError as error:
                 raise MeshError(f"{error}; or store it with PUT /v1/topologies/{{name}}") from None
         return topology_from_json(document)
+
+    def _check_exists(self, namespace: str, key: str) -> None:
+        """Drop an entry from memory if it was deleted from the cache, by any server."""
+        try:
+            if self.cache.existing(namespace, [key]):
+                self._lru.checked(namespace, key)
+            else:
+                self._lru.drop(namespace, key)
+        except StoreUnavailableError:
+            # An entry never changes, so it can be used meanwhile.
+            return
 
     def _parse(self, graph: bytes) -> Graph:
         program = load_graph(graph, limits=ArchiveLimits(**self.settings.archive_limits))
@@ -289,25 +334,27 @@ class Service:
         check_limit("max_edges", num_edges, "edges of a graph", self.settings)
         return program
 
-    def _remember_id(self, query: PlanQuery, program: Graph) -> str:
+    def _remember_id(self, project: str, query: PlanQuery, program: Graph) -> str:
         known = plan_id(with_rules(program, query.rules), query.mesh, query.options)
-        self.cache.put(_QUERIES, query.digest, known.encode())
+        self.cache.put(stored_namespace(project, _QUERIES), query.digest, known.encode())
         return known
 
     def _submit(
-        self, task: Task, payload: bytes, caller: str | None, context: Mapping[str, str]
+        self, task: Task, payload: bytes, caller: Caller, context: Mapping[str, str]
     ) -> Job:
         job = self.jobs.submit(
             task.result_id,
-            task.request,
+            json.dumps({**task.request, "project": caller.project}),
             payload,
             max_queued=self.settings.max_queued_jobs,
             kind=task.kind,
-            caller=caller,
+            caller=caller.name,
+            project=caller.project,
             max_active=self.settings.max_caller_jobs,
             context=context,
         )
         self._workers.wake()
+        self.stores.audit.add(caller, AuditAction.CREATE, f"/v1/jobs/{job.id}", context)
         return job
 
 
@@ -316,31 +363,56 @@ class _LruCache:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_entry = max_bytes // 4
-        self._entries: TTLCache[tuple[str, str], bytes] = TTLCache(
-            max_bytes, _LRU_SECONDS, getsizeof=lambda body: len(body) + _LRU_OVERHEAD
+        self._entries: TTLCache[tuple[str, str], _Recent] = TTLCache(
+            max_bytes, _LRU_SECONDS, getsizeof=lambda entry: len(entry.body) + _LRU_OVERHEAD
         )
         self._lock = Lock()
 
     def get(self, namespace: str, key: str) -> bytes | None:
         with self._lock:
-            return self._entries.get((namespace, key))
+            entry = self._entries.get((namespace, key))
+        return None if entry is None else entry.body
 
     def put(self, namespace: str, key: str, body: bytes) -> None:
         """Add an entry, unless it would evict most of the others."""
         if len(body) + _LRU_OVERHEAD <= self._max_entry:
             with self._lock:
-                self._entries[namespace, key] = body
+                self._entries[namespace, key] = _Recent(body, time.monotonic())
+
+    def drop(self, namespace: str, key: str) -> None:
+        """Remove an entry, if it is there."""
+        with self._lock:
+            self._entries.pop((namespace, key), None)
+
+    def must_check(self, namespace: str, key: str) -> bool:
+        """True for an entry that may have been deleted from the cache since it was checked."""
+        with self._lock:
+            entry = self._entries.get((namespace, key))
+        return entry is not None and time.monotonic() - entry.checked_at > _LRU_FRESH
+
+    def checked(self, namespace: str, key: str) -> None:
+        """Record that an entry is still in the cache."""
+        with self._lock:
+            entry = self._entries.get((namespace, key))
+            if entry is not None:
+                entry.checked_at = time.monotonic()
+
+
+@dataclass(slots=True)
+class _Recent:
+    body: bytes
+    checked_at: float
 
 
 class _JobPoller:
     """Polls jobs for all waiting requests: each job is read once for all of them.
 
     Args:
-        find: reads a job.
+        find: reads a job again.
         is_over: returns true if requests should stop waiting.
     """
 
-    def __init__(self, find: Callable[[str], Awaitable[Job]], is_over: Callable[[], bool]) -> None:
+    def __init__(self, find: Callable[[Job], Awaitable[Job]], is_over: Callable[[], bool]) -> None:
         self._find = find
         self._is_over = is_over
         self._polls: dict[str, asyncio.Task[Job]] = {}
@@ -361,14 +433,14 @@ class _JobPoller:
                 del self._waiting[job.id], self._polls[job.id]
                 if not poll.done():
                     poll.cancel()
-        return await poll if poll.done() else await self._find(job.id)
+        return await poll if poll.done() else await self._find(job)
 
     async def _poll(self, job: Job) -> Job:
         pause = _MIN_POLL
         while not job.state.done and not self._is_over():
             await asyncio.sleep(pause)
             pause = min(pause * 1.5, _MAX_POLL)
-            job = await self._find(job.id)
+            job = await self._find(job)
         return job
 
 

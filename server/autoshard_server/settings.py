@@ -30,6 +30,11 @@ class Settings(BaseSettings):
         description="Budget for cached plans and solved blocks, compressed; the least recently "
         "used are evicted first.",
     )
+    project_max_bytes: ByteCount | None = Field(
+        default=None,
+        description="Budget of each project within that of the cache; without one, the projects "
+        "that use more than an equal share lose entries first.",
+    )
     cache_max_age: float = Field(
         default=90 * 24 * 3600.0,
         gt=0,
@@ -202,6 +207,11 @@ class Settings(BaseSettings):
     job_retention: float = Field(
         default=24 * 3600.0, gt=0, description="Seconds after which a finished job is deleted."
     )
+    audit_retention: float = Field(
+        default=90 * 24 * 3600.0,
+        gt=0,
+        description="Seconds after which an event of the audit log is deleted.",
+    )
     shutdown_grace: float = Field(
         default=10.0,
         ge=0,
@@ -225,6 +235,7 @@ class Settings(BaseSettings):
         return {
             f"AUTOSHARD_{name.upper()}": value if isinstance(value, str) else json.dumps(value)
             for name, value in values.items()
+            if value is not None
         }
 
     @cached_property

@@ -3,8 +3,6 @@
 import hashlib
 import ipaddress
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
-from enum import StrEnum
 from threading import Lock
 from typing import Annotated, Any
 from urllib.parse import urlsplit
@@ -15,6 +13,7 @@ from cachetools import TTLCache
 from fastapi import Depends, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
+from autoshard_server.callers import ANONYMOUS, Caller, Scope
 from autoshard_server.http.throttle import Throttle
 from autoshard_server.problems import ProblemType, ServerError
 from autoshard_server.settings import Settings
@@ -26,43 +25,12 @@ _TTL = 2.0
 _MAX_KEYS = 10_000
 
 
-class Scope(StrEnum):
-    """Permissions of a key."""
-
-    READ = "read"
-    """Reading plans, jobs, graphs and topologies."""
-    PLAN = "plan"
-    """Submitting and cancelling jobs, uploading; and reading."""
-    METRICS = "metrics"
-    """GET /metrics."""
-    ADMIN = "admin"
-    """Everything."""
-
-
 _IMPLIED = {
     Scope.READ: frozenset({Scope.READ}),
     Scope.PLAN: frozenset({Scope.PLAN, Scope.READ}),
     Scope.METRICS: frozenset({Scope.METRICS}),
-    Scope.ADMIN: frozenset(Scope),
+    Scope.ADMIN: frozenset({Scope.ADMIN, Scope.PLAN, Scope.READ}),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Caller:
-    """The caller of a request.
-
-    Attributes:
-        name: of the key; two keys may have the same name while one replaces the other. None
-            without keys.
-        scopes: permissions.
-    """
-
-    name: str | None
-    scopes: frozenset[Scope]
-
-
-_ANONYMOUS = Caller(None, frozenset(Scope))
-"""Every caller, if keys are not required."""
 
 
 class Authenticator:
@@ -91,7 +59,7 @@ class Authenticator:
         if not self._is_required(request):
             if self._mode == "auto":
                 _refuse_other_sites(request)
-            return _ANONYMOUS
+            return ANONYMOUS
         if token is None:
             raise _unauthenticated("send 'Authorization: Bearer KEY'")
         digest = hashlib.sha256(token.encode()).digest()
@@ -109,7 +77,7 @@ class Authenticator:
                 self._recent[digest] = key
         known = {scope.value for scope in Scope}
         scopes = (_IMPLIED[Scope(scope)] for scope in key.scopes if scope in known)
-        return Caller(key.name, frozenset().union(*scopes))
+        return Caller(key.name, frozenset().union(*scopes), key.project)
 
     def _is_required(self, request: Request) -> bool:
         """True if a key is required; in mode `auto`, that depends on the address it was sent to."""
@@ -175,7 +143,7 @@ def _requires(scope: Scope) -> Callable[..., Coroutine[Any, Any, Caller]]:
         token = None if credentials is None else credentials.credentials
         caller = await authenticator.caller(request, token)
         if caller.name is not None:
-            structlog.contextvars.bind_contextvars(caller=caller.name)
+            structlog.contextvars.bind_contextvars(caller=caller.name, project=caller.project)
         if scope not in caller.scopes:
             raise ServerError(
                 ProblemType.FORBIDDEN,
@@ -194,4 +162,5 @@ def _unauthenticated(detail: str) -> ServerError:
 
 Reader = Annotated[Caller, Depends(_requires(Scope.READ))]
 Planner = Annotated[Caller, Depends(_requires(Scope.PLAN))]
+Admin = Annotated[Caller, Depends(_requires(Scope.ADMIN))]
 Scraper = Annotated[Caller, Depends(_requires(Scope.METRICS))]

@@ -10,6 +10,7 @@ from autoshard.graph import Graph
 from autoshard.plan import Coverage, Plan
 from autoshard.planner import Explanation
 from autoshard_server.store.artifacts import PlanEntry
+from autoshard_server.store.audit import AuditEvent
 from autoshard_server.store.jobs import Job, JobKind, JobState, known_kind
 from autoshard_server.store.topologies import StoredTopologyEntry
 from autoshard_solver_cache import EntryInfo
@@ -110,6 +111,12 @@ class PlanPage(Page):
     """Plans of the cache, newest first."""
 
     plans: list[PlanEntry]
+
+
+class AuditPage(Page):
+    """Changes of the project's resources, newest first."""
+
+    events: list[AuditEvent]
 
 
 class GraphDocument(BaseModel):

@@ -37,11 +37,15 @@ EXAMPLES: Mapping[str, Any] = {
 """Documents by the name of their schema, or by that and the status of the response."""
 
 TAGS: Mapping[str, str] = {
-    "plans": "Sharding plans: create, look up, list, read, explain, compare, export, trace them.",
-    "graphs": "Exported programs: upload and read them, search for the best mesh for one, list the "
-    "operators that can be sharded.",
-    "jobs": "Computations that take longer than their request: list, read, follow and cancel them.",
+    "plans": "Sharding plans: create, look up, list, read, delete, explain, compare, export, "
+    "trace them.",
+    "graphs": "Exported programs: upload, read and delete them, list the operators that can be "
+    "sharded.",
+    "searches": "The best mesh for a graph: search for it, read and delete the ranking.",
+    "jobs": "Computations that take longer than their request: list, read, follow, cancel and "
+    "delete them.",
     "topologies": "Devices and links that a mesh can name: list, read, store and delete them.",
+    "audit": "Who changed what in the project.",
     "health": "Health, versions and metrics, for operators.",
 }
 """Descriptions of the tags, in the order in which they are shown."""

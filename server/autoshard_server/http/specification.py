@@ -33,7 +33,7 @@ _FREE_FORM = {"MeshDocument": "Mesh", "TopologyDocument": "Topology"}
 _ANSWER_HEADERS = {
     "Autoshard-Cache": "`hit` if the result was cached before, else `miss`.",
     "Cache-Control": "Plans are immutable.",
-    "Content-Location": "Address of the plan; absent if time ran out.",
+    "Content-Location": "Address of the plan or search; absent if time ran out.",
     "ETag": "Digest of the response; the id of a plan. Strong.",
     "Link": "Addresses of the first page (`first`) and of the next (`next`), if there is one.",
     "Location": "Address of the job, or of the stored resource.",

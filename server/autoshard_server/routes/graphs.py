@@ -1,4 +1,4 @@
-"""Routes of graphs: uploads by digest, mesh searches, operator coverage."""
+"""Routes of graphs: uploads by digest, operator coverage."""
 
 import hashlib
 from functools import partial
@@ -7,7 +7,6 @@ from http import HTTPStatus
 import anyio.to_thread
 from fastapi import APIRouter, Request, Response
 
-from autoshard.client.results import MeshSearch
 from autoshard.plan import Coverage
 from autoshard_server.http.auth import Planner, Reader
 from autoshard_server.http.documents import GraphDocument, UploadedGraph
@@ -22,21 +21,18 @@ from autoshard_server.http.specification import (
     COVERAGE_BODY,
     GRAPH_BODY,
     PLANNING_PROBLEMS,
-    SEARCH_BODY,
     UPLOAD_PROBLEMS,
     describe,
 )
 from autoshard_server.problems import ProblemType, ServerError
 from autoshard_server.requests import (
     CoverageRequest,
-    SearchRequest,
     coverage_task,
-    search_task,
     topology_name,
 )
-from autoshard_server.routes.responses import DEFAULT_WAIT, result_response, run_once
-from autoshard_server.service import Result, graph_unknown
-from autoshard_server.store.jobs import Job
+from autoshard_server.routes.responses import DEFAULT_WAIT, result_response
+from autoshard_server.service import graph_unknown
+from autoshard_server.store.audit import AuditAction
 
 router = APIRouter(tags=["graphs"])
 
@@ -58,7 +54,7 @@ async def put_graph(
     request: Request,
     response: Response,
     service: ServiceParameter,
-    _caller: Planner,
+    caller: Planner,
 ) -> UploadedGraph:
     """Store a graph, after checking that it can be parsed. The least recently used are evicted."""
     if media_type(request) not in ("", _BYTES):
@@ -71,8 +67,9 @@ async def put_graph(
             f"the sha256 of the body is {found}, but the path has {digest}",
         )
     graph = await service.parse_graph(body)
-    info, is_new = await service.in_parser(partial(service.stores.graphs.put, body))
+    info, is_new = await service.in_parser(partial(service.stores.graphs.put, caller.project, body))
     if is_new:
+        await service.record(caller, AuditAction.CREATE, f"/v1/graphs/{digest}")
         response.status_code = HTTPStatus.CREATED
         response.headers["Location"] = f"/v1/graphs/{digest}"
     return UploadedGraph.of_graph(info, graph)
@@ -82,10 +79,10 @@ async def put_graph(
     "/v1/graphs/{digest:segment}", **describe(ProblemType.GRAPH_UNKNOWN, ProblemType.REQUEST)
 )
 async def get_graph(
-    digest: GraphDigest, service: ServiceParameter, _caller: Reader
+    digest: GraphDigest, service: ServiceParameter, caller: Reader
 ) -> GraphDocument:
     """Metadata of a stored graph."""
-    info = await anyio.to_thread.run_sync(service.stores.graphs.info, digest)
+    info = await anyio.to_thread.run_sync(service.stores.graphs.info, caller.project, digest)
     if info is None:
         raise graph_unknown(digest)
     return GraphDocument.of(info)
@@ -101,35 +98,17 @@ async def head_graph(
     return await get_graph(digest, service, caller)
 
 
-@router.post(
-    "/v1/searches",
-    response_model=MeshSearch,
-    **describe(
-        *PLANNING_PROBLEMS,
-        ProblemType.GRAPH,
-        ProblemType.GRAPH_UNKNOWN,
-        ProblemType.IDEMPOTENCY_KEY_REUSED,
-        headers=("Prefer", "Idempotency-Key"),
-        body=SEARCH_BODY,
-        answers={200: ("Every mesh of the devices, best first.", "Autoshard-Cache", "ETag")},
-        job="The job that plans them.",
-    ),
+@router.delete(
+    "/v1/graphs/{digest:segment}",
+    status_code=HTTPStatus.NO_CONTENT,
+    **describe(ProblemType.GRAPH_UNKNOWN, ProblemType.REQUEST),
 )
-async def search_meshes(request: Request, service: ServiceParameter, caller: Planner) -> Response:
-    """Plan a stored graph on every mesh of a number of devices.
-
-    The plans are cached: GET /v1/plans/{id} returns each.
-    """
-    submitted = await read_json(request, SearchRequest, service.settings)
-
-    async def run() -> Result | Job:
-        name = submitted.topology if isinstance(submitted.topology, str) else None
-        stored = await service.stored_topology(name)
-        make = partial(search_task, submitted, service.settings, stored=stored)
-        return await service.run(await service.in_parser(make), caller=caller.name)
-
-    found = await run_once(request, service, caller, submitted.model_dump_json().encode(), run)
-    return await result_response(request, service, found)
+async def delete_graph(digest: GraphDigest, service: ServiceParameter, caller: Planner) -> None:
+    """Delete a stored graph. Its plans, and jobs that were submitted with it, are not deleted."""
+    delete = partial(service.stores.graphs.delete, caller.project, digest)
+    if not await anyio.to_thread.run_sync(delete):
+        raise graph_unknown(digest)
+    await service.record(caller, AuditAction.DELETE, f"/v1/graphs/{digest}")
 
 
 @router.post(
@@ -158,8 +137,8 @@ async def operator_coverage(
     Waits 10 s by default.
     """
     submitted = await read_json(request, CoverageRequest, service.settings)
-    topology = await service.stored_topology(topology_name(submitted.mesh))
+    topology = await service.stored_topology(caller.project, topology_name(submitted.mesh))
     make = partial(coverage_task, submitted, service.settings, topology=topology)
     task = await service.in_parser(make)
-    found = await service.run(task, caller=caller.name)
+    found = await service.run(task, caller)
     return await result_response(request, service, found, default_wait=DEFAULT_WAIT)

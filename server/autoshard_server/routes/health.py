@@ -14,10 +14,12 @@ from autoshard_server.http.documents import Alive, Versions
 from autoshard_server.http.parameters import ServiceParameter
 from autoshard_server.http.specification import describe, problem_answers
 from autoshard_server.problems import ProblemType
+from autoshard_server.projects import split_namespace
 from autoshard_server.service import Service, versions
 from autoshard_server.store.artifacts import GRAPHS
 from autoshard_server.store.jobs import JobKind
 from autoshard_server.telemetry import process_metrics
+from autoshard_solver_cache import Usage
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -63,14 +65,15 @@ def service_metrics(service: Service) -> bytes:
     jobs = GaugeMetricFamily("autoshard_jobs", "Stored jobs.", labels=["state"])
     for state, number in service.jobs.count().items():
         jobs.add_metric([state.value], number)
-    entries = GaugeMetricFamily("autoshard_cache_entries", "Entries.", labels=["namespace"])
+    labels = ["namespace", "project"]
+    entries = GaugeMetricFamily("autoshard_cache_entries", "Entries.", labels=labels)
     nbytes = GaugeMetricFamily(
-        "autoshard_cache_stored_bytes", "Stored bytes of entries.", labels=["namespace"]
+        "autoshard_cache_stored_bytes", "Stored bytes of entries.", labels=labels
     )
-    for namespace in _NAMESPACES:
-        stats = service.cache.stats(namespace)
-        entries.add_metric([namespace], stats.num_entries)
-        nbytes.add_metric([namespace], stats.nbytes)
+    for stored, usage in {**dict.fromkeys(_NAMESPACES, Usage()), **service.cache.usage()}.items():
+        project, namespace = split_namespace(stored)
+        entries.add_metric([namespace, project], usage.num_entries)
+        nbytes.add_metric([namespace, project], usage.nbytes)
     draining = GaugeMetricFamily(
         "autoshard_draining", "1 while shutting down.", value=int(service.draining)
     )

@@ -1,8 +1,9 @@
-"""Routes of jobs: list, read, stream events, cancel."""
+"""Routes of jobs: list, read, stream events, cancel, delete."""
 
 import time
 from collections.abc import AsyncIterator
 from functools import partial
+from http import HTTPStatus
 from typing import Annotated
 
 import anyio
@@ -10,7 +11,8 @@ import anyio.to_thread
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 
-from autoshard_server.http.auth import Planner, Reader, Scope
+from autoshard_server.callers import Scope
+from autoshard_server.http.auth import Planner, Reader
 from autoshard_server.http.documents import JobDocument, JobEntry, JobPage
 from autoshard_server.http.parameters import (
     JobId,
@@ -22,8 +24,9 @@ from autoshard_server.http.parameters import (
     token_of,
 )
 from autoshard_server.http.specification import describe
-from autoshard_server.problems import ProblemType
+from autoshard_server.problems import ProblemType, ServerError
 from autoshard_server.routes.responses import job_response, link_pages
+from autoshard_server.store.audit import AuditAction
 from autoshard_server.store.jobs import Job, JobState
 
 router = APIRouter(tags=["jobs"])
@@ -55,11 +58,13 @@ async def list_jobs(
 ) -> JobPage:
     """List jobs, newest first: those submitted with keys of the caller's name.
 
-    A key with the scope `admin` lists all. Every job can be read by its id.
+    A key with the scope `admin` lists all of its project. Every job of the project can be read by
+    its id.
     """
     read = partial(
         service.jobs.page,
         after=cursor_of(page_token),
+        project=caller.project,
         caller=None if Scope.ADMIN in caller.scopes else caller.name,
         states=tuple(state or ()),
         limit=page_limit(page_size),
@@ -78,9 +83,9 @@ async def list_jobs(
         answers={200: ("The job; with its result if it has succeeded.", "Retry-After")},
     ),
 )
-async def get_job(job_id: JobId, service: ServiceParameter, _caller: Reader) -> Response:
+async def get_job(job_id: JobId, service: ServiceParameter, caller: Reader) -> Response:
     """State and progress of a job. The problem of a failed job is in `error`; the status is 200."""
-    return await job_response(await service.find(job_id), service)
+    return await job_response(await service.find(caller.project, job_id), service)
 
 
 @router.post(
@@ -91,15 +96,34 @@ async def get_job(job_id: JobId, service: ServiceParameter, _caller: Reader) -> 
         answers={200: ("The cancelled job; unchanged if it was finished.",)},
     ),
 )
-async def cancel_job(job_id: JobId, service: ServiceParameter, _caller: Planner) -> Response:
+async def cancel_job(job_id: JobId, service: ServiceParameter, caller: Planner) -> Response:
     """Cancel a queued or running job, also for other callers that wait for it."""
-    await anyio.to_thread.run_sync(service.jobs.cancel, job_id)
-    return await job_response(await service.find(job_id), service)
+    await service.find(caller.project, job_id)
+    if await anyio.to_thread.run_sync(service.jobs.cancel, job_id):
+        await service.record(caller, AuditAction.CANCEL, f"/v1/jobs/{job_id}")
+    return await job_response(await service.find(caller.project, job_id), service)
 
 
-async def _followed(job_id: JobId, service: ServiceParameter, _caller: Reader) -> Job:
+@router.delete(
+    "/v1/jobs/{job_id:segment}",
+    status_code=HTTPStatus.NO_CONTENT,
+    **describe(ProblemType.NOT_FOUND, ProblemType.REQUEST, ProblemType.JOB_NOT_FINISHED),
+)
+async def delete_job(job_id: JobId, service: ServiceParameter, caller: Planner) -> None:
+    """Delete a finished job and its events. A plan that it has made is not deleted."""
+    job = await service.find(caller.project, job_id)
+    if not await anyio.to_thread.run_sync(service.jobs.delete, job_id):
+        raise ServerError(
+            ProblemType.JOB_NOT_FINISHED,
+            f"the job {job_id!r} is {job.state}; cancel it with POST /v1/jobs/{job_id}:cancel, "
+            "then delete it",
+        )
+    await service.record(caller, AuditAction.DELETE, f"/v1/jobs/{job_id}")
+
+
+async def _followed(job_id: JobId, service: ServiceParameter, caller: Reader) -> Job:
     # Before the stream starts, so that an error is still an HTTP response.
-    return await service.find(job_id)
+    return await service.find(caller.project, job_id)
 
 
 @router.get(

@@ -1,7 +1,8 @@
-"""Routes of plans: create, look up, list, read, explain, compare, export, trace."""
+"""Routes of plans: create, look up, list, read, delete, explain, compare, export, trace."""
 
 import hashlib
 from functools import partial
+from http import HTTPStatus
 from typing import Annotated
 
 import anyio.to_thread
@@ -13,6 +14,7 @@ from autoshard.client.results import Validation
 from autoshard.plan import Plan, PlanDifference
 from autoshard.plan.options import MIN_EXPRESSED
 from autoshard.planner import Explanation
+from autoshard_server.callers import Caller
 from autoshard_server.http.auth import Planner, Reader
 from autoshard_server.http.documents import KnownPlan, PlanPage
 from autoshard_server.http.parameters import (
@@ -108,9 +110,9 @@ async def create_plan(request: Request, service: ServiceParameter, caller: Plann
     the plan. Equal requests share one job.
     """
     submitted, sha256, graph, text = await _read_request(request, service)
-    query = await _query(service, submitted, sha256)
+    query = await _query(service, caller, submitted, sha256)
     validate_only = submitted.validate_only
-    run = partial(service.plan, query, graph, caller=caller.name, validate_only=validate_only)
+    run = partial(service.plan, query, graph, caller, validate_only=validate_only)
     found = await run_once(request, service, caller, sha256.encode() + text, run)
     wait = DEFAULT_WAIT if validate_only else 0.0
     return await result_response(request, service, found, default_wait=wait)
@@ -131,12 +133,12 @@ async def create_plan(request: Request, service: ServiceParameter, caller: Plann
     ),
 )
 async def look_up_plan(
-    request: Request, service: ServiceParameter, _caller: Reader, response: Response
+    request: Request, service: ServiceParameter, caller: Reader, response: Response
 ) -> KnownPlan:
     """Find the plan of an earlier request, without sending the graph again."""
     submitted = await read_json(request, LookUpPlanRequest, service.settings)
-    query = await _query(service, submitted, submitted.graph_sha256)
-    found = await service.look_up(query)
+    query = await _query(service, caller, submitted, submitted.graph_sha256)
+    found = await service.look_up(caller.project, query)
     response.headers["Content-Location"] = f"/v1/plans/{found}"
     return KnownPlan(id=found)
 
@@ -148,7 +150,7 @@ async def list_plans(
     request: Request,
     response: Response,
     service: ServiceParameter,
-    _caller: Reader,
+    caller: Reader,
     *,
     page_size: PageSize = 0,
     page_token: PageToken = "",
@@ -160,6 +162,7 @@ async def list_plans(
     """List the plans of the cache, newest first."""
     read = partial(
         service.stores.plans.page,
+        caller.project,
         after=cursor_of(page_token),
         graph_digest=graph_digest,
         limit=page_limit(page_size),
@@ -184,10 +187,24 @@ async def list_plans(
     ),
 )
 async def get_plan(
-    plan_id: PlanId, request: Request, service: ServiceParameter, _caller: Reader
+    plan_id: PlanId, request: Request, service: ServiceParameter, caller: Reader
 ) -> Response:
     """A plan. It never changes."""
-    return tagged_response(request, await _cached_plan(service, plan_id), plan_id)
+    return tagged_response(request, await _cached_plan(service, caller, plan_id), plan_id)
+
+
+@router.delete(
+    "/v1/plans/{plan_id:segment}",
+    status_code=HTTPStatus.NO_CONTENT,
+    **describe(ProblemType.NOT_FOUND, ProblemType.REQUEST),
+)
+async def delete_plan(plan_id: PlanId, service: ServiceParameter, caller: Planner) -> None:
+    """Delete a plan; the same request plans it again.
+
+    Within two seconds, no server of the database sends it any more.
+    """
+    if not await service.delete_result(caller, JobKind.PLAN, plan_id):
+        raise _unknown(plan_id)
 
 
 @router.get(
@@ -221,11 +238,11 @@ async def explain_plan(
     ] = 60.0,
 ) -> Response:
     """List every alternative of one choice of a plan, with its cost; waits 10 s by default."""
-    body = await _cached_plan(service, plan_id)
+    body = await _cached_plan(service, caller, plan_id)
     task = explanation_task(
         plan_id, body, service.settings, name=name, value=value, time_limit=time_limit
     )
-    found = await service.run(task, caller=caller.name)
+    found = await service.run(task, caller)
     return await result_response(request, service, found, default_wait=DEFAULT_WAIT)
 
 
@@ -234,11 +251,11 @@ async def explain_plan(
     response_model=PlanDifference,
     **describe(ProblemType.NOT_FOUND, ProblemType.PLAN, *BODY_PROBLEMS, body=COMPARE_BODY),
 )
-async def compare_plans(request: Request, service: ServiceParameter, _caller: Reader) -> Response:
+async def compare_plans(request: Request, service: ServiceParameter, caller: Reader) -> Response:
     """Compare two plans of one graph; their meshes may differ."""
     pair = await read_json(request, ComparePlansRequest, service.settings)
-    before = await _cached_plan(service, pair.before)
-    after = await _cached_plan(service, pair.after)
+    before = await _cached_plan(service, caller, pair.before)
+    after = await _cached_plan(service, caller, pair.after)
     return Response(await service.in_parser(partial(_compare, before, after)), media_type=JSON)
 
 
@@ -262,7 +279,8 @@ async def export_plan(
     plan_id: PlanId,
     request: Request,
     service: ServiceParameter,
-    _caller: Reader,
+    caller: Reader,
+    *,
     to: Annotated[
         str,
         Query(
@@ -278,7 +296,7 @@ async def export_plan(
 
     The first line says what share of the plan the target expresses.
     """
-    body = await _cached_plan(service, plan_id)
+    body = await _cached_plan(service, caller, plan_id)
     text = await service.in_parser(partial(_export, body, to, min_expressed))
     # The plan never changes, but another release may export it differently.
     tag = hashlib.sha256(text).hexdigest()
@@ -301,20 +319,22 @@ async def export_plan(
     ),
 )
 async def trace_plan(
-    plan_id: PlanId, request: Request, service: ServiceParameter, _caller: Reader
+    plan_id: PlanId, request: Request, service: ServiceParameter, caller: Reader
 ) -> Response:
     """Trace one predicted step of a plan, for Perfetto or chrome://tracing.
 
     The trace has compute, communication on each mesh axis, and memory over time.
     """
-    text = await service.in_parser(partial(_trace, await _cached_plan(service, plan_id)))
+    text = await service.in_parser(partial(_trace, await _cached_plan(service, caller, plan_id)))
     # The plan never changes, but another release may trace it differently.
     return tagged_response(request, text, hashlib.sha256(text).hexdigest(), cache=REVALIDATE)
 
 
-async def _query(service: Service, submitted: PlanRequest, sha256: str) -> PlanQuery:
+async def _query(
+    service: Service, caller: Caller, submitted: PlanRequest, sha256: str
+) -> PlanQuery:
     """The query of a request, with its digest; made in a thread if that may take long."""
-    topology = await service.stored_topology(topology_name(submitted.mesh))
+    topology = await service.stored_topology(caller.project, topology_name(submitted.mesh))
 
     def make() -> PlanQuery:
         query = PlanQuery(submitted, sha256, service.settings, topology=topology)
@@ -325,13 +345,17 @@ async def _query(service: Service, submitted: PlanRequest, sha256: str) -> PlanQ
     return make() if is_quick else await service.in_parser(make)
 
 
-async def _cached_plan(service: Service, plan_id: str) -> bytes:
-    body = await service.find_result(JobKind.PLAN, plan_id)
+async def _cached_plan(service: Service, caller: Caller, plan_id: str) -> bytes:
+    body = await service.find_result(caller.project, JobKind.PLAN, plan_id)
     if body is None:
-        raise ServerError(
-            ProblemType.NOT_FOUND, f"there is no plan {plan_id}; create it with POST /v1/plans"
-        )
+        raise _unknown(plan_id)
     return body
+
+
+def _unknown(plan_id: str) -> ServerError:
+    return ServerError(
+        ProblemType.NOT_FOUND, f"there is no plan {plan_id}; create it with POST /v1/plans"
+    )
 
 
 async def _read_request(

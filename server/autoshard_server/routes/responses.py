@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from http import HTTPStatus
 from urllib.parse import urlencode
 
@@ -9,7 +10,7 @@ import anyio.to_thread
 import structlog
 from fastapi import Request, Response
 
-from autoshard_server.http.auth import Caller
+from autoshard_server.callers import Caller
 from autoshard_server.http.documents import JobDocument
 from autoshard_server.http.errors import problem_response
 from autoshard_server.http.parameters import JSON, is_not_modified, preferred_wait
@@ -135,24 +136,22 @@ async def run_once(
             ProblemType.REQUEST, f"{_KEY_HEADER} has 1 to {_MAX_KEY} printable characters"
         )
     digest = hashlib.sha256(request.url.path.encode() + b"\0" + identity).hexdigest()
-    name = caller.name or ""
     store = service.stores.idempotency
     # Reserved before a job is submitted: of two concurrent requests with different bodies, one is
     # refused before it has submitted a job.
-    known = await anyio.to_thread.run_sync(store.reserve, name, key, digest)
+    known = await anyio.to_thread.run_sync(store.reserve, caller, key, digest)
     if known.body_sha256 != digest:
         raise ServerError(
             ProblemType.IDEMPOTENCY_KEY_REUSED,
             f"the {_KEY_HEADER} {key!r} was used for another request; use a new one for each",
         )
     if known.job_id is not None:
-        job = await anyio.to_thread.run_sync(service.jobs.get, known.job_id)
-        if job is not None:
-            return job
+        with suppress(ServerError):
+            return await service.find(caller.project, known.job_id)
     # The key is new, or has no job, or its job was deleted: running the request again is safe.
     found = await run()
     if isinstance(found, Job):
-        await anyio.to_thread.run_sync(store.set_job, name, key, digest, found.id)
+        await anyio.to_thread.run_sync(store.set_job, caller, key, digest, found.id)
     return found
 
 
@@ -162,6 +161,6 @@ def _found_response(result: Result, headers: Mapping[str, str]) -> Response:
     sent = {**headers, "Autoshard-Cache": cache}
     if result.is_cached:
         sent["ETag"] = f'"{result.id}"'
-        if result.kind is JobKind.PLAN:
-            sent["Content-Location"] = f"/v1/plans/{result.id}"
+        if result.kind in (JobKind.PLAN, JobKind.SEARCH):
+            sent["Content-Location"] = f"/v1/{result.kind.namespace}/{result.id}"
     return Response(result.body, media_type=JSON, headers=sent)

@@ -15,7 +15,10 @@ from autoshard_server.http.documents import Topologies
 from autoshard_server.http.parameters import ServiceParameter, precondition, read_text
 from autoshard_server.http.specification import BODY_PROBLEMS, TOPOLOGY_BODY, describe
 from autoshard_server.problems import ProblemType, ServerError
+from autoshard_server.projects import SHARED_PROJECT
 from autoshard_server.routes.responses import REVALIDATE, tagged_response
+from autoshard_server.service import Service
+from autoshard_server.store.audit import AuditAction
 from autoshard_server.store.topologies import NAME_PATTERN, StoredTopologyEntry
 
 router = APIRouter(tags=["topologies"])
@@ -26,9 +29,13 @@ StoredName = Annotated[
 
 
 @router.get("/v1/topologies", **describe())
-async def list_topologies(service: ServiceParameter, _caller: Reader) -> Topologies:
-    """List the topologies that `mesh.topology` can name: built-in ones, and stored ones."""
-    stored = await anyio.to_thread.run_sync(service.stores.topologies.list)
+async def list_topologies(service: ServiceParameter, caller: Reader) -> Topologies:
+    """List the topologies that `mesh.topology` can name.
+
+    These are the built-in ones, those that the project has stored, and those of the project
+    `shared`. Where both have a name, it means the project's own.
+    """
+    stored = await anyio.to_thread.run_sync(service.stores.topologies.list, caller.project)
     names = sorted({*mesh.list_topologies(), *(entry.name for entry in stored)})
     return Topologies(topologies=names, stored=stored)
 
@@ -50,13 +57,13 @@ async def get_topology(
     name: Annotated[str, Path(max_length=255, description="a name of GET /v1/topologies")],
     request: Request,
     service: ServiceParameter,
-    _caller: Reader,
+    caller: Reader,
 ) -> Response:
     """The document of a topology, which can be edited and sent as part of a mesh."""
     if name in mesh.list_topologies():
         document = topology_to_json(mesh.get_topology(name), indent=None)
     else:
-        found = await anyio.to_thread.run_sync(service.stores.topologies.get, name)
+        found = await anyio.to_thread.run_sync(service.stores.topologies.get, caller.project, name)
         if found is None:
             raise _unknown(name)
         document = found
@@ -86,12 +93,12 @@ async def put_topology(
     request: Request,
     response: Response,
     service: ServiceParameter,
-    _caller: Planner,
+    caller: Planner,
 ) -> StoredTopologyEntry:
     """Store a topology under its name; `autoshard calibrate` writes such documents.
 
-    Later requests that name it use this document. Existing plans for an earlier topology of the
-    name do not change.
+    Later requests of the project that name it use this document. Existing plans for an earlier
+    topology of the name do not change.
     """
     if name in mesh.list_topologies():
         raise _is_preset(name)
@@ -105,12 +112,15 @@ async def put_topology(
         )
     put = partial(
         service.stores.topologies.put,
+        caller.project,
         name,
         topology_to_json(topology, indent=None),
         max_stored=service.settings.max_topologies,
         precondition=precondition(request),
     )
     entry, is_new = await anyio.to_thread.run_sync(put)
+    action = AuditAction.CREATE if is_new else AuditAction.REPLACE
+    await service.record(caller, action, f"/v1/topologies/{name}")
     response.headers["ETag"] = f'"{entry.sha256}"'
     if is_new:
         response.status_code = HTTPStatus.CREATED
@@ -130,13 +140,32 @@ async def put_topology(
     ),
 )
 async def delete_topology(
-    name: StoredName, request: Request, service: ServiceParameter, _caller: Planner
+    name: StoredName, request: Request, service: ServiceParameter, caller: Planner
 ) -> None:
     """Delete a topology. Plans that were made for it are not deleted."""
-    delete = partial(service.stores.topologies.delete, name, precondition=precondition(request))
-    if await anyio.to_thread.run_sync(delete):
-        return
-    raise _is_preset(name) if name in mesh.list_topologies() else _unknown(name)
+    delete = partial(
+        service.stores.topologies.delete,
+        caller.project,
+        name,
+        precondition=precondition(request),
+    )
+    if not await anyio.to_thread.run_sync(delete):
+        raise await _cannot_delete(service, name)
+    await service.record(caller, AuditAction.DELETE, f"/v1/topologies/{name}")
+
+
+async def _cannot_delete(service: Service, name: str) -> ServerError:
+    """The error of deleting a topology that the project does not have."""
+    if name in mesh.list_topologies():
+        return _is_preset(name)
+    shared = await anyio.to_thread.run_sync(service.stores.topologies.get, SHARED_PROJECT, name)
+    if shared is None:
+        return _unknown(name)
+    return ServerError(
+        ProblemType.FORBIDDEN,
+        f"the topology {name!r} belongs to the project {SHARED_PROJECT!r}; only a key of that "
+        "project can delete it",
+    )
 
 
 def _is_preset(name: str) -> ServerError:

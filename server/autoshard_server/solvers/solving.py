@@ -25,6 +25,7 @@ from autoshard.plan import Plan, PlanOptions
 from autoshard.planner import Explanation, plan_id
 from autoshard.solve import KeyValueStore
 from autoshard_server.problems import ProblemType, ServerError, problem_of, problem_type_of
+from autoshard_server.projects import DEFAULT_PROJECT, stored_namespace
 from autoshard_server.settings import Settings
 from autoshard_server.solvers.messages import (
     Failed,
@@ -36,10 +37,10 @@ from autoshard_server.solvers.messages import (
     read_frame,
     write_frame,
 )
+from autoshard_server.store.caches import open_cache
 from autoshard_server.store.jobs import JobKind
 from autoshard_solver_cache import (
     NamespacedCache,
-    SolverCache,
     StoreUnavailableError,
     open_engine,
 )
@@ -212,7 +213,7 @@ def main() -> None:
     source = sys.stdin.buffer
     messages = _claim_stdout()
     # Opened before a job arrives, to save time later.
-    caches = _open_caches(Settings())
+    open_caches = _cache_opener(Settings())
     with suppress(OSError):
         # If the worker has died, reading stdin ends this process.
         write_frame(messages, FrameKind.READY, b"")
@@ -223,9 +224,8 @@ def main() -> None:
         write_frame(messages, *encode(Progressed(progress)))
 
     try:
-        outcome: Solved | Failed = solve(
-            SolverInput(request.decode(), graph), report, Event(), *caches
-        )
+        work = SolverInput(request.decode(), graph)
+        outcome: Solved | Failed = solve(work, report, Event(), *open_caches(work))
     except Exception as error:  # noqa: BLE001  every error becomes the result
         if problem_type_of(error) is ProblemType.INTERNAL:
             _log.exception("solving failed")
@@ -233,19 +233,33 @@ def main() -> None:
     write_frame(messages, *encode(outcome))
 
 
-def _open_caches(settings: Settings) -> tuple[core.Resources, KeyValueStore | None]:
-    """Caches of solved blocks, rules and plans in the service's database; none if unavailable."""
+_Caches = tuple[core.Resources, KeyValueStore | None]
+
+
+def _cache_opener(settings: Settings) -> Callable[[SolverInput], _Caches]:
+    """Open the service's database; return a function that opens the caches of a job's project.
+
+    They have its solved blocks and rules, and its plans; none if the database is unavailable.
+    """
     try:
         engine = open_engine(settings.store_url, busy_timeout=_BUSY_TIMEOUT)
-        cache = SolverCache(engine, max_bytes=settings.cache_max_bytes)
+        cache = open_cache(engine, settings)
     except StoreUnavailableError as error:
         _log.warning("solving without the cache: %s", error)
-        return core.Resources(), None
-    # The service could not read plans in the memory of this process.
-    namespace = JobKind.PLAN.namespace
-    plans = None if settings.is_in_memory else NamespacedCache(cache, namespace)
-    blocks, rules = NamespacedCache(cache, BLOCKS), NamespacedCache(cache, RULES)
-    return core.Resources(blocks=blocks, rules=rules), plans
+        return lambda _work: (core.Resources(), None)
+
+    def open_caches(work: SolverInput) -> _Caches:
+        # Jobs of releases without projects belong to the default one.
+        project = json.loads(work.request).get("project", DEFAULT_PROJECT)
+        plans, blocks, rules = (
+            NamespacedCache(cache, stored_namespace(project, kind))
+            for kind in (JobKind.PLAN.namespace, BLOCKS, RULES)
+        )
+        # The service could not read plans in the memory of this process.
+        kept = None if settings.is_in_memory else plans
+        return core.Resources(blocks=blocks, rules=rules), kept
+
+    return open_caches
 
 
 def _claim_stdout() -> IO[bytes]:

@@ -15,6 +15,7 @@ from uuid import uuid4
 import structlog
 
 from autoshard_server.problems import ProblemType, problem_document
+from autoshard_server.projects import stored_namespace
 from autoshard_server.settings import Settings
 from autoshard_server.solvers.executor import Executor, Solver
 from autoshard_server.solvers.messages import Died, Failed, Progressed, Solved, SolverInput
@@ -231,7 +232,8 @@ class Workers:
             # Its solver fails it: the job belongs to another release.
             return False
         try:
-            document = self._stores.cache.get(kind.namespace, claim.plan_id)
+            namespace = stored_namespace(claim.project, kind.namespace)
+            document = self._stores.cache.get(namespace, claim.plan_id)
         except StoreUnavailableError as error:
             # The job is claimed, so no other worker would run it: solve it again.
             _log.warning("store_unavailable", reason=str(error))
@@ -292,12 +294,12 @@ class Workers:
             return
         document = message.document
         kind = JobKind(claim.kind)
-        cache = self._stores.cache
-        if message.cacheable and not cache.put(kind.namespace, claim.plan_id, document):
+        cache, namespace = self._stores.cache, stored_namespace(claim.project, kind.namespace)
+        if message.cacheable and not cache.put(namespace, claim.plan_id, document):
             # Another worker was faster: the first document of an id stays.
-            document = cache.get(kind.namespace, claim.plan_id) or document
+            document = cache.get(namespace, claim.plan_id) or document
         if message.cacheable and kind is JobKind.PLAN:
-            self._stores.plans.add(claim.plan_id, document)
+            self._stores.plans.add(claim.project, claim.plan_id, document)
         self._jobs.succeed(claim, document)
 
     def _when_available(self, action: Callable[[], object]) -> None:
@@ -340,6 +342,7 @@ class Workers:
     def _clean(self) -> None:
         self._jobs.purge(self._settings.job_retention)
         self._stores.idempotency.purge()
+        self._stores.audit.purge(self._settings.audit_retention)
         is_over = self._stopping.is_set
         self._stores.cache.evict(max_age=self._settings.cache_max_age, is_over=is_over)
         self._stores.cache.enforce_budget(is_over=is_over)

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 from sqlalchemy import Connection, Engine, RowMapping, insert, select, update
 
+from autoshard_server.projects import DEFAULT_PROJECT
+from autoshard_server.store.audit import AuditAction, insert_event
 from autoshard_server.store.tables import api_keys as keys
 from autoshard_solver_cache import reader
 
@@ -30,6 +32,7 @@ class ApiKey:
         created_at: seconds since 1970.
         expires_at: time from which it is invalid; None for no expiry.
         revoked_at: time at which it was revoked; None if it was not.
+        project: to which its owner's resources belong.
     """
 
     id: str
@@ -38,6 +41,7 @@ class ApiKey:
     created_at: float
     expires_at: float | None
     revoked_at: float | None
+    project: str = DEFAULT_PROJECT
 
     def is_valid(self, now: float) -> bool:
         """True if the key is neither revoked nor expired at the time `now`."""
@@ -60,11 +64,16 @@ class ApiKeyStore:
         self._reader = reader(engine)
 
     def create(
-        self, name: str, scopes: Collection[str], *, expires_at: float | None = None
+        self,
+        name: str,
+        scopes: Collection[str],
+        *,
+        project: str = DEFAULT_PROJECT,
+        expires_at: float | None = None,
     ) -> tuple[ApiKey, str]:
         """Create a key; return it with its token, which is not stored."""
         with self._engine.begin() as connection:
-            return _insert(connection, name, scopes, expires_at)
+            return _insert(connection, name, scopes, project, expires_at)
 
     def authenticate(self, token: str) -> ApiKey | None:
         """The valid key of a token, or None."""
@@ -90,10 +99,14 @@ class ApiKeyStore:
         where = (keys.c.id == key_id) & keys.c.revoked_at.is_(None)
         statement = update(keys).where(where).values(revoked_at=time.time())
         with self._engine.begin() as connection:
-            return connection.execute(statement).rowcount == 1
+            project = connection.execute(statement.returning(keys.c.project)).scalar_one_or_none()
+            if project is None:
+                return False
+            insert_event(connection, project, AuditAction.DELETE, f"keys/{key_id}")
+            return True
 
     def rotate(self, key_id: str, *, grace: float) -> tuple[ApiKey, str] | None:
-        """Replace a valid key by a new one of the same name, scopes and expiry.
+        """Replace a valid key by a new one of the same name, project, scopes and expiry.
 
         Args:
             key_id: of the old key.
@@ -111,15 +124,26 @@ class ApiKeyStore:
             old = _key(row)
             last = now + grace if old.expires_at is None else min(now + grace, old.expires_at)
             connection.execute(update(keys).where(same).values(expires_at=last))
-            return _insert(connection, old.name, old.scopes, old.expires_at)
+            insert_event(connection, old.project, AuditAction.REPLACE, f"keys/{key_id}")
+            return _insert(connection, old.name, old.scopes, old.project, old.expires_at)
 
 
 def _insert(
-    connection: Connection, name: str, scopes: Collection[str], expires_at: float | None
+    connection: Connection,
+    name: str,
+    scopes: Collection[str],
+    project: str,
+    expires_at: float | None,
 ) -> tuple[ApiKey, str]:
     secret = secrets.token_urlsafe(_SECRET_BYTES)
     made = ApiKey(
-        secrets.token_hex(_ID_BYTES), name, frozenset(scopes), time.time(), expires_at, None
+        secrets.token_hex(_ID_BYTES),
+        name,
+        frozenset(scopes),
+        time.time(),
+        expires_at,
+        None,
+        project,
     )
     statement = insert(keys).values(
         id=made.id,
@@ -128,8 +152,10 @@ def _insert(
         scopes=json.dumps(sorted(made.scopes)),
         created_at=made.created_at,
         expires_at=expires_at,
+        project=project,
     )
     connection.execute(statement)
+    insert_event(connection, project, AuditAction.CREATE, f"keys/{made.id}")
     return made, f"{_PREFIX}_{made.id}_{secret}"
 
 

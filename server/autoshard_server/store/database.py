@@ -14,13 +14,14 @@ from sqlalchemy import Connection, Engine, delete, insert, inspect, select
 from autoshard_server.settings import Settings
 from autoshard_server.store.api_keys import ApiKeyStore
 from autoshard_server.store.artifacts import GraphStore, PlanIndex
+from autoshard_server.store.audit import AuditLog
+from autoshard_server.store.caches import open_cache
 from autoshard_server.store.idempotency import IdempotencyStore
 from autoshard_server.store.job_store import JobStore
 from autoshard_server.store.tables import compatibility
 from autoshard_server.store.topologies import TopologyStore
 from autoshard_solver_cache import (
     Cache,
-    SolverCache,
     StoreUnavailableError,
     lock,
     open_engine,
@@ -50,6 +51,7 @@ class Stores:
         topologies: stored topologies that requests can name.
         idempotency: the Idempotency-Keys of requests.
         api_keys: the keys of callers.
+        audit: who changed what.
 
     Raises:
         StoreUnavailableError: it cannot be opened or written, or a newer release has migrated it so
@@ -59,7 +61,7 @@ class Stores:
     def __init__(self, settings: Settings) -> None:
         self.engine = open_engine(settings.store_url, durable=True)
         migrate(self.engine)
-        self.cache: Cache = SolverCache(self.engine, max_bytes=settings.cache_max_bytes)
+        self.cache: Cache = open_cache(self.engine, settings)
         self.jobs = JobStore(
             self.engine,
             lease=settings.lease,
@@ -71,6 +73,7 @@ class Stores:
         self.topologies = TopologyStore(self.engine)
         self.idempotency = IdempotencyStore(self.engine)
         self.api_keys = ApiKeyStore(self.engine)
+        self.audit = AuditLog(self.engine)
 
     def close(self) -> None:
         """Close the connections."""

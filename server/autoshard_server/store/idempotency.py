@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from sqlalchemy import ColumnElement, Engine, delete, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
+from autoshard_server.callers import Caller
+from autoshard_server.projects import DEFAULT_PROJECT
 from autoshard_server.store.tables import idempotency_keys as keys
 from autoshard_solver_cache import reader
 
@@ -43,8 +45,8 @@ class IdempotencyStore:
         self._reader = reader(engine)
         self._lifetime = lifetime
 
-    def find(self, caller: str, key: str) -> IdempotencyRecord | None:
-        """The request of a key, or None for a new or expired key."""
+    def find(self, caller: Caller, key: str) -> IdempotencyRecord | None:
+        """The request of a caller's key, or None for a new or expired key."""
         query = select(keys.c.body_sha256, keys.c.answer).where(_is(caller, key), ~self._expired())
         with self._reader.begin() as connection:
             row = connection.execute(query).one_or_none()
@@ -52,11 +54,11 @@ class IdempotencyStore:
             return None
         return IdempotencyRecord(row.body_sha256, json.loads(row.answer).get("job"))
 
-    def reserve(self, caller: str, key: str, body_sha256: str) -> IdempotencyRecord:
+    def reserve(self, caller: Caller, key: str, body_sha256: str) -> IdempotencyRecord:
         """Reserve a key for a request; the first of several concurrent requests gets it.
 
         Args:
-            caller: name of the API key; empty without API keys.
+            caller: who sent the key; callers of other names or projects have other keys.
             key: the Idempotency-Key.
             body_sha256: digest of the request, 64 hex digits.
 
@@ -64,8 +66,8 @@ class IdempotencyStore:
             the request that has the key now.
         """
         statement = insert(keys).values(
-            caller=caller,
-            key_sha256=_digest(key),
+            caller=caller.name or "",
+            key_sha256=_digest(caller, key),
             body_sha256=body_sha256,
             answer=_NO_ANSWER,
             created_at=time.time(),
@@ -83,7 +85,7 @@ class IdempotencyStore:
                 return found
             return IdempotencyRecord(body_sha256)
 
-    def set_job(self, caller: str, key: str, body_sha256: str, job_id: str) -> None:
+    def set_job(self, caller: Caller, key: str, body_sha256: str, job_id: str) -> None:
         """Store the job of the request that reserved a key, unless it has one."""
         unanswered = (keys.c.body_sha256 == body_sha256) & (keys.c.answer == _NO_ANSWER)
         statement = update(keys).where(_is(caller, key), unanswered)
@@ -99,9 +101,11 @@ class IdempotencyStore:
         return keys.c.created_at < time.time() - self._lifetime
 
 
-def _is(caller: str, key: str) -> ColumnElement[bool]:
-    return (keys.c.caller == caller) & (keys.c.key_sha256 == _digest(key))
+def _is(caller: Caller, key: str) -> ColumnElement[bool]:
+    return (keys.c.caller == (caller.name or "")) & (keys.c.key_sha256 == _digest(caller, key))
 
 
-def _digest(key: str) -> str:
-    return hashlib.sha256(key.encode()).hexdigest()
+def _digest(caller: Caller, key: str) -> str:
+    """Digest of a key within its project; keys are printable, so that they have no NUL."""
+    of_project = key if caller.project == DEFAULT_PROJECT else f"{caller.project}\0{key}"
+    return hashlib.sha256(of_project.encode()).hexdigest()

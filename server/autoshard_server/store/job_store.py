@@ -40,9 +40,9 @@ from sqlalchemy import (
 from sqlalchemy.exc import IntegrityError
 
 from autoshard_server.problems import ProblemType, limit_error, problem_document
+from autoshard_server.projects import DEFAULT_PROJECT
 from autoshard_server.store.fair_order import FairOrder, QueuedJobs
 from autoshard_server.store.jobs import (
-    DEFAULT_PROJECT,
     TRANSITIONS,
     Claim,
     EventKind,
@@ -304,6 +304,15 @@ class JobStore:
             ProblemType.CANCELLED, "the job was cancelled before it was finished"
         )
         return self._finish(job_id, JobState.CANCELLED, _jobs.c.id == job_id, problem)
+
+    def delete(self, job_id: str) -> bool:
+        """Delete a finished job with its events; False if it is not finished, or unknown."""
+        finished = (_jobs.c.id == job_id) & ~is_active
+        with self._engine.begin() as connection:
+            if connection.execute(delete(_jobs).where(finished)).rowcount == 0:
+                return False
+            connection.execute(delete(job_events).where(job_events.c.job_id == job_id))
+            return True
 
     def release(self, claim: Claim) -> bool:
         """Requeue a job without counting the attempt."""

@@ -9,9 +9,6 @@ from typing import Any
 
 from pydantic import BaseModel, Field
 
-DEFAULT_PROJECT = "default"
-"""The project of callers whose key names no other one, and of all callers without keys."""
-
 
 class JobClass(StrEnum):
     """Classes of jobs, which wait in separate queues."""

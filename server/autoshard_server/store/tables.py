@@ -24,6 +24,8 @@ from sqlalchemy import (
     tuple_,
 )
 
+from autoshard_server.projects import DEFAULT_PROJECT
+
 metadata = MetaData()
 
 jobs = Table(
@@ -104,6 +106,7 @@ job_events = Table(
 plans = Table(
     "plans",
     metadata,
+    Column("project", String(64), primary_key=True, server_default=DEFAULT_PROJECT),
     Column("id", String(64), primary_key=True),
     Column("created_at", Float, nullable=False),
     Column("size", BigInteger, nullable=False),
@@ -119,12 +122,13 @@ plans = Table(
     Column("num_nodes", Integer, nullable=False),
     Column("num_parameters", BigInteger, nullable=False),
 )
-Index("plans_by_age", plans.c.created_at, plans.c.id)
-Index("plans_by_graph", plans.c.graph_digest, plans.c.created_at)
+Index("plans_by_age", plans.c.project, plans.c.created_at, plans.c.id)
+Index("plans_by_graph", plans.c.project, plans.c.graph_digest, plans.c.created_at)
 
 topologies = Table(
     "topologies",
     metadata,
+    Column("project", String(64), primary_key=True, server_default=DEFAULT_PROJECT),
     Column("name", String(64), primary_key=True),
     Column("sha256", String(64), nullable=False),
     Column("document", Text, nullable=False),
@@ -153,6 +157,23 @@ api_keys = Table(
     Column("created_at", Float, nullable=False),
     Column("expires_at", Float),
     Column("revoked_at", Float),
+    Column("project", String(64), nullable=False, server_default=DEFAULT_PROJECT),
+)
+
+audit_events = Table(
+    "audit_events",
+    metadata,
+    Column("id", String(32), primary_key=True),
+    Column("project", String(64), nullable=False),
+    Column("created_at", Float, nullable=False),
+    Column("caller", String(64)),
+    Column("action", String(16), nullable=False),
+    Column("resource", String(255), nullable=False),
+    Column("request_id", String(64)),
+)
+Index("audit_events_by_age", audit_events.c.created_at)
+Index(
+    "audit_events_by_project", *(audit_events.c[name] for name in ("project", "created_at", "id"))
 )
 
 # One row, written by every migration.

@@ -7,10 +7,11 @@ from collections.abc import Callable
 from datetime import datetime
 
 from pydantic import BaseModel, Field
-from sqlalchemy import Connection, Engine, delete, func, insert, select, update
+from sqlalchemy import ColumnElement, Connection, Engine, delete, func, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from autoshard_server.problems import ProblemType, ServerError, limit_error
+from autoshard_server.projects import SHARED_PROJECT
 from autoshard_server.store.tables import topologies
 from autoshard_solver_cache import reader
 
@@ -26,6 +27,9 @@ Precondition = Callable[[str | None], bool]
 class StoredTopologyEntry(BaseModel):
     """A topology that was stored under a name."""
 
+    project: str = Field(
+        description="the caller's, or `shared`, whose topologies every project can name"
+    )
     name: str
     sha256: str = Field(description="of the document; its ETag")
     created_at: datetime
@@ -38,6 +42,8 @@ _ENTRY = tuple(topologies.c[name] for name in StoredTopologyEntry.model_fields)
 class TopologyStore:
     """Topologies in the service's database; unlike entries of the cache, they are never evicted.
 
+    Every project can read those of the project `shared`; its own of the same name comes first.
+
     Args:
         engine: of a migrated database.
     """
@@ -48,6 +54,7 @@ class TopologyStore:
 
     def put(
         self,
+        project: str,
         name: str,
         document: str,
         *,
@@ -57,9 +64,10 @@ class TopologyStore:
         """Store a topology, replacing one of the same name.
 
         Args:
+            project: to which it belongs.
             name: matches `NAME_PATTERN`.
             document: JSON text.
-            max_stored: largest number of stored topologies.
+            max_stored: largest number of topologies of a project.
             precondition: returns true if the stored one may be replaced.
 
         Returns:
@@ -71,45 +79,59 @@ class TopologyStore:
         while True:
             try:
                 with self._engine.begin() as connection:
-                    _check(connection, name, precondition)
-                    return _put(connection, name, document, max_stored)
+                    _check(connection, project, name, precondition)
+                    return _put(connection, project, name, document, max_stored)
             except IntegrityError:
                 # A concurrent request has stored the first one of this name: replace it.
                 continue
 
-    def get(self, name: str) -> str | None:
-        """The document of a topology, or None."""
+    def get(self, project: str, name: str) -> str | None:
+        """The document of a topology that a project can read, or None."""
         if not _NAME.fullmatch(name):
             return None
-        query = select(topologies.c.document).where(topologies.c.name == name)
+        columns = select(topologies.c.project, topologies.c.document)
+        query = columns.where(_readable(project), topologies.c.name == name)
         with self._reader.begin() as connection:
-            return connection.execute(query).scalar_one_or_none()
+            found = {row.project: row.document for row in connection.execute(query)}
+        document: str | None = found.get(project, found.get(SHARED_PROJECT))
+        return document
 
-    def list(self) -> "list[StoredTopologyEntry]":
-        """All topologies, by name."""
+    def list(self, project: str) -> "list[StoredTopologyEntry]":
+        """All topologies that a project can read, by name."""
+        query = select(*_ENTRY).where(_readable(project))
         with self._reader.begin() as connection:
-            found = [
-                StoredTopologyEntry.model_validate(dict(row))
-                for row in connection.execute(select(*_ENTRY)).mappings()
-            ]
+            rows = connection.execute(query).mappings().all()
+        found = [StoredTopologyEntry.model_validate(dict(row)) for row in rows]
+        own = {entry.name for entry in found if entry.project == project}
+        visible = [entry for entry in found if entry.project == project or entry.name not in own]
         # The order of strings depends on the database.
-        return sorted(found, key=lambda entry: entry.name)
+        return sorted(visible, key=lambda entry: entry.name)
 
-    def delete(self, name: str, *, precondition: Precondition = lambda _sha256: True) -> bool:
-        """Delete a topology; False if there is none.
+    def delete(
+        self, project: str, name: str, *, precondition: Precondition = lambda _sha256: True
+    ) -> bool:
+        """Delete a topology of a project; False if there is none.
 
         Raises:
             ServerError: PRECONDITION_FAILED.
         """
         with self._engine.begin() as connection:
-            _check(connection, name, precondition)
-            statement = delete(topologies).where(topologies.c.name == name)
+            _check(connection, project, name, precondition)
+            statement = delete(topologies).where(_is(project, name))
             return connection.execute(statement).rowcount == 1
 
 
-def _check(connection: Connection, name: str, precondition: Precondition) -> None:
+def _is(project: str, name: str) -> ColumnElement[bool]:
+    return (topologies.c.project == project) & (topologies.c.name == name)
+
+
+def _readable(project: str) -> ColumnElement[bool]:
+    return topologies.c.project.in_([project, SHARED_PROJECT])
+
+
+def _check(connection: Connection, project: str, name: str, precondition: Precondition) -> None:
     # The row stays locked until the transaction ends.
-    query = select(topologies.c.sha256).where(topologies.c.name == name).with_for_update()
+    query = select(topologies.c.sha256).where(_is(project, name)).with_for_update()
     if not precondition(connection.execute(query).scalar_one_or_none()):
         raise ServerError(
             ProblemType.PRECONDITION_FAILED,
@@ -119,14 +141,15 @@ def _check(connection: Connection, name: str, precondition: Precondition) -> Non
 
 
 def _put(
-    connection: Connection, name: str, document: str, max_stored: int
+    connection: Connection, project: str, name: str, document: str, max_stored: int
 ) -> tuple[StoredTopologyEntry, bool]:
     digest, now = hashlib.sha256(document.encode()).hexdigest(), time.time()
     values = {"sha256": digest, "document": document, "updated_at": now}
-    same = topologies.c.name == name
+    same = _is(project, name)
     is_new = not connection.execute(update(topologies).where(same).values(values)).rowcount
     if is_new:
-        stored = connection.execute(select(func.count()).select_from(topologies)).scalar_one()
+        of_project = topologies.c.project == project
+        stored = connection.execute(select(func.count()).where(of_project)).scalar_one()
         if stored >= max_stored:
             raise limit_error(
                 ProblemType.LIMIT,
@@ -135,6 +158,7 @@ def _put(
                 "max_topologies",
                 max_stored,
             )
-        connection.execute(insert(topologies).values(name=name, created_at=now, **values))
+        new = {"project": project, "name": name, "created_at": now, **values}
+        connection.execute(insert(topologies).values(new))
     row = connection.execute(select(*_ENTRY).where(same)).mappings().one()
     return StoredTopologyEntry.model_validate(dict(row)), is_new

@@ -58,7 +58,7 @@ def test_a_key_allows_what_its_scopes_say(start_service: Any, store: str) -> Non
         "read": [200, 404, 403, 403],
         "plan": [200, 404, 422, 403],
         "metrics": [403, 403, 403, 200],
-        "admin": [200, 404, 422, 200],
+        "admin": [200, 404, 422, 403],
     }
 
 

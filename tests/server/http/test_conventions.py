@@ -330,7 +330,7 @@ def test_figures_are_there_for_prometheus(service: Any, graph: bytes) -> None:
     text = service.http.get("/metrics").text
     assert 'autoshard_http_requests_total{method="POST",route="/v1/plans",status="200"}' in text
     assert 'autoshard_jobs{state="succeeded"}' in text
-    assert 'autoshard_cache_entries{namespace="plans"}' in text
+    assert 'autoshard_cache_entries{namespace="plans",project="default"}' in text
     assert 'autoshard_job_duration_seconds_count{kind="plan",outcome="succeeded"}' in text
     assert "autoshard_build_info{" in text
     job = service.http.get("/v1/jobs").json()["jobs"][0]["id"]

@@ -24,6 +24,7 @@ from autoshard.mesh import mesh_from_json
 from autoshard.plan import Plan, PlanOptions
 from autoshard.planner import plan_id
 from autoshard_server import ProcessExecutor, Settings
+from autoshard_server.callers import Caller
 from autoshard_server.problems import TYPE_PREFIX
 from autoshard_server.store.artifacts import PLANS
 from autoshard_server.store.database import (
@@ -194,9 +195,9 @@ def test_a_database_of_the_first_release_goes_on(tmp_path: Path) -> None:
     assert document is not None
     plan = json.loads(document)
     assert plan["id"] == OLD_PLAN
-    assert stores.plans.page() == ([], None)
+    assert stores.plans.page("default") == ([], None)
     assert stores.plans.refresh() == 1
-    assert [(p.id, p.objective) for p in stores.plans.page()[0]] == [
+    assert [(p.id, p.objective) for p in stores.plans.page("default")[0]] == [
         (OLD_PLAN, plan["costs"]["total"])
     ]
     assert [job.state for job in stores.jobs.page()[0]] == [JobState.RUNNING, JobState.SUCCEEDED]
@@ -272,8 +273,9 @@ def test_a_database_of_the_migration_before_goes_on(open_one: OpenEngine) -> Non
     claim = jobs.claim("me")
     assert claim is not None
     assert (claim.id, claim.graph) == ("j", b"graph")
-    assert IdempotencyStore(engine).find("me", "k") == IdempotencyRecord("b", "j")
+    me = Caller("me", frozenset())
+    assert IdempotencyStore(engine).find(me, "k") == IdempotencyRecord("b", "j")
     topologies = TopologyStore(engine)
-    entry, is_new = topologies.put("mine", "{}", max_stored=1)
-    assert (is_new, topologies.list()) == (True, [entry])
-    assert topologies.get("mine") == "{}"
+    entry, is_new = topologies.put("default", "mine", "{}", max_stored=1)
+    assert (is_new, topologies.list("default")) == (True, [entry])
+    assert topologies.get("default", "mine") == "{}"

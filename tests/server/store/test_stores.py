@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine, text
 
+from autoshard_server.callers import Caller, Scope
 from autoshard_server.problems import ServerError
 from autoshard_server.store.api_keys import ApiKeyStore
 from autoshard_server.store.artifacts import PLANS, GraphStore, PlanIndex
@@ -16,46 +17,48 @@ from autoshard_server.store.idempotency import IdempotencyRecord, IdempotencySto
 from autoshard_server.store.topologies import TopologyStore
 from autoshard_solver_cache import SolverCache
 
+ME = Caller("me", frozenset({Scope.PLAN}))
+
 
 def test_topologies_are_replaced_under_their_names(engine: Engine) -> None:
     store = TopologyStore(engine)
     with ThreadPoolExecutor(6) as pool:
-        put = list(pool.map(lambda i: store.put("a", f"{i}", max_stored=9), range(12)))
+        put = list(pool.map(lambda i: store.put("p", "a", f"{i}", max_stored=9), range(12)))
     assert sum(is_new for _, is_new in put) == 1
     assert len({info.created_at for info, _ in put}) == 1
-    document = store.get("a")
+    document = store.get("p", "a")
     assert document is not None
-    (listed,) = store.list()
+    (listed,) = store.list("p")
     assert listed in [entry for entry, _ in put]
     assert listed.sha256 == hashlib.sha256(document.encode()).hexdigest()
     for name in ("b", "B"):
-        store.put(name, "{}", max_stored=3)
-    assert [info.name for info in store.list()] == ["B", "a", "b"]
+        store.put("p", name, "{}", max_stored=3)
+    assert [info.name for info in store.list("p")] == ["B", "a", "b"]
     with pytest.raises(ServerError, match=r"3 topologies are stored.*AUTOSHARD_MAX_TOPOLOGIES"):
-        store.put("c", "{}", max_stored=3)
-    assert not store.put("b", "[]", max_stored=3)[1]
-    assert store.get("c") is None
-    assert store.get("a\x00") is None
-    assert (store.delete("b"), store.delete("b")) == (True, False)
+        store.put("p", "c", "{}", max_stored=3)
+    assert not store.put("p", "b", "[]", max_stored=3)[1]
+    assert store.get("p", "c") is None
+    assert store.get("p", "a\x00") is None
+    assert (store.delete("p", "b"), store.delete("p", "b")) == (True, False)
 
 
 def test_an_idempotency_key_stands_for_the_first_request(engine: Engine) -> None:
     keys = IdempotencyStore(engine)
-    assert keys.find("me", "k") is None
+    assert keys.find(ME, "k") is None
     bodies = [letter * 64 for letter in "abcdefgh"]
     with ThreadPoolExecutor(8) as pool:
-        got = list(pool.map(lambda body: keys.reserve("me", "k", body), bodies))
+        got = list(pool.map(lambda body: keys.reserve(ME, "k", body), bodies))
     assert len({record.body_sha256 for record in got}) == 1
     first = got[0]
     assert first.job_id is None
-    keys.set_job("me", "k", "z" * 64, "another body's")
-    assert keys.find("me", "k") == first
+    keys.set_job(ME, "k", "z" * 64, "another body's")
+    assert keys.find(ME, "k") == first
     for job in ("1", "2"):
-        keys.set_job("me", "k", first.body_sha256, job)
-    assert keys.find("me", "k") == keys.reserve("me", "k", "c" * 64)
-    assert keys.reserve("me", "k", "c" * 64) == IdempotencyRecord(first.body_sha256, "1")
-    assert keys.find("you", "k") is None
-    assert keys.find("me", "K" * 10_000) is None
+        keys.set_job(ME, "k", first.body_sha256, job)
+    assert keys.find(ME, "k") == keys.reserve(ME, "k", "c" * 64)
+    assert keys.reserve(ME, "k", "c" * 64) == IdempotencyRecord(first.body_sha256, "1")
+    assert keys.find(Caller("you", ME.scopes), "k") is None
+    assert keys.find(ME, "K" * 10_000) is None
     assert keys.purge() == 0
 
 
@@ -63,13 +66,13 @@ def test_an_idempotency_key_is_forgotten_in_time(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = IdempotencyStore(engine, lifetime=60)
-    keys.reserve("me", "k", "b" * 64)
-    keys.set_job("me", "k", "b" * 64, "1")
+    keys.reserve(ME, "k", "b" * 64)
+    keys.set_job(ME, "k", "b" * 64, "1")
     later = time.time() + 61
     monkeypatch.setattr(time, "time", lambda: later)
-    assert keys.find("me", "k") is None
-    assert keys.reserve("me", "k", "c" * 64) == IdempotencyRecord("c" * 64)
-    keys.reserve("me", "l", "c" * 64)
+    assert keys.find(ME, "k") is None
+    assert keys.reserve(ME, "k", "c" * 64) == IdempotencyRecord("c" * 64)
+    keys.reserve(ME, "l", "c" * 64)
     monkeypatch.setattr(time, "time", lambda: later + 61)
     assert keys.purge() == 2
 
@@ -129,18 +132,21 @@ def test_a_key_that_is_rotated_lives_no_longer_for_it(engine: Engine) -> None:
 def test_graphs_are_kept_by_their_digests(engine: Engine) -> None:
     cache = SolverCache(engine)
     graphs = GraphStore(cache)
-    info, is_new = graphs.put(b"graph")
+    info, is_new = graphs.put("default", b"graph")
     assert is_new
-    assert (graphs.put(b"graph"), graphs.info(info.key)) == ((info, False), info)
+    assert (graphs.put("default", b"graph"), graphs.info("default", info.key)) == (
+        (info, False),
+        info,
+    )
     assert info.size == 5
-    assert graphs.get(info.key) == b"graph"
+    assert graphs.get("default", info.key) == b"graph"
     # Something else under the digest, intact by the cache's own measure.
     cache.delete("graphs", info.key)
     cache.put("graphs", info.key, b"other")
-    assert graphs.get(info.key) is None
-    assert graphs.put(b"graph")[1]
+    assert graphs.get("default", info.key) is None
+    assert graphs.put("default", b"graph")[1]
     assert cache.delete("graphs", info.key)
-    assert graphs.info(info.key) is None
+    assert graphs.info("default", info.key) is None
 
 
 def plan_document(number: int, digest: str = "d") -> bytes:
@@ -160,25 +166,29 @@ def test_plans_are_listed_from_new_to_old_without_opening_them(engine: Engine) -
     names = [f"plan {i}" for i in range(7)]
     for i, name in enumerate(names):
         cache.put(PLANS, name, plan_document(i, "ab"[i % 2]))
-        index.add(name, plan_document(i, "ab"[i % 2]))
-        index.add(name, plan_document(i))
-    (first,), _ = index.page(limit=1)
+        index.add("default", name, plan_document(i, "ab"[i % 2]))
+        index.add("default", name, plan_document(i))
+    (first,), _ = index.page("default", limit=1)
     assert (first.mesh, first.peak_memory, first.mode) == ((("dp", 2),), 1 << 40, "training")
     assert first.size == len(plan_document(6))
     # What the cache has dropped is not listed, and leaves no gap in a page.
     for gone in ("plan 2", "plan 4"):
         cache.delete(PLANS, gone)
-    page, after = index.page(limit=2)
+    page, after = index.page("default", limit=2)
     pages = [[plan.id for plan in page]]
     while after is not None:
-        page, after = index.page(after=after, limit=2)
+        page, after = index.page("default", after=after, limit=2)
         pages.append([plan.id for plan in page])
     assert pages == [["plan 6", "plan 5"], ["plan 3", "plan 1"], ["plan 0"]]
-    assert [plan.id for plan in index.page(graph_digest="b")[0]] == ["plan 5", "plan 3", "plan 1"]
+    assert [plan.id for plan in index.page("default", graph_digest="b")[0]] == [
+        "plan 5",
+        "plan 3",
+        "plan 1",
+    ]
     cache.put(PLANS, "imported", plan_document(8))
     assert index.refresh() == 3
     assert index.refresh() == 0
-    assert index.page(limit=1)[0][0].id == "imported"
+    assert index.page("default", limit=1)[0][0].id == "imported"
 
 
 def test_a_plan_that_cannot_be_listed_hides_no_other(
@@ -196,11 +206,11 @@ def test_a_plan_that_cannot_be_listed_hides_no_other(
         cache.put(PLANS, key, document)
     while index.refresh():
         pass
-    assert {plan.id for plan in index.page()[0]} == set(good)
-    assert {plan.num_parameters for plan in index.page()[0]} == {(1 << 63) - 1, 1 << 40}
+    assert {plan.id for plan in index.page("default")[0]} == set(good)
+    assert {plan.num_parameters for plan in index.page("default")[0]} == {(1 << 63) - 1, 1 << 40}
     assert len(caplog.records) == len(bad)
     # Nor does it hold up who has made it; put anew, it is looked at anew.
-    index.add("g", b"no JSON")
+    index.add("default", "g", b"no JSON")
     cache.delete(PLANS, "a")
     assert index.refresh() == 0
     cache.put(PLANS, "a", plan_document(4))

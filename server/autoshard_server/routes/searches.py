@@ -1,0 +1,105 @@
+"""Routes of searches: plan a graph on every mesh of a number of devices; read, delete."""
+
+from functools import partial
+from http import HTTPStatus
+from typing import Annotated
+
+from fastapi import APIRouter, Path, Request, Response
+
+from autoshard.client.results import MeshSearch
+from autoshard_server.http.auth import Planner, Reader
+from autoshard_server.http.parameters import ServiceParameter, read_json
+from autoshard_server.http.specification import PLANNING_PROBLEMS, SEARCH_BODY, describe
+from autoshard_server.problems import ProblemType, ServerError
+from autoshard_server.requests import SearchRequest, search_task
+from autoshard_server.routes.responses import (
+    REVALIDATE,
+    result_response,
+    run_once,
+    tagged_response,
+)
+from autoshard_server.service import Result
+from autoshard_server.store.jobs import Job, JobKind
+
+router = APIRouter(tags=["searches"])
+
+SearchId = Annotated[
+    str, Path(pattern="^[0-9a-f]{64}$", description="id of a search: the ETag of its response")
+]
+
+
+@router.post(
+    "/v1/searches",
+    response_model=MeshSearch,
+    **describe(
+        *PLANNING_PROBLEMS,
+        ProblemType.GRAPH,
+        ProblemType.GRAPH_UNKNOWN,
+        ProblemType.IDEMPOTENCY_KEY_REUSED,
+        headers=("Prefer", "Idempotency-Key"),
+        body=SEARCH_BODY,
+        answers={
+            200: (
+                "Every mesh of the devices, best first.",
+                *("Autoshard-Cache", "ETag", "Content-Location"),
+            )
+        },
+        job="The job that plans them.",
+    ),
+)
+async def search_meshes(request: Request, service: ServiceParameter, caller: Planner) -> Response:
+    """Plan a stored graph on every mesh of a number of devices.
+
+    The plans are cached: GET /v1/plans/{id} returns each.
+    """
+    submitted = await read_json(request, SearchRequest, service.settings)
+
+    async def run() -> Result | Job:
+        name = submitted.topology if isinstance(submitted.topology, str) else None
+        stored = await service.stored_topology(caller.project, name)
+        make = partial(search_task, submitted, service.settings, stored=stored)
+        return await service.run(await service.in_parser(make), caller)
+
+    found = await run_once(request, service, caller, submitted.model_dump_json().encode(), run)
+    return await result_response(request, service, found)
+
+
+@router.get(
+    "/v1/searches/{search_id:segment}",
+    response_model=MeshSearch,
+    **describe(
+        ProblemType.NOT_FOUND,
+        ProblemType.REQUEST,
+        headers=("If-None-Match",),
+        answers={
+            200: ("Every mesh of the devices, best first.", "ETag", "Cache-Control"),
+            304: ("The caller has this search.",),
+        },
+    ),
+)
+async def get_search(
+    search_id: SearchId, request: Request, service: ServiceParameter, caller: Reader
+) -> Response:
+    """The result of a search that was made before."""
+    body = await service.find_result(caller.project, JobKind.SEARCH, search_id)
+    if body is None:
+        raise _unknown(search_id)
+    return tagged_response(request, body, search_id, cache=REVALIDATE)
+
+
+@router.delete(
+    "/v1/searches/{search_id:segment}",
+    status_code=HTTPStatus.NO_CONTENT,
+    **describe(ProblemType.NOT_FOUND, ProblemType.REQUEST),
+)
+async def delete_search(search_id: SearchId, service: ServiceParameter, caller: Planner) -> None:
+    """Delete the result of a search. Its plans are not deleted."""
+    if not await service.delete_result(caller, JobKind.SEARCH, search_id):
+        raise _unknown(search_id)
+
+
+def _unknown(search_id: str) -> ServerError:
+    return ServerError(
+        ProblemType.NOT_FOUND,
+        f"there is no search {search_id}; its id is the ETag of POST /v1/searches",
+    )
