@@ -1,5 +1,6 @@
 """Commands of the planning service: serve, worker, demo."""
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
@@ -20,6 +21,29 @@ def serve(
     port: Annotated[
         int, typer.Option(min=0, max=_MAX_PORT, help="Port to listen on; 0 picks a free one.")
     ] = 8000,
+    uds: Annotated[
+        str | None, typer.Option(help="Path of a Unix socket to listen on, instead of --host.")
+    ] = None,
+    tls_cert: Annotated[
+        Path | None, typer.Option(help="Certificate and its chain (PEM), to serve https.")
+    ] = None,
+    tls_key: Annotated[
+        Path | None, typer.Option(help="Private key of --tls-cert (PEM), if not in that file.")
+    ] = None,
+    root_path: Annotated[
+        str | None,
+        typer.Option(
+            help="Path under which a reverse proxy publishes the service, such as /plan; default "
+            "AUTOSHARD_ROOT_PATH."
+        ),
+    ] = None,
+    forwarded_allow_ips: Annotated[
+        str | None,
+        typer.Option(
+            help="Addresses and networks of the reverse proxies whose X-Forwarded-For and "
+            "X-Forwarded-Proto are used; default AUTOSHARD_FORWARDED_ALLOW_IPS, or loopback."
+        ),
+    ] = None,
     auth: Annotated[
         bool | None,
         typer.Option(
@@ -32,7 +56,17 @@ def serve(
     with from_extra("server"):
         from autoshard_server.serve import serve as run  # noqa: PLC0415  an extra
 
-    run(host=host, port=port, auth=auth, log_level=log_level)
+    run(
+        host=host,
+        port=port,
+        uds=uds,
+        tls_cert=tls_cert,
+        tls_key=tls_key,
+        root_path=root_path,
+        forwarded_allow_ips=forwarded_allow_ips,
+        auth=auth,
+        log_level=log_level,
+    )
 
 
 def worker(

@@ -300,12 +300,12 @@ def _open_cache(folder: Path | None, store: str | None) -> Iterator[Cache]:
 @contextmanager
 def _open_stores(url: str | None) -> "Iterator[Stores]":
     with from_extra("server"):
-        from autoshard_server.settings import Settings  # noqa: PLC0415  an extra
+        from autoshard_server.environment import load_settings  # noqa: PLC0415  an extra
         from autoshard_server.store.database import Stores  # noqa: PLC0415  an extra
         from autoshard_solver_cache import StoreUnavailableError  # noqa: PLC0415  an extra
 
     with _as_input_error(StoreUnavailableError):
-        stores = Stores(Settings() if url is None else Settings(store_url=url))
+        stores = Stores(load_settings(store_url=url))
     with closing(stores):
         yield stores
 

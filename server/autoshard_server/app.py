@@ -5,17 +5,20 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import cache, partial
 from importlib.metadata import version
+from typing import Any
 
 import anyio.to_thread
 from fastapi import APIRouter, FastAPI, Request, Response
 from prometheus_client.core import GaugeMetricFamily
+from starlette.middleware.cors import CORSMiddleware
 from starlette_compress import CompressMiddleware
 
+from autoshard_server.environment import load_settings
 from autoshard_server.http.auth import Authenticator, Scraper
 from autoshard_server.http.compression import BodyLimit
 from autoshard_server.http.documents import Alive
 from autoshard_server.http.errors import add_error_handlers
-from autoshard_server.http.middleware import RequestLog
+from autoshard_server.http.middleware import RequestLog, RootPath, StartupErrors
 from autoshard_server.http.specification import operation_id, specification
 from autoshard_server.problems import ProblemType, ServerError
 from autoshard_server.routes import routers
@@ -30,6 +33,19 @@ from autoshard_server.store.database import Stores
 _ZSTD_LEVEL = 1
 """The fastest: plans are repetitive, so higher levels gain little."""
 
+_CORS: dict[str, Any] = {
+    "allow_methods": ["DELETE", "GET", "HEAD", "POST", "PUT"],
+    "allow_headers": [
+        *("Authorization", "Content-Encoding", "Content-Type", "Idempotency-Key", "If-Match"),
+        *("If-None-Match", "Last-Event-ID", "Prefer", "X-Request-ID"),
+    ],
+    "expose_headers": [
+        *("Allow", "Autoshard-Cache", "Content-Location", "ETag", "Link", "Location"),
+        *("Preference-Applied", "RateLimit", "RateLimit-Policy", "Retry-After", "X-Request-ID"),
+    ],
+}
+"""What pages of allowed origins may send, and read; keys are sent explicitly, not as cookies."""
+
 
 def create_app(settings: Settings | None = None, *, executor: Executor | None = None) -> FastAPI:
     """The planning service as an ASGI application.
@@ -40,7 +56,7 @@ def create_app(settings: Settings | None = None, *, executor: Executor | None = 
         settings: of the service; from the environment if left out.
         executor: runs solves; that of the settings if left out.
     """
-    settings = settings or Settings()
+    settings = settings or load_settings()
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -60,13 +76,19 @@ def create_app(settings: Settings | None = None, *, executor: Executor | None = 
         description="Optimal, certified sharding plans for exported PyTorch programs.",
         lifespan=lifespan,
         openapi_url=None,  # FastAPI's route makes it for each request; ours is in `pages`
+        redirect_slashes=False,  # behind a proxy, they would lead to other addresses
         generate_unique_id_function=operation_id,
     )
     for router in routers:
         app.include_router(router)
     app.add_middleware(BodyLimit, limit=settings.max_body_bytes)
     app.add_middleware(CompressMiddleware, zstd_level=_ZSTD_LEVEL, brotli=False, gzip_level=1)
+    if settings.allowed_origins:
+        app.add_middleware(CORSMiddleware, allow_origins=settings.allowed_origins, **_CORS)
     app.add_middleware(RequestLog)
+    if settings.root_path:
+        app.add_middleware(RootPath, root_path=settings.root_path)
+    app.add_middleware(StartupErrors)
     add_error_handlers(app, routers)
     app.openapi = cache(partial(specification, app))  # type: ignore[method-assign]  # FastAPI's own way
     app.state.specification = cache(lambda: json.dumps(app.openapi()).encode())

@@ -2,12 +2,14 @@
 
 import signal
 import socket
+import ssl
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
 from threading import Event, Thread
 from types import FrameType
-from typing import Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 import structlog
 import uvicorn
@@ -16,8 +18,11 @@ from sqlalchemy import make_url
 
 from autoshard.errors import OptionError
 from autoshard_server.app import create_app, create_worker_app
+from autoshard_server.environment import load_settings
 from autoshard_server.http.auth import is_loopback
 from autoshard_server.http.connections import Config
+from autoshard_server.http.middleware import STARTUP_ERRORS
+from autoshard_server.listeners import address_of, tcp_listeners, unix_listener
 from autoshard_server.settings import Settings
 from autoshard_server.solvers import make_executor
 from autoshard_server.solvers.workers import Workers
@@ -43,6 +48,11 @@ def serve(
     *,
     host: str = "127.0.0.1",
     port: int = 8000,
+    uds: str | None = None,
+    tls_cert: Path | None = None,
+    tls_key: Path | None = None,
+    root_path: str | None = None,
+    forwarded_allow_ips: str | None = None,
     store_url: str | None = None,
     log_level: LogLevel = "info",
     auth: bool | None = None,
@@ -52,6 +62,14 @@ def serve(
     Args:
         host: address to listen on; 0.0.0.0 for requests from other machines.
         port: 0 chooses a free one and logs it.
+        uds: path of a Unix socket to listen on, instead of an address.
+        tls_cert: file with the certificate and its chain (PEM), to serve https.
+        tls_key: file with the private key of the certificate (PEM), if that file lacks it.
+        root_path: path under which a reverse proxy publishes the service; AUTOSHARD_ROOT_PATH if
+            left out.
+        forwarded_allow_ips: addresses of the reverse proxies whose X-Forwarded-For and
+            X-Forwarded-Proto are used; AUTOSHARD_FORWARDED_ALLOW_IPS if left out, and all with
+            `uds`.
         store_url: database of plans and jobs; AUTOSHARD_STORE_URL, or the user's cache
             folder, if left out.
         log_level: debug, info, warning or error.
@@ -59,21 +77,34 @@ def serve(
             requires one on every address but loopback.
 
     Raises:
-        OptionError: the address cannot be listened on.
+        OptionError: an option or a setting is invalid, or the address cannot be listened on.
         SystemExit: the service cannot start; the log has the reason.
     """
-    listeners = _listeners(host, port)
-    configure_logging(log_level)
-    start_tracing()
-    settings = Settings() if store_url is None else Settings(store_url=store_url)
-    settings = settings.model_copy(update={"auth": _auth_mode(host, settings, auth=auth)})
-    if settings.auth == "required":
-        _require_keys(host, settings)
-    app = create_app(settings)
-    config = _config(app, settings, max(1, round(settings.shutdown_grace)))
-    server = _Server(config, app, settings.store_url)
-    with suppress(KeyboardInterrupt):
-        server.run(sockets=listeners)
+    settings = load_settings(
+        store_url=store_url,
+        root_path=root_path,
+        forwarded_allow_ips=forwarded_allow_ips or ("*" if uds else None),
+    )
+    _check_certificate(tls_cert, tls_key)
+    mode = _auth_mode(uds, host, settings, auth=auth)
+    settings = settings.model_copy(update={"auth": mode})
+    with unix_listener(uds) if uds else nullcontext(tcp_listeners(host, port)) as listeners:
+        configure_logging(log_level)
+        start_tracing()
+        if settings.auth == "required":
+            _require_keys(uds or host, settings)
+        app = create_app(settings)
+        config = _config(
+            app,
+            settings,
+            max(1, round(settings.shutdown_grace)),
+            forwarded_allow_ips=settings.forwarded_allow_ips,
+            ssl_certfile=tls_cert,
+            ssl_keyfile=tls_key,
+        )
+        server = _Server(config, app, settings.store_url)
+        with suppress(KeyboardInterrupt):
+            server.run(sockets=listeners)
     if not server.started:
         raise SystemExit(STARTUP_FAILED)
 
@@ -97,26 +128,22 @@ def run_workers(
 
     Raises:
         ValueError: there is no such log level.
+        OptionError: an option or a setting is invalid.
         SystemExit: the database or the port cannot be opened, or a worker died; see the log.
     """
     configure_logging(log_level)
-    given = {
-        "store_url": store_url,
-        "num_workers": num_workers,
-        "worker_host": host,
-        "worker_port": port,
-    }
-    overrides = {name: value for name, value in given.items() if value is not None}
-    settings = Settings.model_validate({**Settings().model_dump(), **overrides})
+    settings = load_settings(
+        store_url=store_url, num_workers=num_workers, worker_host=host, worker_port=port
+    )
     should_end = Event()
     for name in (signal.SIGTERM, signal.SIGINT):
         signal.signal(name, lambda *_: should_end.set())
     start_tracing()
     try:
-        listener = _listen(settings)
+        listener = _worker_listener(settings)
         stores = Stores(settings)
         executor = make_executor(settings)
-    except (StoreUnavailableError, RuntimeError, ConnectionError, OSError) as error:
+    except (*STARTUP_ERRORS, OSError) as error:
         _fail_startup(str(error))
     workers = Workers(stores, executor, settings)
     workers.start()
@@ -142,9 +169,8 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for listener in (s for server in getattr(self, "servers", ()) for s in server.sockets):
-            host, port = listener.getsockname()[:2]
-            host = f"[{host}]" if ":" in host else host
-            _log.info("serving", url=f"http://{host}:{port}", store=self._store)
+            url = address_of(listener, "https" if self.config.is_ssl else "http")
+            _log.info("serving", url=url, store=self._store)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         service = getattr(self._app.state, "service", None)
@@ -153,7 +179,7 @@ class _Server(uvicorn.Server):
         super().handle_exit(sig, frame)
 
 
-def _config(app: FastAPI, settings: Settings, grace: int) -> Config:
+def _config(app: FastAPI, settings: Settings, grace: int, **options: Any) -> Config:
     return Config(
         app,
         settings,
@@ -161,7 +187,30 @@ def _config(app: FastAPI, settings: Settings, grace: int) -> Config:
         access_log=False,
         server_header=False,
         timeout_graceful_shutdown=grace,
+        **options,
     )
+
+
+def _check_certificate(certificate: Path | None, key: Path | None) -> None:
+    """Check that the files of a certificate can be used.
+
+    Raises:
+        OptionError: they cannot.
+    """
+    if certificate is None:
+        if key is not None:
+            raise OptionError("--tls-key needs --tls-cert, the file with the certificate")
+        return
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(certificate, key)
+    except OSError as error:
+        missing = [str(file) for file in (certificate, key) if file and not file.is_file()]
+        named = " and ".join(missing or [str(file) for file in (certificate, key) if file])
+        reason = "no such file" if missing else error.strerror or str(error)
+        raise OptionError(
+            f"cannot use {named}: {reason}; --tls-cert and --tls-key are a certificate and its "
+            "private key, in PEM"
+        ) from None
 
 
 def _fail_startup(reason: str) -> NoReturn:
@@ -169,16 +218,19 @@ def _fail_startup(reason: str) -> NoReturn:
     raise SystemExit(STARTUP_FAILED) from None
 
 
-def _auth_mode(host: str, settings: Settings, *, auth: bool | None) -> str:
-    """The mode of authentication; by default it depends on the address."""
+def _auth_mode(uds: str | None, host: str, settings: Settings, *, auth: bool | None) -> str:
+    """The mode of authentication; by default it depends on the address.
+
+    A Unix socket is usually that of a reverse proxy, which hides where requests come from.
+    """
     if auth is not None:
         return "required" if auth else "off"
     if settings.auth != "auto":
         return settings.auth
-    return "off" if is_loopback(host) else "required"
+    return "auto" if uds is None and is_loopback(host) else "required"
 
 
-def _require_keys(host: str, settings: Settings) -> None:
+def _require_keys(address: str, settings: Settings) -> None:
     """Refuse to start without a valid key: every request would be refused."""
     try:
         stores = Stores(settings)
@@ -191,7 +243,7 @@ def _require_keys(host: str, settings: Settings) -> None:
     finally:
         stores.close()
     _fail_startup(
-        f"on {host} others can reach the service, and there is no API key; create one with "
+        f"on {address} others can reach the service, and there is no API key; create one with "
         "`autoshard keys create NAME`, or allow everybody with --no-auth"
     )
 
@@ -213,30 +265,7 @@ def _supervise(workers: Workers, should_end: Event) -> bool:
     return False
 
 
-def _listeners(host: str, port: int) -> list[socket.socket]:
-    """Sockets that listen on all addresses of a host, on one port; 0 chooses a free one.
-
-    Raises:
-        OptionError: the host is unknown, or an address cannot be listened on.
-    """
-    listeners: list[socket.socket] = []
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        for family, address in dict.fromkeys((entry[0], entry[4][0]) for entry in found):
-            opened = socket.create_server((str(address), port), family=family, backlog=2048)
-            listeners.append(opened)
-            port = opened.getsockname()[1]
-    except (OSError, OverflowError, UnicodeError) as error:
-        for opened in listeners:
-            opened.close()
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise OptionError(
-            f"cannot listen on {host}:{port}: {reason}; choose another --host or --port"
-        ) from None
-    return listeners
-
-
-def _listen(settings: Settings) -> socket.socket | None:
+def _worker_listener(settings: Settings) -> socket.socket | None:
     """The socket of a worker's health and metrics; None if the settings have no port.
 
     Raises:

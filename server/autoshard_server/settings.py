@@ -1,15 +1,21 @@
 """Settings of the service: environment variables with the prefix AUTOSHARD_."""
 
+import ipaddress
 import json
+import re
 from functools import cached_property
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 from sqlalchemy import make_url
+from sqlalchemy.exc import ArgumentError
 
 from autoshard.quantities import ByteCount
 from autoshard_solver_cache import default_url
+
+PREFIX = "AUTOSHARD_"
+"""Of the variables."""
 
 _MIB = 1 << 20
 
@@ -17,7 +23,7 @@ _MIB = 1 << 20
 class Settings(BaseSettings):
     """Settings of the service, each also an environment variable."""
 
-    model_config = SettingsConfigDict(env_prefix="AUTOSHARD_", extra="forbid", frozen=True)
+    model_config = SettingsConfigDict(env_prefix=PREFIX, extra="forbid", frozen=True)
 
     store_url: str = Field(
         default_factory=default_url,
@@ -138,6 +144,21 @@ class Settings(BaseSettings):
         ge=1,
         description="Invalid API keys of one address in a minute; status 429 beyond it.",
     )
+    root_path: str = Field(
+        default="",
+        pattern=r"^(/[A-Za-z0-9._~-]+)*$",
+        description="Path under which a reverse proxy publishes the service, such as `/plan`.",
+    )
+    forwarded_allow_ips: str = Field(
+        default="127.0.0.1,::1",
+        description="Addresses and networks of the reverse proxies whose `X-Forwarded-For` and "
+        "`X-Forwarded-Proto` are used, with commas between them; `*` for all.",
+    )
+    cors_origins: str = Field(
+        default="",
+        description="Origins of web pages that may send requests from a browser, such as "
+        "`https://ml.example.com`, with commas between them; `*` for all; none by default.",
+    )
     max_body_bytes: ByteCount = Field(
         default=64 * _MIB,
         description="Largest request body, as sent and after decompression; status 413 beyond it.",
@@ -218,6 +239,39 @@ class Settings(BaseSettings):
         description="Seconds for running solves to finish on shutdown; then they are requeued.",
     )
 
+    @field_validator("store_url")
+    @classmethod
+    def _check_url(cls, value: str) -> str:
+        try:
+            make_url(value)
+        except ArgumentError:
+            raise ValueError(
+                "give a SQLAlchemy URL, such as sqlite:////var/lib/autoshard/store.sqlite3 or "
+                "postgresql+psycopg://user@host/autoshard"
+            ) from None
+        return value
+
+    @field_validator("forwarded_allow_ips")
+    @classmethod
+    def _check_addresses(cls, value: str) -> str:
+        if value != "*":
+            for address in _listed(value):
+                ipaddress.ip_network(address)
+        return value
+
+    @field_validator("cors_origins")
+    @classmethod
+    def _check_origins(cls, value: str) -> str:
+        for origin in _listed(value):
+            if origin != "*" and not re.fullmatch(r"https?://[^/\s]+", origin):
+                raise ValueError(f"{origin!r} is not an origin, such as https://ml.example.com")
+        return value
+
+    @property
+    def allowed_origins(self) -> list[str]:
+        """Origins of pages that may send requests from a browser."""
+        return _listed(self.cors_origins)
+
     @property
     def is_in_memory(self) -> bool:
         """True if the database is in the memory of this process."""
@@ -233,7 +287,7 @@ class Settings(BaseSettings):
         """
         values = self.model_dump(mode="json")
         return {
-            f"AUTOSHARD_{name.upper()}": value if isinstance(value, str) else json.dumps(value)
+            f"{PREFIX}{name.upper()}": value if isinstance(value, str) else json.dumps(value)
             for name, value in values.items()
             if value is not None
         }
@@ -246,3 +300,7 @@ class Settings(BaseSettings):
             "model_bytes": self.max_model_bytes,
             "nodes": self.max_nodes,
         }
+
+
+def _listed(value: str) -> list[str]:
+    return [entry.strip() for entry in value.split(",") if entry.strip()]

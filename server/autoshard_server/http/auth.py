@@ -44,6 +44,7 @@ class Authenticator:
     def __init__(self, keys: ApiKeyStore, settings: Settings) -> None:
         self._keys = keys
         self._mode = settings.auth
+        self._origins = settings.allowed_origins
         self._recent: TTLCache[bytes, ApiKey] = TTLCache(_MAX_KEYS, _TTL)
         self._throttle = Throttle(settings.max_invalid_keys)
         self._lock = Lock()
@@ -58,7 +59,7 @@ class Authenticator:
         """
         if not self._is_required(request):
             if self._mode == "auto":
-                _refuse_other_sites(request)
+                _refuse_other_sites(request, self._origins)
             return ANONYMOUS
         if token is None:
             raise _unauthenticated("send 'Authorization: Bearer KEY'")
@@ -97,8 +98,12 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def _refuse_other_sites(request: Request) -> None:
+def _refuse_other_sites(request: Request, allowed: list[str]) -> None:
     """Refuse requests from pages of other sites in a local browser, and DNS rebinding.
+
+    Args:
+        request: to a loopback address.
+        allowed: origins of other sites whose pages may send requests.
 
     Raises:
         ServerError: FORBIDDEN.
@@ -108,6 +113,8 @@ def _refuse_other_sites(request: Request) -> None:
         # No browser connects to a Unix socket.
         return
     host, origin = request.headers.get("host"), request.headers.get("origin")
+    if origin in allowed:
+        origin = None
     for header, address in (("Host", host and f"//{host}"), ("Origin", origin)):
         if address and not is_loopback(_host_of(address)):
             raise ServerError(

@@ -63,6 +63,8 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     headers = dict(error.headers or {})
     if error.status_code == ProblemType.NOT_FOUND.status:
         kind, detail = ProblemType.NOT_FOUND, f"there is no route {request.url.path}"
+        if request.url.path.endswith("/"):
+            detail += "; addresses have no slash at their end"
     elif error.status_code == ProblemType.METHOD_NOT_ALLOWED.status:
         kind = ProblemType.METHOD_NOT_ALLOWED
         detail = f"{request.method} is not allowed on {request.url.path}"

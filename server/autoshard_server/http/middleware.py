@@ -1,4 +1,4 @@
-"""Middleware for every request: an id, a log line, and metrics."""
+"""Middleware: an id, a log line and metrics for every request; the path of a proxy; the start."""
 
 import re
 import time
@@ -9,15 +9,91 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from autoshard.errors import InputError, MissingPackageError
 from autoshard_server.http.errors import problem_response
 from autoshard_server.problems import problem_of
 from autoshard_server.telemetry import request_seconds, requests_total
+from autoshard_solver_cache import StoreUnavailableError
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 _METHODS = frozenset({"DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"})
 
+STARTUP_ERRORS = (StoreUnavailableError, InputError, MissingPackageError, ConnectionError)
+"""Errors of the start that are the environment's: the message is enough, without a traceback."""
+
+_ADDRESS_HEADERS = ("location", "content-location")
+
 _log = structlog.get_logger("autoshard_server.access")
+
+
+class StartupErrors:
+    """Logs an error of the start in one line, without a traceback."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one connection (ASGI)."""
+        if scope["type"] != "lifespan":
+            await self._app(scope, receive, send)
+            return
+        failures: list[Message] = []
+
+        async def send_later(message: Message) -> None:
+            if message["type"] == "lifespan.startup.failed":
+                failures.append(message)
+            else:
+                await send(message)
+
+        try:
+            await self._app(scope, receive, send_later)
+        except BaseException as error:
+            for message in failures:
+                if isinstance(error, STARTUP_ERRORS):
+                    _log.error("startup_failed", reason=str(error))
+                    message["message"] = ""
+                await send(message)
+            raise
+
+
+class RootPath:
+    """Serves the application under the path at which a reverse proxy publishes it.
+
+    The proxy may remove the path from requests or not. Addresses in headers of responses, which
+    start with a slash, get it.
+
+    Args:
+        app: the wrapped application.
+        root_path: such as `/plan`.
+    """
+
+    def __init__(self, app: ASGIApp, *, root_path: str) -> None:
+        self._app = app
+        self._root = root_path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one connection (ASGI)."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        path = scope["path"]
+        if not f"{path}/".startswith(f"{self._root}/"):
+            path = self._root + path
+
+        async def send_with_root(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._complete(MutableHeaders(scope=message))
+            await send(message)
+
+        await self._app({**scope, "path": path, "root_path": self._root}, receive, send_with_root)
+
+    def _complete(self, headers: MutableHeaders) -> None:
+        for name in _ADDRESS_HEADERS:
+            if headers.get(name, "").startswith("/"):
+                headers[name] = self._root + headers[name]
+        if "link" in headers:
+            headers["link"] = headers["link"].replace("</", f"<{self._root}/")
 
 
 class RequestLog:
@@ -68,12 +144,14 @@ class RequestLog:
 def _record(scope: Scope, status: int, seconds: float) -> None:
     method = scope["method"] if scope["method"] in _METHODS else "other"
     route = getattr(scope.get("route"), "path", "none")
+    client = scope.get("client")
     requests_total.labels(method, route, status).inc()
     request_seconds.labels(method, route).observe(seconds)
     _log.info(
         "request",
         method=scope["method"],
         path=scope["path"],
+        client=client[0] if client else None,
         status=status,
         seconds=round(seconds, 4),
     )

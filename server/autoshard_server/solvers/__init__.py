@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from autoshard.errors import MissingPackageError
 from autoshard_server.settings import Settings
 from autoshard_server.solvers.executor import Executor, ProcessExecutor
 
@@ -12,7 +13,7 @@ def make_executor(settings: Settings) -> Executor:
     """The executor of a service or a worker.
 
     Raises:
-        RuntimeError: the settings require Ray, which is not installed.
+        MissingPackageError: the settings require Ray, which is not installed.
         ConnectionError: there is no Ray cluster at the address.
     """
     options: dict[str, Any] = {
@@ -24,7 +25,7 @@ def make_executor(settings: Settings) -> Executor:
     try:
         from autoshard_server.solvers.ray_executor import RayExecutor  # noqa: PLC0415  an extra
     except ImportError as error:
-        raise RuntimeError(
+        raise MissingPackageError(
             "AUTOSHARD_EXECUTOR is 'ray', but Ray is not installed: pip install 'autoshard[ray]'"
         ) from error
     return RayExecutor(settings.ray_address, **options)
