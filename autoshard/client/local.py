@@ -79,6 +79,7 @@ class LocalJob:
         self.key = key
         self.plan_id = plan_id
         self.created_at = datetime.now(UTC)
+        self.finished_at: datetime | None = None
         self.done, self.cancel = Event(), Event()
         self.waiters, self.is_shared, self.is_stopped = 0, False, False
         self.progress = JobProgress(phase="running", elapsed=0.0)
@@ -107,7 +108,7 @@ class LocalJob:
     def status(self) -> JobStatus:
         """Describe the job as the service does."""
         if not self.done.is_set():
-            return JobStatus(self.id, self.plan_id, "running", done=False, progress=self.progress)
+            return self._status("running", done=False)
         made, error, state = self.made, None, "succeeded"
         if self.failure is not None:
             state, title = "failed", type(self.failure).__name__
@@ -117,15 +118,25 @@ class LocalJob:
             detail = "the job was cancelled before it was done"
             error = {"title": title, "status": _CANCELLED, "detail": detail}
         search = None if made is None else made.search
+        return self._status(
+            state,
+            done=True,
+            plan=made.plans[0] if made is not None and search is None else None,
+            error=error,
+            result=None if search is None else search.model_dump(mode="json"),
+        )
+
+    def _status(self, state: str, *, done: bool, **more: Any) -> JobStatus:
         return JobStatus(
             self.id,
             self.plan_id,
             state,
-            done=True,
-            progress=self.progress,
-            plan=made.plans[0] if made is not None and search is None else None,
-            error=error,
-            result=None if search is None else search.model_dump(mode="json"),
+            done,
+            self.progress,
+            created_at=self.created_at,
+            started_at=self.created_at,
+            finished_at=self.finished_at,
+            **more,
         )
 
     def _run(self) -> None:
@@ -134,6 +145,7 @@ class LocalJob:
         except Exception as error:  # noqa: BLE001  raised again in the threads that wait
             self.failure = error
         finally:
+            self.finished_at = datetime.now(UTC)
             self.done.set()
 
 

@@ -50,6 +50,10 @@ class JobStatus:
         plan: the result of a job that made a plan.
         error: problem details of a job that failed or was cancelled.
         result: the result of another kind of job, as JSON.
+        caller: name of the key that submitted it first; None without keys.
+        created_at: time of its submission.
+        started_at: time of its last start; None before.
+        finished_at: time of its end; None before.
     """
 
     id: str
@@ -60,6 +64,10 @@ class JobStatus:
     plan: Plan | None = None
     error: Mapping[str, Any] | None = None
     result: Any = None
+    caller: str | None = None
+    created_at: datetime | None = None
+    started_at: datetime | None = None
+    finished_at: datetime | None = None
 
     def get_plan(self) -> Plan:
         """Return the plan of a job that has succeeded.
@@ -177,12 +185,22 @@ class SearchResult:
     source: Literal["service", "local"] = "service"
 
 
+_FIRST_OF_SERVICE = 500
+"""The first of the HTTP statuses that mean an error of the service."""
+
+
 def rejected(problem: Mapping[str, Any], status: int = 500) -> RequestRejectedError:
     """Make the error for problem details."""
     title = problem.get("title", "the service refused the request")
     detail = problem.get("detail", "no reason was given")
     status = int(problem.get("status", status))
-    return RequestRejectedError(f"{title}: {detail}", status=status, problem=problem)
+    # The operator of the service finds the cause of its own errors in its log, by this id.
+    is_of_service = status >= _FIRST_OF_SERVICE and "request_id" in problem
+    request = f" (request {problem['request_id']})" if is_of_service else ""
+    return RequestRejectedError(f"{title}: {detail}{request}", status=status, problem=problem)
+
+
+_TIMES = ("created_at", "started_at", "finished_at")
 
 
 def read_job(document: Any) -> JobStatus:
@@ -204,6 +222,12 @@ def read_job(document: Any) -> JobStatus:
             plan=Plan.from_document(result) if makes_plan and result is not None else None,
             error=document.get("error"),
             result=None if makes_plan else result,
+            caller=document.get("caller"),
+            **{name: _time(document.get(name)) for name in _TIMES},
         )
-    except (KeyError, TypeError, AttributeError, ValidationError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ServiceError(f"the service sent a document that is not a job: {error!r}") from error
+
+
+def _time(text: str | None) -> datetime | None:
+    return None if text is None else datetime.fromisoformat(text)

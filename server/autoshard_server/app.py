@@ -91,7 +91,9 @@ def create_app(settings: Settings | None = None, *, executor: Executor | None = 
     app.add_middleware(StartupErrors)
     add_error_handlers(app, routers)
     app.openapi = cache(partial(specification, app))  # type: ignore[method-assign]  # FastAPI's own way
-    app.state.specification = cache(lambda: json.dumps(app.openapi()).encode())
+    app.state.specification = cache(
+        lambda: json.dumps(app.openapi(), separators=(",", ":")).encode()
+    )
     return app
 
 

@@ -128,6 +128,10 @@ def test_a_caller_need_not_wait(client: Client, graph: bytes) -> None:
     assert status.done
     assert status.state == "succeeded"
     assert status.get_plan() == plan
+    assert status.caller is None
+    times = (status.created_at, status.started_at, status.finished_at)
+    assert None not in times
+    assert sorted(times) == list(times)
 
 
 def test_a_cancelled_job_says_so_to_who_waits(slow_client: Client, graph: bytes) -> None:

@@ -195,7 +195,12 @@ def test_jobs_of_one_process(graph: bytes) -> None:
     job_id = local.request_plan(graph, mesh=(2, 2), wait=False).job_id
     assert job_id is not None
     plan = local.wait_for_job(job_id, on_progress=seen.append)
-    assert local.get_job(job_id).get_plan() == plan
+    status = local.get_job(job_id)
+    assert status.get_plan() == plan
+    assert status.caller is None
+    times = (status.created_at, status.started_at, status.finished_at)
+    assert None not in times
+    assert sorted(times) == list(times)
     assert seen
     assert local.cancel(job_id).state == "succeeded"
     with pytest.raises(RequestRejectedError, match="no job"):

@@ -21,6 +21,7 @@ from support.proxy import Cut, Drop, Passed, Proxy, Say, proxied
 from support.services import free_port, serving
 
 from autoshard.client import AsyncClient, Client, JobProgress, Retry
+from autoshard.client.results import rejected
 from autoshard.client.transport import retry_after
 from autoshard.errors import RequestRejectedError, ServiceError, ServiceUnavailableError
 from autoshard.plan import Plan
@@ -364,3 +365,9 @@ def test_a_deprecated_route_is_logged_once(proxy: Proxy, caplog: pytest.LogCaptu
     assert "GET /v1/topologies" in message
     assert "after Thu, 31 Dec 2026 00:00:00 GMT" in message
     assert "https://example.org/v2" in message
+
+
+def test_an_error_of_the_service_names_the_request_for_its_operator() -> None:
+    problem = {"title": "Internal error", "detail": "see the log", "request_id": "abc"}
+    assert str(rejected({**problem, "status": 500})).endswith("see the log (request abc)")
+    assert str(rejected({**problem, "status": 422})).endswith("see the log")

@@ -72,6 +72,14 @@ def test_every_json_body_has_an_example_of_its_schema(specification: dict[str, A
                 jsonschema.validate(content["example"], {**specification, **content["schema"]})
 
 
+def test_every_part_of_a_path_has_an_example(specification: dict[str, Any]) -> None:
+    for method, path, operation in operations(specification):
+        for parameter in operation.get("parameters", ()):
+            if parameter["in"] == "path":
+                assert "example" in parameter, (method, path)
+                jsonschema.validate(parameter["example"], parameter["schema"])
+
+
 def test_every_page_has_links(specification: dict[str, Any]) -> None:
     pages = [
         operation["responses"]["200"]
@@ -80,6 +88,16 @@ def test_every_page_has_links(specification: dict[str, Any]) -> None:
     ]
     assert len(pages) >= 2
     assert all("Link" in page["headers"] for page in pages)
+
+
+def test_event_streams_are_described_by_the_model_of_events(specification: dict[str, Any]) -> None:
+    text = json.dumps(specification)
+    assert "itemSchema" not in text  # a keyword of OpenAPI 3.2
+    stream = specification["paths"]["/v1/jobs/{job_id}/events"]["get"]["responses"]["200"]
+    assert "JobEvent" in stream["description"]
+    *_, data = stream["content"]["text/event-stream"]["example"].strip().partition("data: ")
+    event = specification["components"]["schemas"]["JobEvent"]
+    jsonschema.validate(json.loads(data), {**specification, **event})
 
 
 def test_every_tag_is_described(specification: dict[str, Any]) -> None:

@@ -37,7 +37,8 @@ class Problem(BaseModel):
     request_id: str | None = Field(
         default=None,
         description="id of the request in the service's log, as in the header `X-Request-ID`; in a "
-        "job, of the request that submitted it",
+        "job, of the request that submitted it; absent if a connection was closed before a request "
+        "was read",
     )
     errors: list[FieldProblem] | None = Field(default=None, description="each wrong field")
     limit: int | None = Field(default=None, description="the limit that was exceeded")

@@ -36,6 +36,21 @@ EXAMPLES: Mapping[str, Any] = {
 }
 """Documents by the name of their schema, or by that and the status of the response."""
 
+STREAM_EXAMPLE = """id: 1
+event: state
+data: {"number":1,"kind":"state","created_at":"2026-11-20T09:30:00Z","data":{"state":"queued"}}
+
+"""
+
+PATH_EXAMPLES: Mapping[str, str] = {
+    "digest": DIGEST,
+    "job_id": REQUEST_ID,
+    "name": "h100-sxm",
+    "plan_id": DIGEST,
+    "search_id": DIGEST,
+}
+"""Values of the parameters of paths, by their name."""
+
 TAGS: Mapping[str, str] = {
     "plans": "Sharding plans: create, look up, list, read, delete, explain, compare, export, "
     "trace them.",

@@ -1,6 +1,7 @@
 """The OpenAPI specification, generated from the routes and the problem types."""
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +12,14 @@ from pydantic import BaseModel, TypeAdapter
 
 from autoshard.mesh import Mesh, Topology
 from autoshard_server.http.documents import JobDocument
-from autoshard_server.http.examples import DIGEST, EXAMPLES, REQUEST_ID, TAGS
+from autoshard_server.http.examples import (
+    DIGEST,
+    EXAMPLES,
+    PATH_EXAMPLES,
+    REQUEST_ID,
+    STREAM_EXAMPLE,
+    TAGS,
+)
 from autoshard_server.http.parameters import JSON
 from autoshard_server.problems import PROBLEM_MEDIA_TYPE, ProblemType, problem_document
 from autoshard_server.requests import (
@@ -22,10 +30,14 @@ from autoshard_server.requests import (
     LookUpPlanRequest,
     SearchRequest,
 )
+from autoshard_server.store.jobs import JobEvent
 
 _REF = "#/components/schemas/{model}"
 _INPUT_NAME = "{model}Input"
 _INPUT_REF = f"#/components/schemas/{_INPUT_NAME}"
+
+_SENTENCE = re.compile(r"\.?\n|\. |\.$")
+"""End of the first sentence of a description."""
 
 _FREE_FORM = {"MeshDocument": "Mesh", "TopologyDocument": "Topology"}
 """Types of the members of requests that take any object, since the library validates them."""
@@ -268,12 +280,15 @@ def specification(app: FastAPI) -> dict[str, Any]:
     schemas: dict[str, Any] = found["components"]["schemas"]
     for name in ("HTTPValidationError", "ValidationError"):
         schemas.pop(name, None)
-    schemas.update(_request_schemas(schemas))
+    schemas.update(_further_schemas(schemas))
     for schema in schemas.values():
         _describe_defaults(schema)
     for path in found["paths"].values():
         for method, operation in path.items():
+            operation["summary"] = _SENTENCE.split(operation["description"])[0]
+            operation.setdefault("security", [])  # none, rather than none that is known
             _drop_default_validation_answer(operation)
+            _describe_streams(operation)
             if method == "head":
                 _drop_contents(operation)
             _add_examples(operation)
@@ -281,8 +296,8 @@ def specification(app: FastAPI) -> dict[str, Any]:
     return found
 
 
-def _request_schemas(answers: Mapping[str, Any]) -> dict[str, Any]:
-    """Schemas of the bodies of requests.
+def _further_schemas(answers: Mapping[str, Any]) -> dict[str, Any]:
+    """Schemas of documents that FastAPI does not know of: bodies of requests, and events.
 
     A model that occurs in responses too, such as a mesh, has a schema of its own for requests, in
     which members have defaults and bytes may be texts with units. It has its own name and title:
@@ -291,9 +306,10 @@ def _request_schemas(answers: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         answers: schemas of responses, by name.
     """
-    bodies = (*_BODIES, Mesh, Topology)
+    documents = (*_BODIES, Mesh, Topology, JobEvent)
     _, found = TypeAdapter.json_schemas(
-        [(body, "validation", TypeAdapter(body)) for body in bodies], ref_template=_REF
+        [(document, "validation", TypeAdapter(document)) for document in documents],
+        ref_template=_REF,
     )
     schemas = found["$defs"]
     taken = {name for name, schema in schemas.items() if name in answers and "enum" not in schema}
@@ -339,8 +355,19 @@ def _drop_default_validation_answer(operation: Mapping[str, Any]) -> None:
         del operation["responses"]["422"]
 
 
+def _describe_streams(operation: Mapping[str, Any]) -> None:
+    """Replace FastAPI's schema of an event stream, whose keyword is none of OpenAPI 3.1."""
+    for answer in operation["responses"].values():
+        for content in answer.get("content", {}).values():
+            if content.pop("itemSchema", None):
+                content["example"] = STREAM_EXAMPLE
+                answer["description"] = (
+                    f"Server-sent events. The data of each is a {JobEvent.__name__}, as JSON."
+                )
+
+
 def _add_examples(operation: Mapping[str, Any]) -> None:
-    """Add the examples of the JSON bodies of an operation.
+    """Add the examples of the JSON bodies of an operation, and of the parts of its path.
 
     It is done here since FastAPI would leave out members that are null.
     """
@@ -351,6 +378,9 @@ def _add_examples(operation: Mapping[str, Any]) -> None:
         first = schema.get("anyOf", [schema])[0].get("$ref", "").rpartition("/")[2]
         if first in EXAMPLES:
             content["example"] = EXAMPLES.get(f"{first} {status}", EXAMPLES[first])
+    for parameter in operation.get("parameters", ()):
+        if parameter["name"] in PATH_EXAMPLES:
+            parameter["example"] = PATH_EXAMPLES[parameter["name"]]
 
 
 def _drop_contents(operation: Mapping[str, Any]) -> None:
