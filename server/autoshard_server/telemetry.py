@@ -16,7 +16,7 @@ from contextlib import contextmanager
 import structlog
 from opentelemetry import propagate, trace
 from opentelemetry.trace import SpanKind
-from prometheus_client import CollectorRegistry, Counter, Histogram, multiprocess
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, multiprocess
 
 _REQUEST_BUCKETS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
@@ -57,6 +57,19 @@ job_seconds = Histogram(
     registry=_registry,
 )
 
+job_wait_seconds = Histogram(
+    "autoshard_job_wait_seconds",
+    "From the submission of a job to its first start.",
+    ("class",),
+    buckets=_JOB_BUCKETS,
+    registry=_registry,
+)
+job_failures_total = Counter(
+    "autoshard_job_failures",
+    "Starts of jobs that ended with a problem, also of jobs that are started again.",
+    ("kind", "problem"),
+    registry=_registry,
+)
 refused_connections_total = Counter(
     "autoshard_refused_connections",
     "Connections that were refused or closed by a limit: total, address, displaced, header, "
@@ -64,6 +77,10 @@ refused_connections_total = Counter(
     ("reason",),
     registry=_registry,
 )
+
+if "PROMETHEUS_MULTIPROC_DIR" not in os.environ:
+    # Memory, processor time and open files are those of one process.
+    ProcessCollector(registry=_registry)
 
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 

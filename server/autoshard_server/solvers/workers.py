@@ -14,7 +14,7 @@ from uuid import uuid4
 
 import structlog
 
-from autoshard_server.problems import ProblemType, problem_document
+from autoshard_server.problems import TYPE_PREFIX, ProblemType, problem_document
 from autoshard_server.projects import stored_namespace
 from autoshard_server.settings import Settings
 from autoshard_server.solvers.executor import Executor, Solver
@@ -22,7 +22,12 @@ from autoshard_server.solvers.messages import Died, Failed, Progressed, Solved, 
 from autoshard_server.store.database import Stores
 from autoshard_server.store.job_store import JobStore
 from autoshard_server.store.jobs import Claim, JobClass, JobKind, known_kind
-from autoshard_server.telemetry import job_seconds, job_span
+from autoshard_server.telemetry import (
+    job_failures_total,
+    job_seconds,
+    job_span,
+    job_wait_seconds,
+)
 from autoshard_solver_cache import StoreUnavailableError
 
 MAX_LOST = 3
@@ -258,6 +263,8 @@ class Workers:
     ) -> str:
         """Wait for the end of a job; return its outcome."""
         _log.info("job_started")
+        if claim.waited is not None:
+            job_wait_seconds.labels(JobClass.of(claim.kind)).observe(claim.waited)
         solver.start(SolverInput(claim.request, claim.graph))
         while True:
             message = solver.receive(_POLL)
@@ -267,6 +274,8 @@ class Workers:
                     health.lost()
                 else:
                     health.ready()
+                if not isinstance(message, Solved):
+                    _count_failure(claim, message.problem)
                 self._when_available(partial(self._finish, claim, message))
                 _log.info("job_finished", seconds=round(lease.elapsed, 3))
                 return _OUTCOMES[type(message)]
@@ -276,7 +285,9 @@ class Workers:
                 return "released"
             if lease.elapsed > self._settings.max_job_seconds:
                 solver.stop()
-                self._when_available(partial(self._jobs.fail, claim, self._deadline_problem()))
+                problem = self._deadline_problem()
+                _count_failure(claim, problem)
+                self._when_available(partial(self._jobs.fail, claim, problem))
                 _log.warning("job_too_long")
                 return "failed"
             if not lease.update(message):
@@ -378,8 +389,18 @@ def _checked(solver: Solver, health: SolverHealth) -> Solver | None:
 
 
 def _observe(claim: Claim, outcome: str, seconds: float) -> None:
+    job_seconds.labels(_kind_label(claim), outcome).observe(seconds)
+
+
+def _count_failure(claim: Claim, problem: Mapping[str, object]) -> None:
+    slug = str(problem.get("type", "")).removeprefix(TYPE_PREFIX)
+    known = {kind.slug for kind in ProblemType}
+    job_failures_total.labels(_kind_label(claim), slug if slug in known else "other").inc()
+
+
+def _kind_label(claim: Claim) -> str:
     kind = known_kind(claim.kind)
-    job_seconds.labels("other" if kind is None else kind.value, outcome).observe(seconds)
+    return "other" if kind is None else kind.value
 
 
 class _Backoff:

@@ -11,6 +11,10 @@ with its own monotonic clock and only while it can read the database, considers 
 requeues the job, or fails it after too many attempts. Clocks of different hosts are never compared,
 so a clock that jumps cannot take a job from a live worker.
 
+Plan ids depend on the release, so the workers of a release run the jobs that were submitted to it.
+If none of them runs a job for the length of a lease while the oldest one waits, they are considered
+gone, and the workers of other releases may claim these jobs.
+
 A worker that shuts down releases its job. Every transition is one UPDATE that names the states it
 may start from, so two processes cannot both make it, and inserts an event in the same transaction.
 A worker stops when the row has another owner or state.
@@ -21,6 +25,7 @@ import logging
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
 from typing import Any
 from uuid import uuid4
 
@@ -60,8 +65,12 @@ _log = logging.getLogger(__name__)
 
 _SUMMARY = tuple(_jobs.c[name] for name in Job.__slots__)
 
-_CLAIMED = ("id", "kind", "plan_id", "project", "attempts", "request", "graph", "context")
+_CLAIMED = (
+    *("id", "kind", "plan_id", "project", "attempts", "request", "graph", "context"),
+    "created_at",
+)
 
+_RELEASE = version("autoshard")
 
 _Queued = dict[JobClass, list[QueuedJobs]]
 _Running = dict[JobClass, dict[tuple[str, str | None], int]]
@@ -76,6 +85,7 @@ class JobStore:
         max_attempts: number of starts of a job after which it fails.
         weights: of projects (`FairOrder`).
         clock: monotonic clock, in seconds.
+        release: version of autoshard that submits and claims jobs.
     """
 
     def __init__(
@@ -86,10 +96,14 @@ class JobStore:
         max_attempts: int,
         weights: Mapping[str, float] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        release: str = _RELEASE,
     ) -> None:
         self._engine = engine
         self._reader = reader(engine)
         self._leases = _Leases(lease)
+        self._releases = _Leases(lease)
+        self._release = release
+        self._is_ours = _jobs.c.release.is_(None) | (_jobs.c.release == release)
         self._fair = {job_class: FairOrder(weights) for job_class in JobClass}
         self._clock = clock
         self._max_attempts = max_attempts
@@ -133,6 +147,7 @@ class JobStore:
             "caller": caller,
             "state": JobState.QUEUED,
             "attempts": 0,
+            "release": self._release,
             "created_at": time.time(),
             "context": json.dumps(dict(context or {})),
             "request": request,
@@ -321,13 +336,15 @@ class JobStore:
     def recover(self) -> int:
         """Requeue or fail the jobs of dead workers; return their number.
 
+        Jobs of other releases whose workers are gone count too: all workers may claim them then.
         It must be called several times per lease to detect them.
         """
         query = select(_jobs.c.id, _jobs.c.beat).where(_jobs.c.state == JobState.RUNNING)
         with self._reader.begin() as connection:
             beats = {row.id: row.beat for row in connection.execute(query)}
         expired = self._leases.expired(beats, self._clock())
-        return sum(self._recover(job_id, beat) for job_id, beat in expired.items())
+        recovered = sum(self._recover(job_id, beat) for job_id, beat in expired.items())
+        return recovered + self._adopt()
 
     def purge(self, older_than: float) -> int:
         """Delete jobs that finished more than `older_than` seconds ago; return their number."""
@@ -345,7 +362,9 @@ class JobStore:
         group = (_jobs.c["class"], _jobs.c.state, _jobs.c.project, _jobs.c.caller)
         query = select(*group, func.min(_jobs.c.number), func.count())
         # A newer release that shares the database may have further classes.
-        query = query.where(is_active, _jobs.c["class"].in_(JobClass)).group_by(*group)
+        of_known_class = _jobs.c["class"].in_(JobClass)
+        waits_for_others = (_jobs.c.state == JobState.QUEUED) & ~self._is_ours
+        query = query.where(is_active, of_known_class, ~waits_for_others).group_by(*group)
         queued: _Queued = {job_class: [] for job_class in JobClass}
         running: _Running = {job_class: {} for job_class in JobClass}
         with self._reader.begin() as connection:
@@ -366,6 +385,7 @@ class JobStore:
                 _jobs.c["class"] == job_class,
                 _jobs.c.project == jobs.project,
                 _is_caller(jobs.caller),
+                self._is_ours,
             )
             .order_by(_jobs.c.number, _jobs.c.id)
             .limit(1)
@@ -373,12 +393,13 @@ class JobStore:
             .with_for_update(skip_locked=True)
             .scalar_subquery()
         )
+        now = time.time()
         statement = (
             _transition(JobState.RUNNING, JobState.QUEUED, where=_jobs.c.id == oldest)
             .values(
                 owner=owner,
                 beat=_jobs.c.beat + 1,
-                started_at=time.time(),
+                started_at=now,
                 attempts=_jobs.c.attempts + 1,
             )
             .returning(*(_jobs.c[name] for name in _CLAIMED))
@@ -397,6 +418,7 @@ class JobStore:
             request=row["request"],
             graph=zlib.decompress(row["graph"]),
             context=json.loads(row["context"] or "{}"),
+            waited=max(0.0, now - row["created_at"]) if row["attempts"] == 1 else None,
         )
 
     def _recover(self, job_id: str, beat: int) -> bool:
@@ -409,6 +431,25 @@ class JobStore:
         )
         running = lost & (_jobs.c.state == JobState.RUNNING)
         return self._finish(job_id, JobState.FAILED, running, problem)
+
+    def _adopt(self) -> int:
+        """Let all workers claim the jobs of releases without workers; return their number."""
+        group = (_jobs.c.release, _jobs.c.state)
+        query = select(*group, func.min(_jobs.c.number)).where(
+            is_active, _jobs.c.release != self._release
+        )
+        with self._reader.begin() as connection:
+            rows = connection.execute(query.group_by(*group)).all()
+        busy = {release for release, state, _ in rows if state == JobState.RUNNING}
+        oldest = {release: first for release, _, first in rows if release not in busy}
+        gone = tuple(self._releases.expired(oldest, self._clock()))
+        if not gone:
+            return 0
+        queued = is_active & (_jobs.c.state == JobState.QUEUED) & _jobs.c.release.in_(gone)
+        with self._engine.begin() as connection:
+            count = connection.execute(update(_jobs).where(queued).values(release=None)).rowcount
+        _log.warning("%d jobs of %s have no workers of that release", count, ", ".join(gone))
+        return count
 
     def _requeue(self, job_id: str, where: ColumnElement[bool], **values: Any) -> bool:
         statement = _transition(JobState.QUEUED, JobState.RUNNING, where=where)

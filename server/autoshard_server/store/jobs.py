@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
 from typing import Any
@@ -126,6 +126,7 @@ class Claim:
         request: JSON text with mesh, options and limits.
         graph: the uploaded bytes.
         context: fields for logs and traces of the job, such as `request_id`.
+        waited: seconds since the job was submitted; None if it was started before.
     """
 
     id: str
@@ -136,6 +137,7 @@ class Claim:
     request: str
     graph: bytes
     context: Mapping[str, str]
+    waited: float | None = field(default=None, compare=False)
 
 
 class EventKind(StrEnum):

@@ -55,6 +55,8 @@ jobs = Table(
     Column("class", String(16), nullable=False, server_default="solve"),
     # Compressed bytes of the graph or the result that the row contains.
     Column("stored_bytes", BigInteger, nullable=False, server_default="0"),
+    # Whose workers run the job; null for those of any.
+    Column("release", String(64)),
 )
 Index("jobs_by_number", jobs.c.state, jobs.c.number)
 Index("jobs_by_age", jobs.c.created_at, jobs.c.id)
@@ -81,6 +83,7 @@ Index(
 Index(
     "jobs_active",
     *(jobs.c[name] for name in ("project", "caller", "state", "class", "number", "created_at")),
+    jobs.c.release,
     sqlite_where=is_active,
     postgresql_where=is_active,
 )

@@ -332,6 +332,8 @@ def test_figures_are_there_for_prometheus(service: Any, graph: bytes) -> None:
     assert 'autoshard_jobs{state="succeeded"}' in text
     assert 'autoshard_cache_entries{namespace="plans",project="default"}' in text
     assert 'autoshard_job_duration_seconds_count{kind="plan",outcome="succeeded"}' in text
+    assert 'autoshard_job_wait_seconds_count{class="solve"}' in text
+    assert "process_resident_memory_bytes" in text
     assert "autoshard_build_info{" in text
     job = service.http.get("/v1/jobs").json()["jobs"][0]["id"]
     assert job not in text

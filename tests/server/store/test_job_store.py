@@ -31,12 +31,10 @@ class Clock:
         return self.now
 
 
-def make_store(
-    url: str = "sqlite://", *, attempts: int = 2, clock: Callable[[], float] = time.monotonic
-) -> JobStore:
+def make_store(url: str = "sqlite://", *, attempts: int = 2, **options: Any) -> JobStore:
     engine = open_engine(url)
     migrate(engine)
-    return JobStore(engine, lease=30.0, max_attempts=attempts, clock=clock)
+    return JobStore(engine, lease=30.0, max_attempts=attempts, **options)
 
 
 MakeStore = Callable[..., JobStore]
@@ -210,6 +208,39 @@ def test_every_history_follows_the_table(in_memory: JobStore, actions: list[str]
     outcomes = (store.result(job_id) is not None) + (job.error is not None)
     assert outcomes == int(job.state.done)
     store.cancel(job_id)
+
+
+def test_the_workers_of_a_release_run_its_jobs_until_they_are_gone(make: MakeStore) -> None:
+    clock = Clock()
+    old, new = make(release="1.0"), make(release="2.0", clock=clock)
+    first, second, third = (submit(old, plan_id) for plan_id in "abc")
+    mine = submit(new, "d")
+    assert [claimed(new), claimed(new)] == [mine, None]
+    assert claimed(old) == first
+
+    def pass_time(seconds: float) -> int:
+        count = 0
+        for _ in range(int(seconds)):
+            clock.now += 1.0
+            count += new.recover()
+            for job_id in (first, mine):
+                held = Claim(job_id, "plan", "", "default", "me", "{}", b"", {})
+                new.renew(held)
+        return count
+
+    # A worker of the old release is busy, then idle, then gone.
+    assert (pass_time(60), claimed(new)) == (0, None)
+    assert old.succeed(Claim(first, "plan", "a", "default", "me", "{}", b"", {}), b"{}")
+    assert (pass_time(20), claimed(new)) == (0, None)
+    assert claimed(old) == second
+    assert old.cancel(second)
+    assert (pass_time(20), claimed(new)) == (0, None)
+    assert (pass_time(20), claimed(new)) == (1, third)
+
+
+def claimed(store: JobStore) -> str | None:
+    claim = store.claim("me")
+    return None if claim is None else claim.id
 
 
 def test_a_worker_that_lost_its_job_cannot_touch_it(store: JobStore) -> None:
