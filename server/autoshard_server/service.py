@@ -217,13 +217,9 @@ class Service:
 
         Other servers of the same database may still send it for some seconds.
         """
-        if kind is JobKind.PLAN:
-            delete = partial(self.stores.plans.delete, caller.project, result_id)
-        else:
-            namespace = stored_namespace(caller.project, kind.namespace)
-            delete = partial(self.cache.delete, namespace, result_id)
-        is_deleted = await anyio.to_thread.run_sync(delete)
-        self._lru.drop(stored_namespace(caller.project, kind.namespace), result_id)
+        namespace = stored_namespace(caller.project, kind.namespace)
+        is_deleted = await anyio.to_thread.run_sync(self.cache.delete, namespace, result_id)
+        self._lru.drop(namespace, result_id)
         if is_deleted:
             await self.record(caller, AuditAction.DELETE, f"/v1/{kind.namespace}/{result_id}")
         return is_deleted

@@ -14,7 +14,7 @@ from autoshard_solver_cache.archive import (
     import_entries,
     verify_entries,
 )
-from autoshard_solver_cache.batches import in_batches
+from autoshard_solver_cache.batches import in_batches, never
 from autoshard_solver_cache.cache import (
     Cache,
     CacheStats,
@@ -54,6 +54,7 @@ __all__ = [
     "import_entries",
     "in_batches",
     "lock",
+    "never",
     "open_engine",
     "reader",
     "verify_entries",

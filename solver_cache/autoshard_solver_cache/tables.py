@@ -115,7 +115,7 @@ def create_tables(engine: Engine) -> None:
     try:
         with engine.begin() as connection:
             lock(connection, "autoshard tables")
-            _create(connection)
+            create_missing(connection)
     except DBAPIError as error:
         raise StoreUnavailableError(
             f"cannot use the database {redacted(engine.url)}: {error.orig}; "
@@ -123,7 +123,8 @@ def create_tables(engine: Engine) -> None:
         ) from error
 
 
-def _create(connection: Connection) -> None:
+def create_missing(connection: Connection) -> None:
+    """As `create_tables`, in the transaction of the caller."""
     if inspect(connection).has_table(totals.name):
         return
     metadata.create_all(connection)

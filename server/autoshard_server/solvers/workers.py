@@ -351,13 +351,13 @@ class Workers:
                 return
 
     def _clean(self) -> None:
-        self._jobs.purge(self._settings.job_retention)
-        self._stores.idempotency.purge()
-        self._stores.audit.purge(self._settings.audit_retention)
         is_over = self._stopping.is_set
+        self._jobs.purge(self._settings.job_retention, is_over=is_over)
+        self._stores.idempotency.purge(is_over=is_over)
+        self._stores.audit.purge(self._settings.audit_retention, is_over=is_over)
         self._stores.cache.evict(max_age=self._settings.cache_max_age, is_over=is_over)
         self._stores.cache.enforce_budget(is_over=is_over)
-        while self._stores.plans.refresh() and not self._stopping.is_set():
+        while not is_over() and self._stores.plans.refresh():
             pass
 
 

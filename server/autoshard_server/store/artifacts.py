@@ -4,17 +4,19 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Iterator
-from typing import Any, TypeAlias
+from collections.abc import Mapping
+from importlib.metadata import version
+from typing import Any
 
 from pydantic import Field
-from sqlalchemy import Engine, RowMapping, delete, insert, select, tuple_
+from sqlalchemy import ColumnElement, Engine, RowMapping, Table, delete, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from autoshard.client import results
-from autoshard_server.projects import split_namespace, stored_namespace
-from autoshard_server.store.tables import Cursor, newest_first, plans
+from autoshard_server.projects import stored_namespace
+from autoshard_server.store.tables import Cursor, newest_first, plans, unindexed_plans
 from autoshard_solver_cache import Cache, EntryInfo, StoreUnavailableError, reader
+from autoshard_solver_cache.tables import entries
 
 _log = logging.getLogger(__name__)
 
@@ -25,10 +27,9 @@ PLANS = "plans"
 """Namespace of plan documents in the cache, by plan id."""
 
 _BATCH = 100
-"""Plans that are indexed by one call, so that other writers do not wait for long."""
+"""Plans that one call of `refresh` adds."""
 
-_Place: TypeAlias = tuple[str, str]
-"""Project and id of a plan."""
+_RELEASE = version("autoshard")
 
 _MAX_INTEGER = (1 << 63) - 1
 """Largest integer of a database column; larger numbers are shown as this one."""
@@ -85,8 +86,8 @@ class PlanEntry(results.PlanEntry):
 class PlanIndex:
     """An index of the plans in a cache, by project, so that they are listed without reading them.
 
-    Plans that the cache has evicted are not listed. Plans that were added to the cache without the
-    index (by an older release, or an import) are added by `refresh`.
+    Triggers of the database delete what the cache drops, and note plans that were added without the
+    index (by a search, or an import), which `refresh` adds.
 
     Args:
         engine: of a migrated database.
@@ -97,24 +98,25 @@ class PlanIndex:
         self._engine = engine
         self._reader = reader(engine)
         self._cache = cache
-        self._invalid: frozenset[_Place] = frozenset()
 
     def add(self, project: str, plan_id: str, document: bytes) -> None:
-        """Add a project's plan, unless it exists; one that cannot be indexed is only logged.
+        """Add a project's plan that is in the cache; one that cannot be indexed is only logged.
 
         Raises:
             StoreUnavailableError: the database cannot be used now.
         """
         try:
             values = _columns(plan_id, document)
-            with self._engine.begin() as connection:
-                connection.execute(insert(plans).values(project=project, **values))
+            self._insert({"project": project, **values})
         except IntegrityError:
+            # Another process was faster.
             return
         except StoreUnavailableError:
             raise
         except Exception as error:  # noqa: BLE001  other plans must still be listed
-            self._invalid |= {(project, plan_id)}
+            statement = update(unindexed_plans).where(_is(unindexed_plans, project, plan_id))
+            with self._engine.begin() as connection:
+                connection.execute(statement.values(tried_by=_RELEASE))
             _log.warning("the plan %r cannot be listed: %s", plan_id, type(error).__name__)
 
     def page(
@@ -133,59 +135,47 @@ class PlanIndex:
             graph_digest: only plans of this program.
             limit: largest number to return; fewer are returned only at the end.
         """
-        found: list[PlanEntry] = []
-        while len(found) < limit:
-            rows = self._rows(project, after, graph_digest, limit - len(found))
-            stored = stored_namespace(project, PLANS)
-            existing = self._cache.existing(stored, [row["id"] for row in rows])
-            found += [_entry(row) for row in rows if row["id"] in existing]
-            if not rows:
-                return found, None
-            after = Cursor(rows[-1]["created_at"], rows[-1]["id"])
-        return found, after
-
-    def refresh(self) -> int:
-        """Add missing plans, and delete evicted ones; return the number of both together."""
-        with self._reader.begin() as connection:
-            rows = connection.execute(select(plans.c.project, plans.c.id))
-            known = {(row.project, row.id) for row in rows}
-        cached = set(self._cached())
-        # Plans that cannot be indexed are tried again by the next process, or when put anew.
-        self._invalid &= cached
-        missing = sorted(cached - known - self._invalid)[:_BATCH]
-        evicted = sorted(known - cached)[:_BATCH]
-        for project, plan_id in missing:
-            document = self._cache.get(stored_namespace(project, PLANS), plan_id)
-            if document is not None:
-                self.add(project, plan_id, document)
-        if evicted:
-            with self._engine.begin() as connection:
-                place = tuple_(plans.c.project, plans.c.id)
-                connection.execute(delete(plans).where(place.in_(evicted)))
-        return len(missing) + len(evicted)
-
-    def delete(self, project: str, plan_id: str) -> bool:
-        """Delete a project's plan from the index and from the cache; False if there is none."""
-        same = (plans.c.project == project) & (plans.c.id == plan_id)
-        with self._engine.begin() as connection:
-            connection.execute(delete(plans).where(same))
-        return self._cache.delete(stored_namespace(project, PLANS), plan_id)
-
-    def _cached(self) -> "Iterator[_Place]":
-        for namespace in self._cache.namespaces():
-            project, kind = split_namespace(namespace)
-            if kind == PLANS:
-                yield from ((project, entry.key) for entry in self._cache.entries(namespace))
-
-    def _rows(
-        self, project: str, after: Cursor | None, digest: str | None, limit: int
-    ) -> list[RowMapping]:
         query = newest_first(select(plans), plans, after).limit(limit)
         query = query.where(plans.c.project == project)
-        if digest is not None:
-            query = query.where(plans.c.graph_digest == digest)
+        if graph_digest is not None:
+            query = query.where(plans.c.graph_digest == graph_digest)
         with self._reader.begin() as connection:
-            return list(connection.execute(query).mappings())
+            rows = connection.execute(query).mappings().all()
+        more = len(rows) == limit
+        next_page = Cursor(rows[-1]["created_at"], rows[-1]["id"]) if more else None
+        return [_entry(row) for row in rows], next_page
+
+    def refresh(self) -> int:
+        """Add some plans that were added to the cache without the index; return their number."""
+        missing = select(unindexed_plans.c.project, unindexed_plans.c.id)
+        # A plan that this release cannot read may be one of a newer release.
+        untried = unindexed_plans.c.tried_by.is_distinct_from(_RELEASE)
+        with self._reader.begin() as connection:
+            rows = connection.execute(missing.where(untried).limit(_BATCH)).all()
+        for project, plan_id in rows:
+            document = self._cache.read(stored_namespace(project, PLANS), plan_id)
+            # Reading a damaged plan has deleted it, here too.
+            if document is not None:
+                self.add(project, plan_id, document)
+        return len(rows)
+
+    def _insert(self, values: Mapping[str, Any]) -> None:
+        project, plan_id = values["project"], values["id"]
+        namespace = stored_namespace(project, PLANS)
+        cached = (entries.c.namespace == namespace) & (entries.c.key == plan_id)
+        # The lock (on SQLite, the transaction) keeps the cache from dropping it meanwhile.
+        in_cache = select(entries.c.key).where(cached).with_for_update(read=True, key_share=True)
+        with self._engine.begin() as connection:
+            indexed = select(plans.c.id).where(_is(plans, project, plan_id))
+            if connection.execute(in_cache).first() and not connection.execute(indexed).first():
+                connection.execute(insert(plans).values(values))
+            connection.execute(
+                delete(unindexed_plans).where(_is(unindexed_plans, project, plan_id))
+            )
+
+
+def _is(table: Table, project: str, plan_id: str) -> ColumnElement[bool]:
+    return (table.c.project == project) & (table.c.id == plan_id)
 
 
 def _columns(plan_id: str, document: bytes) -> dict[str, Any]:

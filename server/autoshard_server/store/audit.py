@@ -1,7 +1,7 @@
 """The audit log: who changed what, in which project, and when."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from enum import StrEnum
 from typing import Any
@@ -9,14 +9,12 @@ from uuid import uuid4
 
 import structlog
 from pydantic import BaseModel, Field
-from sqlalchemy import Connection, Engine, delete, insert, select
+from sqlalchemy import Connection, Engine, insert, select
 
 from autoshard_server.callers import Caller
+from autoshard_server.store.expiry import delete_expired
 from autoshard_server.store.tables import Cursor, audit_events, newest_first
-from autoshard_solver_cache import reader
-
-_BATCH = 1000
-"""Events that are deleted in one transaction, so that other writers do not wait for long."""
+from autoshard_solver_cache import never, reader
 
 _log = structlog.get_logger("autoshard_server.audit")
 
@@ -107,14 +105,7 @@ class AuditLog:
         more = len(rows) == limit
         return found, Cursor(rows[-1]["created_at"], rows[-1]["id"]) if more else None
 
-    def purge(self, older_than: float) -> int:
-        """Delete events older than some seconds, in small transactions; return their number."""
-        events, deleted = audit_events.c, 0
-        while True:
-            old = select(events.id).where(events.created_at < time.time() - older_than)
-            statement = delete(audit_events).where(events.id.in_(old.limit(_BATCH)))
-            with self._engine.begin() as connection:
-                count = connection.execute(statement).rowcount
-            deleted += count
-            if count < _BATCH:
-                return deleted
+    def purge(self, older_than: float, *, is_over: Callable[[], bool] = never) -> int:
+        """Delete events older than some seconds, in batches; return their number."""
+        age, before = audit_events.c.created_at, time.time() - older_than
+        return delete_expired(self._engine, audit_events, age, before, is_over=is_over)

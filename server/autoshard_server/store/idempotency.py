@@ -3,6 +3,7 @@
 import hashlib
 import json
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from sqlalchemy import ColumnElement, Engine, delete, insert, select, update
@@ -10,8 +11,9 @@ from sqlalchemy.exc import IntegrityError
 
 from autoshard_server.callers import Caller
 from autoshard_server.projects import DEFAULT_PROJECT
+from autoshard_server.store.expiry import delete_expired
 from autoshard_server.store.tables import idempotency_keys as keys
-from autoshard_solver_cache import reader
+from autoshard_solver_cache import never, reader
 
 LIFETIME = 24 * 3600.0
 """Seconds for which a key is stored."""
@@ -92,10 +94,10 @@ class IdempotencyStore:
         with self._engine.begin() as connection:
             connection.execute(statement.values(answer=json.dumps({"job": job_id})))
 
-    def purge(self) -> int:
-        """Delete expired keys; return their number."""
-        with self._engine.begin() as connection:
-            return connection.execute(delete(keys).where(self._expired())).rowcount
+    def purge(self, *, is_over: Callable[[], bool] = never) -> int:
+        """Delete expired keys, in batches; return their number."""
+        before = time.time() - self._lifetime
+        return delete_expired(self._engine, keys, keys.c.created_at, before, is_over=is_over)
 
     def _expired(self) -> ColumnElement[bool]:
         return keys.c.created_at < time.time() - self._lifetime

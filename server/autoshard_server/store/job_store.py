@@ -46,6 +46,7 @@ from sqlalchemy.exc import IntegrityError
 
 from autoshard_server.problems import ProblemType, limit_error, problem_document
 from autoshard_server.projects import DEFAULT_PROJECT
+from autoshard_server.store.expiry import delete_expired
 from autoshard_server.store.fair_order import FairOrder, QueuedJobs
 from autoshard_server.store.jobs import (
     TRANSITIONS,
@@ -57,9 +58,15 @@ from autoshard_server.store.jobs import (
     JobKind,
     JobState,
 )
-from autoshard_server.store.tables import Cursor, is_active, job_events, newest_first
+from autoshard_server.store.tables import (
+    Cursor,
+    is_active,
+    job_events,
+    job_totals,
+    newest_first,
+)
 from autoshard_server.store.tables import jobs as _jobs
-from autoshard_solver_cache import reader
+from autoshard_solver_cache import never, reader
 
 _log = logging.getLogger(__name__)
 
@@ -188,37 +195,40 @@ class JobStore:
         self,
         *,
         after: Cursor | None = None,
-        project: str | None = None,
+        project: str = DEFAULT_PROJECT,
         caller: str | None = None,
-        states: tuple[JobState, ...] = (),
+        states: Sequence[JobState] = (),
         limit: int = 50,
     ) -> tuple[list[Job], Cursor | None]:
-        """Jobs, newest first, and the cursor of the next page.
+        """Jobs of a project, newest first, and the cursor of the next page.
 
         Args:
             after: cursor of the previous page.
-            project: only jobs of this project.
+            project: of the jobs.
             caller: only jobs that this caller submitted first.
             states: only jobs in one of these; in any if left out.
             limit: largest number to return.
         """
         query = newest_first(select(*_SUMMARY), _jobs, after).limit(limit)
-        if project is not None:
-            query = query.where(_jobs.c.project == project)
+        query = query.where(_jobs.c.project == project)
         if caller is not None:
             query = query.where(_jobs.c.caller == caller)
-        if states:
-            query = query.where(_jobs.c.state.in_(states))
+        found: list[Job] = []
         with self._reader.begin() as connection:
-            found = [_job(row) for row in connection.execute(query).mappings()]
+            # One query each: for several states, databases would sort all of their jobs.
+            for state in set(states or JobState):
+                of_state = query.where(_jobs.c.state == state)
+                found += (_job(row) for row in connection.execute(of_state).mappings())
+        found = sorted(found, key=lambda job: (job.created_at, job.id), reverse=True)[:limit]
         more = len(found) == limit
         return found, Cursor(found[-1].created_at, found[-1].id) if more else None
 
     def count(self) -> dict[JobState, int]:
         """The number of jobs in each state."""
-        query = select(_jobs.c.state, func.count()).group_by(_jobs.c.state)
+        active = select(_jobs.c.state, func.count()).where(is_active).group_by(_jobs.c.state)
         with self._reader.begin() as connection:
-            found = {JobState(state): int(n) for state, n in connection.execute(query)}
+            rows = [*connection.execute(active), *connection.execute(select(job_totals))]
+        found = {JobState(state): int(number) for state, number in rows}
         return {state: found.get(state, 0) for state in JobState}
 
     def events(self, job_id: str, *, after: int = 0, limit: int = 1000) -> list[JobEvent]:
@@ -339,20 +349,23 @@ class JobStore:
         Jobs of other releases whose workers are gone count too: all workers may claim them then.
         It must be called several times per lease to detect them.
         """
-        query = select(_jobs.c.id, _jobs.c.beat).where(_jobs.c.state == JobState.RUNNING)
+        running = is_active & (_jobs.c.state == JobState.RUNNING)
+        query = select(_jobs.c.id, _jobs.c.beat).where(running)
         with self._reader.begin() as connection:
             beats = {row.id: row.beat for row in connection.execute(query)}
         expired = self._leases.expired(beats, self._clock())
         recovered = sum(self._recover(job_id, beat) for job_id, beat in expired.items())
         return recovered + self._adopt()
 
-    def purge(self, older_than: float) -> int:
-        """Delete jobs that finished more than `older_than` seconds ago; return their number."""
-        old = _jobs.c.finished_at < time.time() - older_than
-        ids = select(_jobs.c.id).where(old)
-        with self._engine.begin() as connection:
-            connection.execute(delete(job_events).where(job_events.c.job_id.in_(ids)))
-            return connection.execute(delete(_jobs).where(old)).rowcount
+    def purge(self, older_than: float, *, is_over: Callable[[], bool] = never) -> int:
+        """Delete jobs that finished more than `older_than` seconds ago; return their number.
+
+        They are deleted in batches, until none is left or `is_over` returns true.
+        """
+        end, before = _jobs.c.finished_at, time.time() - older_than
+        return delete_expired(
+            self._engine, _jobs, end, before, is_over=is_over, first=_delete_events
+        )
 
     def _active(self) -> tuple[_Queued, _Running]:
         """The queued jobs, and the numbers of running ones, of each class and caller.
@@ -482,6 +495,11 @@ class JobStore:
                     connection, job_id, target, **({} if error is None else {"error": error})
                 )
             return finished
+
+
+def _delete_events(connection: Connection, of_jobs: ColumnElement[bool]) -> None:
+    ids = select(_jobs.c.id).where(of_jobs)
+    connection.execute(delete(job_events).where(job_events.c.job_id.in_(ids)))
 
 
 class _Leases:

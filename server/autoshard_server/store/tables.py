@@ -58,12 +58,13 @@ jobs = Table(
     # Whose workers run the job; null for those of any.
     Column("release", String(64)),
 )
-Index("jobs_by_number", jobs.c.state, jobs.c.number)
-Index("jobs_by_age", jobs.c.created_at, jobs.c.id)
-Index("jobs_by_caller", jobs.c.caller, jobs.c.state)
 Index("jobs_by_arrival", jobs.c.number)
-Index("jobs_by_project", jobs.c.project, jobs.c.created_at, jobs.c.id)
-Index("jobs_by_name", jobs.c.project, jobs.c.caller, jobs.c.created_at, jobs.c.id)
+# For the lists of a project and of a caller.
+Index("jobs_by_state", *(jobs.c[name] for name in ("project", "state", "created_at", "id")))
+Index(
+    "jobs_by_caller",
+    *(jobs.c[name] for name in ("project", "caller", "state", "created_at", "id")),
+)
 
 # SQLite uses a partial index only for a query that contains its condition, without parameters.
 is_active = jobs.c.finished_at.is_(None)
@@ -72,6 +73,13 @@ is_active = jobs.c.finished_at.is_(None)
 has_bytes = jobs.c.stored_bytes > text("0")
 """True for jobs that contain a graph or a result."""
 
+# For deleting old ones.
+Index(
+    "jobs_by_end",
+    jobs.c.finished_at,
+    sqlite_where=jobs.c.finished_at.is_not(None),
+    postgresql_where=jobs.c.finished_at.is_not(None),
+)
 Index(
     "jobs_active_result",
     jobs.c.project,
@@ -126,7 +134,29 @@ plans = Table(
     Column("num_parameters", BigInteger, nullable=False),
 )
 Index("plans_by_age", plans.c.project, plans.c.created_at, plans.c.id)
-Index("plans_by_graph", plans.c.project, plans.c.graph_digest, plans.c.created_at)
+Index(
+    "plans_by_graph",
+    *(plans.c[name] for name in ("project", "graph_digest", "created_at", "id")),
+)
+
+# Plans of the cache that are not in the index yet: triggers add and delete these rows, and delete
+# the plans that the cache has dropped (see the migration m0007_totals).
+unindexed_plans = Table(
+    "unindexed_plans",
+    metadata,
+    Column("project", String(64), primary_key=True),
+    Column("id", String(255), primary_key=True),
+    # The version of autoshard that could not read it.
+    Column("tried_by", String(64)),
+)
+
+# The number of finished jobs in each state, kept by triggers (see the same migration).
+job_totals = Table(
+    "job_totals",
+    metadata,
+    Column("state", String(16), primary_key=True),
+    Column("num_jobs", BigInteger, nullable=False),
+)
 
 topologies = Table(
     "topologies",

@@ -41,6 +41,7 @@ from autoshard_server.store.jobs import JobState
 from autoshard_server.store.tables import metadata
 from autoshard_server.store.topologies import TopologyStore
 from autoshard_solver_cache import StoreUnavailableError
+from autoshard_solver_cache.tables import metadata as cache_metadata
 
 OLD = Path(__file__).parents[1] / "data" / "store-0.1.0.db"
 OLD_PLAN = "bdc4747b5666bc1c0c879efd0e8959085839a127f7daa07990c6a1abc616e062"
@@ -90,7 +91,8 @@ def test_migrations_lead_to_the_tables_of_the_code(open_one: OpenEngine) -> None
     migrate(engine)
     assert is_current(engine)
     with engine.begin() as connection:
-        assert compare_metadata(MigrationContext.configure(connection), metadata) == []
+        context = MigrationContext.configure(connection)
+        assert compare_metadata(context, [metadata, cache_metadata]) == []
 
 
 def test_many_that_start_at_once_migrate_once(open_one: OpenEngine) -> None:
