@@ -159,6 +159,11 @@ class ProblemType(Enum):
     )
     METHOD_NOT_ALLOWED = (405, "Method not allowed", "The route exists; 'Allow' lists its methods.")
     TOO_MANY_JOBS = (429, "Too many jobs", "The queue is full; retry after 'Retry-After' seconds.")
+    TOO_MANY_STREAMS = (
+        429,
+        "Too many event streams",
+        "The caller has 'limit' event streams open at this server; close one, or poll the job.",
+    )
     UNAVAILABLE = (503, "Not ready", "The service is shutting down, or cannot reach its database.")
     JOB_NOT_FINISHED = (
         409,

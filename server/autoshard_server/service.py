@@ -1,10 +1,8 @@
 """The service behind the routes: it returns results from the cache, or submits a job."""
 
-import asyncio
 import json
 import time
-from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -23,6 +21,7 @@ from autoshard.ops import with_rules
 from autoshard.plan import PLAN_VERSION
 from autoshard.planner import plan_id
 from autoshard_server.callers import Caller
+from autoshard_server.job_watcher import JobWatcher, StreamQuota
 from autoshard_server.problems import ProblemType, ServerError
 from autoshard_server.projects import stored_namespace
 from autoshard_server.requests import PlanQuery, Task, check_limit
@@ -53,10 +52,6 @@ _LRU_OVERHEAD = 200
 
 _LRU_FRESH = 2.0
 """Seconds for which an entry in memory is used without looking whether it was deleted meanwhile."""
-
-_MIN_POLL = 0.02
-_MAX_POLL = 0.25
-"""Seconds between checks of a job that a request waits for: at first, and later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +92,8 @@ class Service:
         self.jobs = self.stores.jobs
         self._lru = _LruCache(settings.memory_cache_bytes)
         self._workers = Workers(self.stores, executor, settings)
-        self._poller = _JobPoller(lambda job: self.find(job.project, job.id), lambda: self.draining)
+        self.watcher = JobWatcher(self.jobs, lambda: self.draining)
+        self.streams = StreamQuota(settings.max_caller_streams)
         self._parsers = anyio.CapacityLimiter(_MAX_PARSERS)
 
     def start(self) -> None:
@@ -231,7 +227,8 @@ class Service:
 
     async def wait(self, job: Job, seconds: float) -> Job:
         """Wait until a job is finished, at most some seconds, or until shutdown."""
-        return await self._poller.wait(job, seconds)
+        await self.watcher.wait(job, seconds)
+        return await self.find(job.project, job.id)
 
     async def find(self, project: str, job_id: str) -> Job:
         """A job of a project.
@@ -398,46 +395,6 @@ class _LruCache:
 class _Recent:
     body: bytes
     checked_at: float
-
-
-class _JobPoller:
-    """Polls jobs for all waiting requests: each job is read once for all of them.
-
-    Args:
-        find: reads a job again.
-        is_over: returns true if requests should stop waiting.
-    """
-
-    def __init__(self, find: Callable[[Job], Awaitable[Job]], is_over: Callable[[], bool]) -> None:
-        self._find = find
-        self._is_over = is_over
-        self._polls: dict[str, asyncio.Task[Job]] = {}
-        self._waiting: Counter[str] = Counter()
-
-    async def wait(self, job: Job, seconds: float) -> Job:
-        if job.state.done or self._is_over():
-            return job
-        poll = self._polls.get(job.id)
-        if poll is None:
-            poll = self._polls[job.id] = asyncio.create_task(self._poll(job))
-        self._waiting[job.id] += 1
-        try:
-            await asyncio.wait({poll}, timeout=seconds)
-        finally:
-            self._waiting[job.id] -= 1
-            if not self._waiting[job.id]:
-                del self._waiting[job.id], self._polls[job.id]
-                if not poll.done():
-                    poll.cancel()
-        return await poll if poll.done() else await self._find(job)
-
-    async def _poll(self, job: Job) -> Job:
-        pause = _MIN_POLL
-        while not job.state.done and not self._is_over():
-            await asyncio.sleep(pause)
-            pause = min(pause * 1.5, _MAX_POLL)
-            job = await self._find(job)
-        return job
 
 
 def versions() -> dict[str, str]:

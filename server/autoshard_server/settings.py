@@ -98,6 +98,12 @@ class Settings(BaseSettings):
         description="Largest number of queued and running jobs of one API key; status 429 beyond "
         "it.",
     )
+    max_caller_streams: int = Field(
+        default=200,
+        ge=1,
+        description="Largest number of event streams that one API key, or all callers without "
+        "keys, have open at one server; status 429 beyond it.",
+    )
     auth: Literal["auto", "required", "off"] = Field(
         default="auto",
         description="Require an API key: always, never, or (`auto`) on all addresses but loopback.",

@@ -1,12 +1,11 @@
 """Routes of jobs: list, read, stream events, cancel, delete."""
 
-import time
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from functools import partial
 from http import HTTPStatus
 from typing import Annotated
 
-import anyio
 import anyio.to_thread
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from fastapi.sse import EventSourceResponse, ServerSentEvent
@@ -32,12 +31,6 @@ from autoshard_server.store.jobs import Job, JobState
 router = APIRouter(tags=["jobs"])
 
 _RESULT_PROBLEMS = (ProblemType.NOT_FOUND, ProblemType.REQUEST, ProblemType.OTHER_RELEASE)
-
-_EVENT_POLL = 0.2
-"""Seconds between checks for new events."""
-
-_JOB_POLL = 5.0
-"""Seconds between checks that the job still exists."""
 
 _RETRY = 2000
 """Milliseconds after which to reconnect, when the service ends a stream."""
@@ -121,15 +114,18 @@ async def delete_job(job_id: JobId, service: ServiceParameter, caller: Planner) 
     await service.record(caller, AuditAction.DELETE, f"/v1/jobs/{job_id}")
 
 
-async def _followed(job_id: JobId, service: ServiceParameter, caller: Reader) -> Job:
+async def _followed(job_id: JobId, service: ServiceParameter, caller: Reader) -> AsyncIterator[Job]:
+    """The job of a stream; the stream is counted until its response has ended."""
     # Before the stream starts, so that an error is still an HTTP response.
-    return await service.find(caller.project, job_id)
+    job = await service.find(caller.project, job_id)
+    with service.streams.stream(caller.project, caller.name):
+        yield job
 
 
 @router.get(
     "/v1/jobs/{job_id:segment}/events",
     response_class=EventSourceResponse,
-    **describe(ProblemType.NOT_FOUND, ProblemType.REQUEST),
+    **describe(ProblemType.NOT_FOUND, ProblemType.REQUEST, ProblemType.TOO_MANY_STREAMS),
 )
 async def stream_job_events(
     job: Annotated[Job, Depends(_followed)],
@@ -143,26 +139,8 @@ async def stream_job_events(
     Ids are numbers from 1; after an interruption, `Last-Event-ID` requests the following ones.
     Every server of the same database can continue the stream.
     """
-    last = last_event_id
-    checked_at = time.monotonic()
-    while True:
-        events = await anyio.to_thread.run_sync(partial(service.jobs.events, job.id, after=last))
-        for event in events:
-            last = event.number
-            data = event.model_dump_json()
-            yield ServerSentEvent(raw_data=data, event=event.kind.value, id=str(event.number))
-        if events and events[-1].is_last:
-            return
-        if not events and job.state.done:
-            # All events were sent before, or the job was finished by a release without events.
-            return
-        if service.draining:
-            yield ServerSentEvent(retry=_RETRY, comment="shutting down: reconnect")
-            return
-        if not events and time.monotonic() - checked_at > _JOB_POLL:
-            checked_at = time.monotonic()
-            known = await anyio.to_thread.run_sync(service.jobs.get, job.id)
-            if known is None or known.state.done:
-                return
-        if not events:
-            await anyio.sleep(_EVENT_POLL)
+    async with aclosing(service.watcher.events(job, after=last_event_id)) as events:
+        async for event in events:
+            yield ServerSentEvent(raw_data=event.text, event=event.kind.value, id=str(event.number))
+    if service.draining:
+        yield ServerSentEvent(retry=_RETRY, comment="shutting down: reconnect")

@@ -57,6 +57,7 @@ from autoshard_server.store.jobs import (
     JobEvent,
     JobKind,
     JobState,
+    JobStatus,
 )
 from autoshard_server.store.tables import (
     Cursor,
@@ -78,6 +79,9 @@ _CLAIMED = (
 )
 
 _RELEASE = version("autoshard")
+
+_BATCH = 500
+"""Largest number of jobs of one query."""
 
 _Queued = dict[JobClass, list[QueuedJobs]]
 _Running = dict[JobClass, dict[tuple[str, str | None], int]]
@@ -245,6 +249,21 @@ class JobStore:
         with self._reader.begin() as connection:
             rows = connection.execute(query).mappings().all()
         return [JobEvent.model_validate({**row, "data": json.loads(row["data"])}) for row in rows]
+
+    def statuses(self, job_ids: Sequence[str]) -> dict[str, JobStatus]:
+        """The states of jobs, and the numbers of their last events; without unknown jobs."""
+        last = (
+            select(func.coalesce(func.max(job_events.c.number), 0))
+            .where(job_events.c.job_id == _jobs.c.id)
+            .scalar_subquery()
+        )
+        found: dict[str, JobStatus] = {}
+        with self._reader.begin() as connection:
+            for first in range(0, len(job_ids), _BATCH):
+                of_jobs = _jobs.c.id.in_(job_ids[first : first + _BATCH])
+                rows = connection.execute(select(_jobs.c.id, _jobs.c.state, last).where(of_jobs))
+                found |= {key: JobStatus(JobState(state), number) for key, state, number in rows}
+        return found
 
     def result(self, job_id: str) -> bytes | None:
         """The document of a job that succeeded; None if it is damaged or was purged."""

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
+from functools import cached_property
 from typing import Any
 
 from pydantic import BaseModel, Field
@@ -114,6 +115,19 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
+class JobStatus:
+    """What followers of a job look at.
+
+    Attributes:
+        state: of the job.
+        last_event: number of its last event; 0 if it has none.
+    """
+
+    state: JobState
+    last_event: int
+
+
+@dataclass(frozen=True, slots=True)
 class Claim:
     """A job that a worker has claimed.
 
@@ -156,6 +170,11 @@ class JobEvent(BaseModel):
     kind: EventKind = Field(description="state or progress; the event's name")
     created_at: datetime
     data: dict[str, Any] = Field(description="state, or phase, incumbent, bound and gap")
+
+    @cached_property
+    def text(self) -> str:
+        """The event as JSON, as it is sent to all followers."""
+        return self.model_dump_json()
 
     @property
     def is_last(self) -> bool:

@@ -194,6 +194,30 @@ def test_a_full_queue_asks_to_come_back(start_service: Any, make_graph: Any) -> 
     assert service.post(make_graph(64)).status_code == 202
 
 
+def test_a_caller_has_so_many_streams_open_at_once(start_service: Any, graph: bytes) -> None:
+    service = start_service(num_workers=0, max_caller_streams=2)
+    path = f"/v1/jobs/{service.post(graph).json()['id']}/events"
+    with service.http.stream("GET", path) as first:
+        # Without a reference to it, the iterator would close its stream.
+        lines = first.iter_lines()
+        assert next(lines)
+        with service.http.stream("GET", path) as second:
+            others = second.iter_lines()
+            assert next(others)
+            refused = service.http.get(path, timeout=5)
+            assert refused.status_code == 429
+            assert refused.json()["type"] == TYPE_PREFIX + "too-many-streams"
+            assert refused.json()["limit_name"] == "AUTOSHARD_MAX_CALLER_STREAMS"
+            assert int(refused.headers["Retry-After"]) > 0
+    quota = service.app.state.service.streams
+    for _ in range(200):
+        if not quota._open:
+            break
+        time.sleep(0.05)
+    with service.http.stream("GET", path) as again:
+        assert again.status_code == 200
+
+
 def test_a_solver_exception_is_a_job_error_without_its_inside(
     start_service: Any, graph: bytes
 ) -> None:
