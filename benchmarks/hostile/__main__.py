@@ -1,0 +1,135 @@
+"""Attack a service in all ways at the same time, and write the outcomes into docs/reliability.md.
+
+python -m benchmarks.hostile                       everything
+python -m benchmarks.hostile --only slips          some rows; the others keep theirs
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+from sqlalchemy import delete
+
+from autoshard_server import Settings
+from autoshard_server.store import tables
+from autoshard_server.store.database import Stores
+from benchmarks.document import caption, replace_table
+from benchmarks.hostile import archives
+from benchmarks.hostile.quiet import AFTER_STORM, BEFORE_STORM
+from benchmarks.hostile.storm import ATTACKER, ATTACKS, OTHER, raise_open_files
+from benchmarks.hostile.target import Outcome, Target, Watched, target, watching
+
+_DOCUMENT = Path(__file__).parents[2] / "docs" / "reliability.md"
+_ROWS = 200_000
+_MEMORY = 600_000_000
+_LATENCY = 0.1
+_TOGETHER = "all attacks at the same time"
+_HEAD = "| tried | before | now | as it should be |\n|---|---|---|---|"
+
+Row = Callable[[Target], Outcome]
+
+
+def main() -> int:
+    """Run the campaign; return 1 if a row is not as it should be."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    rows = {row.__name__: row for row in (*BEFORE_STORM, *ATTACKS, *AFTER_STORM)}
+    parser.add_argument("--only", nargs="+", choices=sorted(rows), help="not all")
+    parser.add_argument("--rows", type=int, default=_ROWS, help="plans and jobs of the database")
+    parser.add_argument("--document", type=Path, default=_DOCUMENT)
+    options = parser.parse_args()
+    raise_open_files()
+    niceness = os.getpriority(os.PRIO_PROCESS, 0)
+    head = caption(f"a database with {options.rows:,} plans and jobs; niceness {niceness}")
+    chosen = {name for name in rows if options.only is None or name in options.only}
+    with tempfile.TemporaryDirectory() as folder:
+        found = _campaign(Path(folder), chosen)
+    _write(options.document, head, found)
+    return 0 if all(line.endswith("yes |") for line in found.values()) else 1
+
+
+def _campaign(folder: Path, chosen: set[str]) -> dict[str, str]:
+    """The lines of the rows that were chosen."""
+    url = f"sqlite:///{folder / 'store.sqlite3'}"
+    _fill(url)
+    found: dict[str, str] = {}
+
+    def note(rows: Mapping[Row, str], outcomes: Iterable[Outcome], names: Iterable[Row]) -> None:
+        for row, outcome in zip(names, outcomes, strict=True):
+            found[row.__name__] = _line(str(row.__doc__), rows[row], outcome)
+            sys.stdout.write(found[row.__name__] + "\n")
+            sys.stdout.flush()
+
+    def selected(rows: Mapping[Row, str]) -> list[Row]:
+        return [row for row in rows if row.__name__ in chosen]
+
+    callers = {ATTACKER: "one", OTHER: "two"}
+    with ExitStack() as stack:
+        attacked = stack.enter_context(target(folder, url, callers))
+        for row in selected(BEFORE_STORM):
+            note(BEFORE_STORM, [_run(row, attacked)], [row])
+        attacks = selected(ATTACKS)
+        if attacks:
+            archives.prepare()
+            with watching(attacked) as watched, ThreadPoolExecutor(len(attacks)) as pool:
+                outcomes = list(pool.map(lambda row: _run(row, attacked), attacks))
+            note(ATTACKS, outcomes, attacks)
+            found[_TOGETHER] = _line(_TOGETHER, "", _judge(watched))
+            sys.stdout.write(found[_TOGETHER] + "\n")
+        for row in selected(AFTER_STORM):
+            note(AFTER_STORM, [_run(row, attacked)], [row])
+    return found
+
+
+def _fill(url: str) -> None:
+    """Fill a database; no job of it waits."""
+    stores = Stores(Settings(store_url=url))
+    with stores.engine.begin() as connection:
+        connection.execute(delete(tables.jobs).where(tables.jobs.c.state == "queued"))
+    stores.close()
+
+
+def _run(row: Row, attacked: Target) -> Outcome:
+    try:
+        return row(attacked)
+    except Exception as error:  # noqa: BLE001  the other rows go on
+        traceback.print_exc()
+        return Outcome(f"{type(error).__name__}: {error}"[:160], holds=False)
+
+
+def _judge(watched: Watched) -> Outcome:
+    p50, p99 = (watched.quantile(share) * 1e3 for share in (0.5, 0.99))
+    text = (
+        f"{watched.seconds:.0f} s; /livez {p50:.0f} ms (median), {p99:.0f} ms (99th percentile), "
+        f"{max(watched.liveness) * 1e3:.0f} ms (largest of {len(watched.liveness)}); "
+        f"the server {watched.server / 1e6:.0f} MB, all processes {watched.total / 1e6:.0f} MB"
+    )
+    is_quick = watched.quantile(0.99) < _LATENCY
+    return Outcome(text, is_quick and watched.server < _MEMORY)
+
+
+def _line(tried: str, before: str, outcome: Outcome) -> str:
+    now = " ".join(outcome.text.split()).replace("|", "\\|")
+    cells = (tried.splitlines()[0].rstrip("."), before, now, "yes" if outcome.holds else "**no**")
+    return f"| {' | '.join(cells)} |"
+
+
+def _write(document: Path, head: str, found: Mapping[str, str]) -> None:
+    """Replace the lines of the rows that ran."""
+    text = document.read_text(encoding="utf-8")
+    known = [line for line in text.split("<!-- hostile -->")[1].splitlines() if line[:2] == "| "]
+    tried = {line.split("|")[1]: line for line in [*known[1:], *found.values()]}
+    table = "\n".join(
+        ["| tried | before | now | as it should be |", "|---|---|---|---|", *tried.values()]
+    )
+    changed = replace_table(text, "hostile", f"{head}\n\n{table}")
+    document.write_text(changed, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
