@@ -24,6 +24,7 @@ from benchmarks.hostile import archives
 from benchmarks.hostile.quiet import AFTER_STORM, BEFORE_STORM
 from benchmarks.hostile.storm import ATTACKER, ATTACKS, OTHER, raise_open_files
 from benchmarks.hostile.target import Outcome, Target, Watched, target, watching
+from benchmarks.scale.rows import fill
 
 _DOCUMENT = Path(__file__).parents[2] / "docs" / "reliability.md"
 _ROWS = 200_000
@@ -48,25 +49,25 @@ def main() -> int:
     head = caption(f"a database with {options.rows:,} plans and jobs; niceness {niceness}")
     chosen = {name for name in rows if options.only is None or name in options.only}
     with tempfile.TemporaryDirectory() as folder:
-        found = _campaign(Path(folder), chosen)
+        found = _campaign(Path(folder), chosen, options.rows)
     _write(options.document, head, found)
     return 0 if all(line.endswith("yes |") for line in found.values()) else 1
 
 
-def _campaign(folder: Path, chosen: set[str]) -> dict[str, str]:
+def _campaign(folder: Path, chosen: set[str], rows: int) -> dict[str, str]:
     """The lines of the rows that were chosen."""
     url = f"sqlite:///{folder / 'store.sqlite3'}"
-    _fill(url)
+    _fill(url, rows)
     found: dict[str, str] = {}
 
-    def note(rows: Mapping[Row, str], outcomes: Iterable[Outcome], names: Iterable[Row]) -> None:
+    def note(table: Mapping[Row, str], outcomes: Iterable[Outcome], names: Iterable[Row]) -> None:
         for row, outcome in zip(names, outcomes, strict=True):
-            found[row.__name__] = _line(str(row.__doc__), rows[row], outcome)
+            found[row.__name__] = _line(str(row.__doc__), table[row], outcome)
             sys.stdout.write(found[row.__name__] + "\n")
             sys.stdout.flush()
 
-    def selected(rows: Mapping[Row, str]) -> list[Row]:
-        return [row for row in rows if row.__name__ in chosen]
+    def selected(table: Mapping[Row, str]) -> list[Row]:
+        return [row for row in table if row.__name__ in chosen]
 
     callers = {ATTACKER: "one", OTHER: "two"}
     with ExitStack() as stack:
@@ -86,9 +87,12 @@ def _campaign(folder: Path, chosen: set[str]) -> dict[str, str]:
     return found
 
 
-def _fill(url: str) -> None:
+def _fill(url: str, rows: int) -> None:
     """Fill a database; no job of it waits."""
-    stores = Stores(Settings(store_url=url))
+    settings = Settings(store_url=url)
+    if rows:
+        fill(settings, rows)
+    stores = Stores(settings)
     with stores.engine.begin() as connection:
         connection.execute(delete(tables.jobs).where(tables.jobs.c.state == "queued"))
     stores.close()
