@@ -80,8 +80,10 @@ def _known(url: str, token: str) -> dict[str, str]:
         http.put(f"/v1/graphs/{digest}", content=archive).raise_for_status()
         plan = http.post("/v1/plans", json=request).raise_for_status().json()["id"]
         job = http.get("/v1/jobs").raise_for_status().json()["jobs"][0]["id"]
+        devices = {"graph_sha256": digest, "num_devices": 2, "options": {"mode": "inference"}}
+        search = http.post("/v1/searches", json=devices).raise_for_status().headers["ETag"]
     ids = {"digest": digest, "graph_sha256": digest, "plan_id": plan, "before": plan}
-    return {**ids, "after": plan, "job_id": job, "name": "h100-sxm"}
+    return {**ids, "after": plan, "job_id": job, "name": "h100-sxm", "search_id": search.strip('"')}
 
 
 def _run(url: str, token: str, known: dict[str, str], flags: list[str]) -> Conformance:

@@ -1,4 +1,4 @@
-"""Hooks of schemathesis: half of all cases use ids of existing resources.
+"""Hooks of schemathesis: half of all cases use ids of existing resources; a check of problems.
 
 Loaded by its command line; the variable AUTOSHARD_KNOWN has the ids as JSON.
 """
@@ -26,6 +26,17 @@ def map_path_parameters(_context: Any, parameters: dict[str, Any] | None) -> Any
 def map_body(_context: Any, body: Any) -> Any:
     """Insert digests and ids of existing resources."""
     return _with_known(body) if isinstance(body, dict) else body
+
+
+@schemathesis.check
+def problems_have_request_ids(_context: Any, response: Any, _case: Any) -> None:
+    """Compare the `request_id` of a problem with the header of its response."""
+    (kind,) = response.headers.get("content-type", [""])
+    if kind.startswith("application/problem+json") and response.content:
+        (given,) = response.headers["x-request-id"]
+        found = response.json().get("request_id")
+        if found != given:
+            raise AssertionError(f"the request_id is {found!r}, but X-Request-ID is {given!r}")
 
 
 def _with_known(given: dict[str, Any] | None) -> dict[str, Any] | None:

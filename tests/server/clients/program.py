@@ -1,6 +1,6 @@
 """Uploads a graph, plans it, looks the plan up and reads it, with a generated client.
 
-Arguments: address of a service, file of a graph. Prints the plan's id.
+Arguments: address of a service, a key, file of a graph. Prints the plan's id.
 """
 
 import hashlib
@@ -8,7 +8,7 @@ import sys
 from io import BytesIO
 from pathlib import Path
 
-from generated_client import Client
+from generated_client import AuthenticatedClient
 from generated_client.api.graphs import head_graph, put_graph
 from generated_client.api.jobs import get_job, list_jobs
 from generated_client.api.plans import create_plan, get_plan, list_plans, look_up_plan
@@ -27,10 +27,10 @@ from generated_client.models import (
 from generated_client.types import File
 
 
-def main(address: str, graph: bytes) -> str:
+def main(address: str, key: str, graph: bytes) -> str:
     digest = hashlib.sha256(graph).hexdigest()
     mesh = MeshShorthand(shape=[2, 4])
-    with Client(base_url=address, raise_on_unexpected_status=True) as client:
+    with AuthenticatedClient(address, key, raise_on_unexpected_status=True) as client:
         put_graph.sync(digest, client=client, body=File(BytesIO(graph)))
         assert head_graph.sync_detailed(digest, client=client).status_code == 200
         request = CreatePlanOfGraphRequest(graph_sha256=digest, mesh=mesh)
@@ -55,7 +55,7 @@ def main(address: str, graph: bytes) -> str:
     return found.id
 
 
-def check_lists(client: Client, plan_id: str) -> None:
+def check_lists(client: AuthenticatedClient, plan_id: str) -> None:
     plans = list_plans.sync(client=client, page_size=1)
     assert isinstance(plans, PlanPage)
     assert plans.plans[0].id == plan_id
@@ -67,4 +67,4 @@ def check_lists(client: Client, plan_id: str) -> None:
 
 
 if __name__ == "__main__":
-    print(main(sys.argv[1], Path(sys.argv[2]).read_bytes()))  # noqa: T201  read by the test
+    print(main(sys.argv[1], sys.argv[2], Path(sys.argv[3]).read_bytes()))  # noqa: T201  read by the test

@@ -1,5 +1,6 @@
 // Uploads a graph, plans it, looks the plan up and reads it, with a client generated from the
-// specification. Arguments: address of a service, file of a graph. Prints the plan's id.
+// specification. Arguments: address of a service, a key, file of a graph. Prints
+// the plan's id.
 import { createHash } from "node:crypto";
 import { readFileSync } from "node:fs";
 import { argv } from "node:process";
@@ -11,8 +12,11 @@ import type { components, paths } from "./schema.js";
 type Plan = components["schemas"]["Plan"];
 type Problem = components["schemas"]["Problem"];
 
-const [address, file] = argv.slice(2) as [string, string];
-const client = createClient<paths>({ baseUrl: address });
+const [address, key, file] = argv.slice(2) as [string, string, string];
+const client = createClient<paths>({
+  baseUrl: address,
+  headers: { Authorization: `Bearer ${key}` },
+});
 
 function check(condition: unknown, message: string): asserts condition {
   if (!condition) throw new Error(message);
