@@ -6,7 +6,7 @@ IMAGE ?= autoshard:latest
 BASE ?= python:3.13-slim-trixie
 BUILD ?= docker build
 
-.PHONY: help install demo test check serve generated examples bench faults hostile prove prove-pipelines prove-loading prove-image load conformance fuzz zoo zoo-ranks image audit format clean
+.PHONY: help install demo test check serve generated examples bench faults hostile prove prove-pipelines prove-loading prove-image load scale conformance fuzz zoo zoo-ranks image audit format clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 16
@@ -63,6 +63,9 @@ prove-loading: $(INSTALLED)  ## Load 1.1 billion parameters onto 4 ranks: bytes 
 
 load: $(INSTALLED)  ## Requests per second for plans that are known, into docs/reliability.md
 	$(BIN)/python -m benchmarks.load
+
+scale: $(INSTALLED)  ## Requests and housekeeping with 1,000,000 rows a table, into docs/reliability.md
+	$(BIN)/python -m benchmarks.scale
 
 conformance: $(INSTALLED)  ## The whole API against its specification, into docs/reliability.md
 	$(BIN)/python -m benchmarks.conformance

@@ -140,7 +140,7 @@ Index(
 )
 
 # Plans of the cache that are not in the index yet: triggers add and delete these rows, and delete
-# the plans that the cache has dropped (see the migration m0007_totals).
+# the plans that the cache has dropped (see the migration m0008_totals).
 unindexed_plans = Table(
     "unindexed_plans",
     metadata,

@@ -12,8 +12,8 @@ from alembic import op
 
 from autoshard_solver_cache.tables import create_missing
 
-revision = "0007"
-down_revision = "0006"
+revision = "0008"
+down_revision = "0007"
 branch_labels = None
 depends_on = None
 
