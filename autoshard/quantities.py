@@ -8,11 +8,13 @@ import re
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import partial
+from math import isfinite
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from autoshard.errors import InputError
+from autoshard.integers import MAX_BYTES, format_integer, has_64_bits
 
 MIN_PLAUSIBLE_BYTES = 10**6
 """A smaller amount of memory of a device was probably meant in another unit."""
@@ -48,14 +50,14 @@ def parse_bytes(value: str | float) -> int:
         InputError: it is not a number of bytes above zero.
     """
     if not isinstance(value, str):
-        return _whole(value)
+        return _checked(_whole(value))
     text = value.strip()
     if not re.fullmatch(_BYTES_PATTERN, text):
         raise InputError(
             f"{value!r} is not a number of bytes above 0; write a number and a unit, such as "
             "80GB, 74.5GiB or 500MB"
         )
-    return int(_amount(text)[0])
+    return _checked(int(_amount(text)[0]))
 
 
 def parse_rate(value: str | float) -> float:
@@ -69,6 +71,8 @@ def parse_rate(value: str | float) -> float:
         InputError: it is not a bandwidth above zero.
     """
     if not isinstance(value, str):
+        if isinstance(value, int) and not has_64_bits(value):
+            raise InputError(f"{format_integer(value)} is not a bandwidth of any link")
         return float(value)
     text = value.strip()
     if re.fullmatch(_RATE_PATTERN, text):
@@ -135,9 +139,15 @@ def _scaled(value: float, scales: Sequence[tuple[float, str]], unit: str) -> str
 
 
 def _whole(value: float) -> int:
-    if value != int(value) or value < 1:
+    if not isfinite(value) or value != int(value) or value < 1:
         raise InputError(f"{value} is not a whole number of bytes above 0")
     return int(value)
+
+
+def _checked(nbytes: int) -> int:
+    if nbytes > MAX_BYTES:
+        raise InputError(f"{format_integer(nbytes)} bytes are more than any memory has")
+    return nbytes
 
 
 def _amount(text: str) -> tuple[Fraction, str]:
@@ -163,10 +173,11 @@ def _schema(number: dict[str, Any], pattern: str) -> dict[str, Any]:
 
 ByteCount = Annotated[
     int,
-    Field(gt=0),
+    Field(gt=0, le=MAX_BYTES),
     BeforeValidator(partial(_from_text, parse_bytes)),
     WithJsonSchema(
-        _schema({"type": "integer", "exclusiveMinimum": 0}, _BYTES_PATTERN), mode="validation"
+        _schema({"type": "integer", "exclusiveMinimum": 0, "maximum": MAX_BYTES}, _BYTES_PATTERN),
+        mode="validation",
     ),
 ]
 """A number of bytes in a document: an integer, or a string such as "80GB"."""

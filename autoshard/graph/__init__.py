@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from autoshard.graph.checks import (
         MAX_RULES,
         RULES_VERSION,
+        check_total_bytes,
     )
     from autoshard.graph.dtype import DType
     from autoshard.graph.export import export_model
@@ -101,6 +102,7 @@ __all__ = [
     "Tensor",
     "Token",
     "TokenKind",
+    "check_total_bytes",
     "export_model",
     "find_blocks",
     "forward_code",

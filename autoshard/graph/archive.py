@@ -20,11 +20,12 @@ from pydantic import ConfigDict, ValidationError
 
 from autoshard.errors import ArchiveError, GraphError, SchemaError
 from autoshard.files import check_not_foreign, read_graph_file
-from autoshard.graph.checks import check_precision
+from autoshard.graph.checks import check_precision, check_shape
 from autoshard.graph.dtype import DType
 from autoshard.graph.ir import ExportedModel, Graph, Input, InputKind
 from autoshard.graph.json_fields import member, place, typed
 from autoshard.graph.parse import DTYPES, LAYOUTS
+from autoshard.integers import check_integers
 from autoshard.schemas import type_adapter
 
 CONSTANTS_FOLDER = "data/constants/"
@@ -94,6 +95,8 @@ def _constant(
     offset = _integers([member(meta, "storage_offset", dict)])
     if shape is None or offset is None or dtype is None or layout != "strided":
         return None
+    # Checked by itself: with a size of 0, others may be large.
+    check_shape(shape, dtype)
     if prod(shape) * dtype.itemsize > CONSTANT_BYTES or not _is_contiguous(shape, strides):
         return None
     contents = read(file)
@@ -370,6 +373,7 @@ def _parse(data: bytes, what: str) -> dict[str, Any]:
         raise SchemaError(f"{what} is not JSON: {error}") from error
     if not isinstance(parsed, dict):
         raise SchemaError(f"{what} is a JSON {type(parsed).__name__}, not an object")
+    check_integers(data, parsed, SchemaError, what)
     return parsed
 
 

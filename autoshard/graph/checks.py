@@ -6,9 +6,11 @@ from math import prod
 from typing import Any
 
 from autoshard.errors import SchemaError
+from autoshard.graph.dtype import DType
 from autoshard.graph.ir import CallRule, Dynamic, Graph, InputKind, Node, references, value_of
 from autoshard.graph.ir import Path as DocumentPath
 from autoshard.graph.symbols import SIZE_LIMIT
+from autoshard.integers import format_integer
 
 RULES_VERSION = 1
 """Version of the rules that `autoshard.discovery` finds; part of their cache keys."""
@@ -31,7 +33,11 @@ MAX_TENSORS = 256
 MAX_FACTORS = 2
 """Maximum number of dynamic sizes in a product, such as batch times sequence."""
 
-_TOO_LARGE = 1 << 62
+MAX_TENSOR_BYTES = 1 << 56
+"""Maximum size of a tensor, counting empty dims as one element."""
+
+MAX_PROGRAM_BYTES = 1 << 59
+"""Maximum size of all tensors of a program together, one copy for each use."""
 
 FILL_PACKETS = frozenset({"full", "ones", "scalar_tensor", "zeros"})
 CREATION_PACKETS = FILL_PACKETS | {
@@ -67,6 +73,46 @@ def may_prepare(node: Node) -> bool:
     return namespace == "aten" and packet in (
         DETERMINISTIC_PACKETS if node.inputs else CREATION_PACKETS
     )
+
+
+def check_shape(shape: Sequence[int], dtype: DType) -> None:
+    """Check that a tensor has no negative size, and is not larger than any memory.
+
+    Raises:
+        SchemaError: it has, or it is.
+    """
+    nbytes = dtype.itemsize
+    for size in shape:
+        if size < 0:
+            raise SchemaError(f"the shape {_shape_text(shape)} has a negative size")
+        nbytes *= size or 1
+    if nbytes > MAX_TENSOR_BYTES:
+        raise SchemaError(
+            f"a tensor of shape {_shape_text(shape)} and type {dtype} has "
+            f"{format_integer(nbytes)} bytes; at most {MAX_TENSOR_BYTES:,} can be planned"
+        )
+
+
+def check_total_bytes(graph: Graph, copies: int = 1) -> None:
+    """Check that the bytes of all tensors of a program can be summed exactly.
+
+    Args:
+        graph: the program.
+        copies: number of times that it is in memory: its micro-batches in flight.
+
+    Raises:
+        SchemaError: they cannot.
+    """
+    nbytes = copies * graph.nbytes_of_uses
+    if nbytes > MAX_PROGRAM_BYTES:
+        raise SchemaError(
+            f"the tensors of the program have {format_integer(nbytes)} bytes together; at most "
+            f"{MAX_PROGRAM_BYTES:,} can be planned"
+        )
+
+
+def _shape_text(shape: Sequence[int]) -> str:
+    return f"[{', '.join(map(format_integer, shape))}]"
 
 
 def check_wiring(graph: Graph) -> None:
@@ -229,8 +275,10 @@ def _check_values(graph: Graph) -> None:
     for name, tensor in graph.values.items():
         if name not in made:
             raise SchemaError(f"values[{name!r}]: no input or node produces this value")
-        if tensor.shape and min(tensor.shape) < 0:
-            raise SchemaError(f"values[{name!r}]: shape {tensor.shape} has a negative size")
+        try:
+            check_shape(tensor.shape, tensor.dtype)
+        except SchemaError as error:
+            raise SchemaError(f"values[{name!r}]: {error}") from None
 
 
 def _check_dynamic(dynamic: Dynamic, document: object) -> None:
@@ -284,8 +332,8 @@ def _check_rule(rule: CallRule) -> None:
     _check_most(letters - rule.whole, MAX_FREE, "letters that may be sharded")
     _check_most(rule.linear, MAX_GROUPS, "linear groups")
     for letter, size in rule.sizes:
-        if not letter.isalnum() or not 0 <= size < _TOO_LARGE:
-            raise SchemaError(f"{letter!r} cannot be a letter of size {size}")
+        if not letter.isalnum() or not 0 <= size <= MAX_TENSOR_BYTES:
+            raise SchemaError(f"{letter!r} cannot be a letter of size {format_integer(size)}")
     if len(letters) < len(rule.sizes):
         raise SchemaError("a letter has two sizes")
     for listed in (rule.inputs, rule.outputs):

@@ -531,6 +531,12 @@ class Graph:
                 uses[name].append((i, position))
         return {name: tuple(pairs) for name, pairs in uses.items()}
 
+    @cached_property
+    def nbytes_of_uses(self) -> int:
+        """Bytes of all values, each counted once and again for each of its uses."""
+        uses = self.consumers
+        return sum(x.nbytes * (1 + len(uses[name])) for name, x in self.values.items())
+
     @property
     def num_results(self) -> int:
         """Number of outputs that forward returns; the others update buffers."""

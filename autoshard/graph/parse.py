@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from autoshard.errors import ArchiveError, SchemaError, UnsupportedError
+from autoshard.graph.checks import check_shape
 from autoshard.graph.dtype import DType
 from autoshard.graph.ir import (
     Argument,
@@ -330,7 +331,9 @@ def _parse_tensor(meta: object) -> Tensor:
     if code not in DTYPES:
         raise UnsupportedError(f"element type code {code} is unknown; convert the tensor first")
     shape = tuple(size(s) for s in member(meta, "sizes", list))
-    return Tensor(shape, DTYPES[code], member(meta, "requires_grad", bool))
+    dtype = DTYPES[code]
+    check_shape(shape, dtype)
+    return Tensor(shape, dtype, member(meta, "requires_grad", bool))
 
 
 def _parse_body_input(arg: object) -> str | None:

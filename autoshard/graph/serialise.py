@@ -17,6 +17,7 @@ from pydantic_core import PydanticSerializationError, to_json
 from autoshard.errors import GraphError, SchemaError
 from autoshard.graph.checks import check_document, check_rules
 from autoshard.graph.ir import CallRule, Graph
+from autoshard.integers import check_integers
 from autoshard.schemas import type_adapter
 
 T = TypeVar("T")
@@ -97,8 +98,12 @@ def rules_from_json(document: object) -> tuple[CallRule, ...]:
 
 def _read(adapter: TypeAdapter[T], document: object, what: str) -> T:
     try:
-        return adapter.validate_json(to_json(document))
+        text = to_json(document)
+        check_integers(text, document, SchemaError, what)
+        return adapter.validate_json(text)
     except (PydanticSerializationError, ValueError, RecursionError) as error:
+        if isinstance(error, SchemaError):
+            raise
         if not isinstance(error, ValidationError):
             raise SchemaError(f"{what} must be plain JSON: {error}") from None
         found = error.errors(include_url=False, include_context=False)[0]

@@ -25,6 +25,7 @@ from itertools import permutations, product
 from math import gcd, prod
 
 from autoshard.errors import LayoutError
+from autoshard.limits import count_made
 
 
 class Kind(StrEnum):
@@ -428,10 +429,12 @@ def _legal_layouts(
     ]
     found: list[Layout] = []
     for types in product(*alone):
+        count_made(0)
         dims = [t.dim for t in types if t.is_shard]
         shared = {dim for dim in dims if dims.count(dim) > 1}
         layout = Layout(types)
         if not shared:
+            count_made()
             found.append(layout)
         elif not layout.mixes_sub_shards and all(
             divisors[dim] % layout.num_parts(dim, axis_sizes) == 0 for dim in shared
@@ -444,4 +447,5 @@ def _nestings(types: tuple[AxisType, ...]) -> Iterator[Layout]:
     dims = sorted({t.dim for t in types if t.is_shard})
     groups = [[a for a, t in enumerate(types) if t.dim == dim] for dim in dims]
     for orders in product(*(permutations(group) for group in groups)):
+        count_made()
         yield Layout(types, tuple(o for o in orders if list(o) != sorted(o)))

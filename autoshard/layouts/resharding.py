@@ -32,6 +32,7 @@ from autoshard.layouts.layout import (
     legal_layouts,
     uneven_shards,
 )
+from autoshard.limits import count_entries, count_made
 
 
 class Action(StrEnum):
@@ -212,6 +213,8 @@ def _action_price(
 
 
 _KINDS = tuple(Kind)
+_ROWS_AT_ONCE = 600
+"""Number of layouts from which shortest chains are computed without a look at the time limit."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -274,6 +277,7 @@ def step_table(
         fixed_dims: dims whose sharding no step changes.
     """
     types = (I, R, P, *shards)
+    count_entries(len(layouts) * len(axis_sizes) * len(types))
     type_of = _type_indices(layouts, types)
     dims = np.array([t.dim for t in types])
     ranks, counts, mixed = _nested(layouts, type_of, dims)
@@ -524,7 +528,18 @@ class ReshardingTable:
 
     @cached_property
     def _shortest(self) -> tuple[FloatArray, NDArray[np.int32]]:
-        cost, predecessors = dijkstra(self._graph, return_predecessors=True)
+        n = len(self.layouts)
+        count_entries(n * n)
+        if n <= _ROWS_AT_ONCE:
+            cost, predecessors = dijkstra(self._graph, return_predecessors=True)
+            return cost, predecessors
+        cost, predecessors = np.empty((n, n)), np.empty((n, n), dtype=np.int32)
+        for first in range(0, n, _ROWS_AT_ONCE):
+            count_made(0)
+            rows = np.arange(first, min(first + _ROWS_AT_ONCE, n))
+            cost[rows], predecessors[rows] = dijkstra(
+                self._graph, indices=rows, return_predecessors=True
+            )
         return cost, predecessors
 
     def _predecessors(self, start: int) -> NDArray[np.int32]:
@@ -564,6 +579,7 @@ class ReshardingTable:
         known = noop.copy()
         # Extend known chains by one step until all are known.
         while True:
+            count_made(0)
             rows, cols = np.nonzero(np.isfinite(cost) & ~known)
             before = predecessors[rows, cols]
             ready = known[rows, before]

@@ -6,7 +6,7 @@ from math import prod
 from typing import SupportsIndex
 
 from autoshard.errors import MeshError
-from autoshard.mesh.mesh import Axis, Mesh
+from autoshard.mesh.mesh import Axis, Mesh, check_num_devices
 from autoshard.mesh.nodes import node_size, set_node_size
 from autoshard.mesh.presets import (
     DEFAULT_CPU_TOPOLOGY,
@@ -81,6 +81,7 @@ def make_mesh(
         check_backend(backend)
     mesh_axes = _axes(shape, _one_of(axes, mesh_dim_names))
     num_devices = prod(axis.size for axis in mesh_axes)
+    check_num_devices([num_devices])
     links = {
         "intra_bandwidth": _rate("intra_bandwidth", intra_bandwidth),
         "inter_bandwidth": _rate("inter_bandwidth", inter_bandwidth),

@@ -41,6 +41,7 @@ import numpy as np
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from autoshard.errors import MeshError
+from autoshard.integers import format_integer
 from autoshard.mesh.nodes import describe_devices
 from autoshard.mesh.shapes import check_num_axes
 from autoshard.mesh.topology import (
@@ -230,6 +231,16 @@ MAX_DEVICES = 1 << 20
 """Maximum number of devices, which protects against requests that exhaust memory."""
 
 
+def check_num_devices(shape: Sequence[int]) -> None:
+    """Raise MeshError if a mesh has more devices than can be planned for."""
+    number = prod(shape)
+    if number > MAX_DEVICES:
+        raise MeshError(
+            f"the mesh has {format_integer(number)} devices; at most {MAX_DEVICES:,} can be "
+            f"planned for"
+        )
+
+
 @dataclass(frozen=True)
 class Axis:
     """One axis of a mesh.
@@ -247,7 +258,9 @@ class Axis:
     def __post_init__(self) -> None:
         check_name(self.name, "axis")
         if self.size < 1:
-            raise MeshError(f"axis {self.name!r} has size {self.size}; it needs 1 rank or more")
+            raise MeshError(
+                f"axis {self.name!r} has size {format_integer(self.size)}; it needs 1 rank or more"
+            )
 
 
 @dataclass(frozen=True)
@@ -273,8 +286,9 @@ class Mesh:
             raise MeshError("the mesh has no axes; for one device, use one axis of size 1")
         check_num_axes(len(self.axes))
         check_unique(self.axis_names, "axis")
-        limit = self.topology.max_devices or MAX_DEVICES
-        if self.num_devices > limit:
+        check_num_devices(self.axis_sizes)
+        limit = self.topology.max_devices
+        if limit is not None and self.num_devices > limit:
             raise MeshError(
                 f"the mesh {self.axis_sizes} has {self.num_devices} devices, but topology "
                 f"{self.topology.name!r} has {limit}; make the mesh smaller or add a link level"

@@ -3,13 +3,16 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from sys import float_info
 from typing import ClassVar, Literal
 
 from pydantic import ConfigDict
 
 from autoshard.errors import InputError, MeshError
+from autoshard.integers import format_integer
 from autoshard.quantities import Bandwidth, ByteCount, parse_bytes, parse_rate
+
+_LARGEST = 1e30
+"""Largest number of a topology, far above those of any hardware; products of several are finite."""
 
 MAX_NAME = 255
 """Maximum characters of a name."""
@@ -17,14 +20,20 @@ MAX_NAME = 255
 
 def check_positive(value: float, what: str) -> None:
     """Raise MeshError unless a value is a finite number above zero."""
-    if not 0 < value <= float_info.max:
-        raise MeshError(f"{what} is {value}; it must be a finite number above 0")
+    if not 1 / _LARGEST <= value <= _LARGEST:
+        wanted = "a finite number above 0" if value < 1 else f"at most {_LARGEST:g}"
+        raise MeshError(f"{what} is {_shown(value)}; it must be {wanted}")
 
 
 def check_not_negative(value: float, what: str) -> None:
     """Raise MeshError unless a value is a finite number, zero or more."""
-    if not 0 <= value <= float_info.max:
-        raise MeshError(f"{what} is {value}; it must be a finite number, 0 or more")
+    if not 0 <= value <= _LARGEST:
+        wanted = f"at most {_LARGEST:g}" if value > 0 else "a finite number, 0 or more"
+        raise MeshError(f"{what} is {_shown(value)}; it must be {wanted}")
+
+
+def _shown(value: float) -> str:
+    return format_integer(value) if isinstance(value, int) else str(value)
 
 
 def read_rate(value: str | float, what: str) -> float:
@@ -292,7 +301,9 @@ class Link:
                     f"{action!r} is not a collective; choose one of {', '.join(MEASURABLE)}"
                 )
         if self.size is not None and self.size < 1:
-            raise MeshError(f"link {self.name!r} has size {self.size}; it must be 1 or more")
+            raise MeshError(
+                f"link {self.name!r} has size {format_integer(self.size)}; it must be 1 or more"
+            )
         check_positive(self.bandwidth, f"bandwidth of link {self.name!r}")
         check_not_negative(self.latency, f"latency of link {self.name!r}")
 
@@ -385,6 +396,6 @@ def _check_nested(inner: Link, outer: Link) -> None:
         )
     if outer.size is not None and (outer.size <= inner.size or outer.size % inner.size):
         raise MeshError(
-            f"link {outer.name!r} groups {outer.size} devices, which is not a larger multiple "
-            f"of the {inner.size} of link {inner.name!r} inside it"
+            f"link {outer.name!r} groups {format_integer(outer.size)} devices, which is not a "
+            f"larger multiple of the {format_integer(inner.size)} of link {inner.name!r} inside it"
         )

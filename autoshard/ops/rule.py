@@ -45,6 +45,7 @@ from autoshard.layouts import (
     relative_sizes,
     shards_unevenly,
 )
+from autoshard.limits import count_made
 from autoshard.ops.collectives import (
     NO_HALO,
     NO_REDUCTIONS,
@@ -375,6 +376,7 @@ def strategies(
         rule = replace(rule, linear=linear)
     found: dict[Strategy, None] = {}
     for sequence, local in _sequences(_Options(rule, interleaved), rule, axis_sizes, ()):
+        count_made()
         order = tuple(axis for axis, _ in sequence)
         options = [option for _, option in sorted(sequence, key=lambda pair: pair[0])]
         inputs = _layouts([option.inputs for option in options], len(rule.inputs), order)
@@ -420,6 +422,7 @@ def _sequences(
         if axis in taken:
             continue
         for option, local in options.of(rule, parts):
+            count_made(0)
             if before and axis < before[-1][0] and not _share_a_dim(before[-1][1], option):
                 continue
             if options.interleaved and any(

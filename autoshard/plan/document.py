@@ -18,11 +18,12 @@ from autoshard.costs import Frequency
 from autoshard.errors import PlanError
 from autoshard.files import explain_plan_error, read_file, write_file
 from autoshard.graph import Graph, MixedPrecision, graph_digest
+from autoshard.integers import check_integers
 from autoshard.layouts import Layout
 from autoshard.mesh import Mesh
 from autoshard.plan.certificate import certificate_statement
 from autoshard.plan.comparisons import Baseline, Unrestricted
-from autoshard.plan.options import Pins, PlanOptions, ScheduleName
+from autoshard.plan.options import MAX_MICRO_BATCHES, Pins, PlanOptions, ScheduleName
 from autoshard.plan.predictions import (
     Bytes,
     Certificate,
@@ -257,11 +258,15 @@ class Stage(Document):
         "numbered row-major",
     )
     micro_batches: int = Field(
-        default=1, ge=1, description="how often the program runs in a training step"
+        default=1,
+        ge=1,
+        le=MAX_MICRO_BATCHES,
+        description="how often the program runs in a training step",
     )
     in_flight: int = Field(
         default=1,
         ge=1,
+        le=MAX_MICRO_BATCHES,
         description="number of micro-batches whose saved activations are in memory at the same "
         "time; more than 1 in a pipeline",
     )
@@ -393,7 +398,7 @@ class Pipeline(Document):
     """How the stages of a plan run as a pipeline."""
 
     schedule: ScheduleName
-    micro_batches: int = Field(ge=1, description="micro-batches per step")
+    micro_batches: int = Field(ge=1, le=MAX_MICRO_BATCHES, description="micro-batches per step")
     ranks: tuple[tuple[int, ...], ...] = Field(
         description="the stages of each pipeline rank; its stages have the same devices"
     )
@@ -632,6 +637,7 @@ class Plan(Document):
                 reason = f"not a version {PLAN_VERSION} plan: document: {error}"
                 raise explain_plan_error(_encoded(text), reason) from None
             try:
+                check_integers(text, document, PlanError, f"not a version {PLAN_VERSION} plan")
                 return cls.from_document(document)
             except PlanError as error:
                 raise explain_plan_error(_encoded(text), str(error)) from None

@@ -312,6 +312,14 @@ class _Lowerer:
                 raise PlanError(
                     f"stage {self._stage.name!r} has no layout for input {entering.name!r}"
                 )
+        for placed in self._stage.inputs:
+            shape = self._graph.values[placed.name].shape
+            pairs = zip(placed.local_shape, shape, strict=False)
+            if len(placed.local_shape) != len(shape) or any(not 0 <= a <= b for a, b in pairs):
+                raise PlanError(
+                    f"stage {self._stage.name!r} has shards of {placed.name!r} that are larger "
+                    f"than the tensor"
+                )
 
     def _new_slot(self) -> int:
         self._num_slots += 1

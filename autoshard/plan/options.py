@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from autoshard.errors import ArgumentTypeError, OptionError
+from autoshard.integers import MAX_INT32
 from autoshard.names import did_you_mean
 from autoshard.quantities import ByteCount
 
@@ -34,13 +35,19 @@ SubMeshes = Literal["equal", "any"]
 Weight = Literal["time", "flops", "parameters", "bytes"]
 Cut = Annotated[str, Field(pattern="^(before|after|at):.", max_length=520)]
 
+MAX_MICRO_BATCHES = 65_536
+"""Maximum number of micro-batches of a step."""
+MAX_STAGES = 65_536
+"""Maximum number of pipeline stages."""
+
 MIN_EXPRESSED = 0.5
 """Share of a plan that an export must express, unless less is allowed."""
 
 _Pattern = Annotated[str, Field(min_length=1, max_length=512)]
 _LayoutText = Annotated[str, Field(max_length=1024)]
 _Balance = Annotated[
-    tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1, max_length=1024, fail_fast=True)
+    tuple[Annotated[int, Field(ge=1, le=MAX_INT32)], ...],
+    Field(min_length=1, max_length=1024, fail_fast=True),
 ]
 _PinTable = Annotated[Mapping[_Pattern, _LayoutText], Field(max_length=1024)]
 
@@ -186,7 +193,7 @@ class PlanOptions(_Options):
     micro_batches: int = Field(
         default=1,
         ge=1,
-        le=65_536,
+        le=MAX_MICRO_BATCHES,
         description=(
             "number of micro-batches of a training step (gradient accumulation): the program runs "
             "forward and backward this many times before the optimizer's step. Which parameters "
@@ -196,12 +203,13 @@ class PlanOptions(_Options):
     in_flight: int = Field(
         default=1,
         ge=1,
+        le=MAX_MICRO_BATCHES,
         description=(
             "number of micro-batches whose saved activations a pipeline stage holds at the same "
             "time; chosen by the pipeline schedule. At most micro_batches."
         ),
     )
-    stages: Annotated[int, Field(ge=1)] | Literal["auto"] | None = Field(
+    stages: Annotated[int, Field(ge=1, le=MAX_STAGES)] | Literal["auto"] | None = Field(
         default=None,
         description=(
             "number of pipeline stages; the outermost axes of the mesh are divided among them. "
@@ -274,7 +282,9 @@ class PlanOptions(_Options):
         lt=1,
         description="stop at a proven relative gap of at most this between plan and lower bound.",
     )
-    seed: int = Field(default=0, ge=0, description="seed of the solver's random numbers.")
+    seed: int = Field(
+        default=0, ge=0, le=MAX_INT32, description="seed of the solver's random numbers."
+    )
     algo: Algorithm = Field(
         default="optimal",
         description=(

@@ -4,10 +4,11 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from autoshard.integers import MAX_BYTES
 from autoshard.outcome import SolveStatus
 
 Seconds = Annotated[float, Field(ge=0, description="seconds")]
-Bytes = Annotated[int, Field(ge=0, description="bytes per device")]
+Bytes = Annotated[int, Field(ge=0, le=MAX_BYTES, description="bytes per device")]
 
 Direction = Literal["forward", "backward"]
 """The pass in which something runs; recomputation counts as backward."""

@@ -69,6 +69,19 @@ def inner_time(collective: InnerCollective, pricer: Pricer) -> float:
     return seconds + (pricer.copy_time(collective.copied) if collective.copied else 0.0)
 
 
+def optimizer_of(options: PlanOptions) -> OptimizerSpec:
+    """The optimizer that options name.
+
+    Raises:
+        OptionError: it is unknown.
+    """
+    return replace(
+        OptimizerSpec.named(options.optimizer),
+        state_dtype=None if options.state_dtype is None else DType(options.state_dtype),
+        master_weights=options.master_weights,
+    )
+
+
 def communication_of(
     path: Sequence[Step],
     pricer: Pricer,
@@ -154,11 +167,7 @@ class Prices:
                 "master_weights is set, but under the mixed precision of the model the parameters "
                 "are the master weights already: leave it out"
             )
-        self.optimizer = replace(
-            OptimizerSpec.named(options.optimizer),
-            state_dtype=None if options.state_dtype is None else DType(options.state_dtype),
-            master_weights=options.master_weights,
-        )
+        self.optimizer = optimizer_of(options)
         self.gradients = Gradients(graph, training=self.training)
         self._device = mesh.topology.device
         self._sizes = mesh.axis_sizes

@@ -48,7 +48,7 @@ from autoshard.costs import (
     inputs_held,
     parameter_bytes,
 )
-from autoshard.graph import DType, Graph, InputKind
+from autoshard.graph import DType, Graph, InputKind, check_total_bytes
 from autoshard.plan.document import Stage, Use
 from autoshard.plan.gradients import Gradient, Gradients
 from autoshard.plan.lowering import Lowering, lower
@@ -152,7 +152,10 @@ def timeline(
 
     Raises:
         PlanError: the stage is inconsistent or does not fit its program.
+        SchemaError: the program has more bytes than can be summed.
     """
+    held = max(stage.in_flight, stage.micro_batches) if stage.in_flight > 1 else 1
+    check_total_bytes(graph, held)
     gradients = Gradients(graph, training=training)
     memory = StageMemory(lower(stage, graph), gradients)
     lifetimes = _Lifetimes(memory, _Schedule(memory, training=training))

@@ -14,6 +14,7 @@ from typing import Any
 
 from autoshard.errors import OptionError
 from autoshard.graph import Graph, GraphLike, to_graph
+from autoshard.limits import LimitReached, limited
 from autoshard.mesh import Mesh, MeshLike, to_mesh
 from autoshard.outcome import SolveStatus
 from autoshard.plan.comparisons import Baseline, Unrestricted
@@ -32,8 +33,9 @@ from autoshard.plan.options import Pattern, PlanOptions, to_options
 from autoshard.plan.predictions import Certificate
 from autoshard.plan.pricing import Prices
 from autoshard.planner.budget_search import BudgetSearch, Outcome
+from autoshard.planner.formulating import check_size, check_trainable, work_limits
 from autoshard.planner.formulation import Formulation
-from autoshard.planner.planner import check_size, check_trainable, outcome_certificate
+from autoshard.planner.planner import outcome_certificate
 from autoshard.quantities import format_bytes
 from autoshard.solve import CancelToken, KeyValueStore, Progress
 
@@ -203,8 +205,11 @@ class _Baselines:
             if pattern in {"megatron", "megatron-sp"}:
                 check_batch(DimOrigins(self.graph), self.axes.sizes[:-1])
             constraints = plan_constraints(self.graph, self.mesh, own)
-            formulation = Formulation(self.prices, constraints)
+            with limited(work_limits(seconds, self.limits.cancel)):
+                formulation = Formulation(self.prices, constraints)
             check_size(formulation, self.limits.max_strategies)
+        except LimitReached:
+            return _late(pattern)
         except OptionError as error:
             reason = str(error).removeprefix(f"{option_label('algo', pattern)}: ")
             return _without_plan(pattern, reason)

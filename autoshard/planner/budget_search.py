@@ -23,6 +23,7 @@ import numpy as np
 from autoshard.arrays import BoolArray, FloatArray, IntArray
 from autoshard.collection import collection_paused
 from autoshard.costs import Frequency
+from autoshard.limits import LimitReached, Limits, limited
 from autoshard.outcome import SolveStatus
 from autoshard.plan.options import PlanOptions, Recomputing
 from autoshard.plan.timeline import timeline
@@ -64,6 +65,8 @@ _TIME_SHARE = 0.3
 """Share of the remaining time for one solve under a limit."""
 _MIN_SECONDS = 1.0
 """Minimum time limit of a single solve, seconds, even after the deadline."""
+_LATE_SECONDS = 30.0
+"""Seconds after twice the time limit from which on no problem is formulated any more."""
 _ELASTICITIES = (0.4, 3.0)
 """Costs of using the whole budget, relative to the time of a step, for which candidate strategies
 are collected."""
@@ -139,6 +142,27 @@ class BudgetSearch:
         if self._formulation.min_input_bytes > memory_budget:
             return self._infeasible()
         rounds = Rounds(memory_budget, -float("inf"))
+        try:
+            # The last solves may begin after the deadline, and so may the problems that they need.
+            latest = time.perf_counter() + 2 * self._remaining + _LATE_SECONDS
+            with limited(Limits(latest, self._cancel)):
+                return self._searched(rounds)
+        except LimitReached as reached:
+            return self._stopped(rounds, reached)
+
+    def _stopped(self, rounds: Rounds, reached: LimitReached) -> Outcome:
+        """The outcome of a search that was stopped while a problem was formulated."""
+        status, infinite = reached.status or SolveStatus.TIMED_OUT, float("inf")
+        found = [plan for plan in (rounds.best, rounds.first) if plan is not None]
+        if not found:
+            solution = Solution(status, None, infinite, rounds.bound, 0.0, {}, ())
+            return Outcome(solution, self._formulation.problem, None, lambda v: v)
+        solution, plan = min(found, key=lambda pair: pair[1].costs.total)
+        solution = self._with_bound(solution, rounds.bound)
+        return Outcome(solution, self._formulation.problem, plan, lambda v: v)
+
+    def _searched(self, rounds: Rounds) -> Outcome:
+        memory_budget = rounds.budget
         if not self._formulation.prices.training:
             return self._fit(rounds)
         problem = self._formulation.problem

@@ -8,6 +8,7 @@ constraint is removed if the remaining ones are still infeasible.
 import time
 from collections.abc import Callable
 
+from autoshard.limits import LimitReached, Limits, limited
 from autoshard.outcome import SolveStatus
 from autoshard.plan.constraints import Constraint
 from autoshard.plan.document import Conflict
@@ -19,6 +20,8 @@ from autoshard.solve import USAGE_TOLERANCE, CancelToken, solve_problem
 
 _MIN_SECONDS = 1.0
 """Minimum time limit of a single solve, seconds, even after the deadline."""
+_LATE_SECONDS = 30.0
+"""Seconds after twice the time limit from which on no problem is formulated any more."""
 _MAX_TRIES = 12
 _LEAST_BUDGET_SECONDS = 10.0
 """Time limit of the search for the smallest feasible budget, seconds."""
@@ -35,7 +38,12 @@ def find_conflict(
             the conflict may not be minimal, and `Conflict.minimal` is false.
         cancel: an event; setting it ends the search like the time limit.
     """
-    return _ConflictSearch(formulation, options, cancel).conflict()
+    search = _ConflictSearch(formulation, options, cancel)
+    try:
+        with limited(Limits(time.perf_counter() + 2 * options.time_limit + _LATE_SECONDS, cancel)):
+            return search.conflict()
+    except LimitReached:
+        return search.unfinished()
 
 
 def conflict_text(conflict: Conflict, *, proven: bool) -> str:
@@ -84,6 +92,15 @@ class _ConflictSearch:
             minimal=not self._is_over,
             budget=budget,
             least_budget=least,
+        )
+
+    def unfinished(self) -> Conflict:
+        """The conflict of all options and the budget, if the search was stopped."""
+        return Conflict(
+            options=tuple(c.label for c in self._formulation.constraints.constraints),
+            minimal=False,
+            budget=self._formulation.prices.memory_budget,
+            least_budget=None,
         )
 
     @property

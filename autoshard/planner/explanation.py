@@ -12,12 +12,14 @@ from autoshard.arrays import BoolArray, FloatArray, IntArray
 from autoshard.errors import OptionError, PlanError
 from autoshard.graph import GraphLike, graph_digest, graph_from_json, to_graph
 from autoshard.layouts import Layout
+from autoshard.limits import LimitReached
 from autoshard.ops import Strategy
 from autoshard.outcome import SolveStatus
 from autoshard.plan.constraints import Constraint, PlanConstraints
 from autoshard.plan.document import Plan
 from autoshard.plan.stage_plans import stage_plan
 from autoshard.planner.budget_search import BudgetSearch
+from autoshard.planner.formulating import formulated, unfinished_reason, work_limits
 from autoshard.planner.formulation import Formulation, Role, Variable
 from autoshard.planner.stage_builder import Decisions, decisions_of
 from autoshard.solve import MinMarginals
@@ -118,7 +120,10 @@ def explain(
         found = explain(program, own, name, value=value, time_limit=time_limit)
         return replace(found, stage=stage)
     program = graph_from_json(plan.stages[0].program, known=known)
-    formulation = Formulation.of(program, plan.mesh, plan.options)
+    try:
+        formulation = formulated(program, plan.mesh, plan.options, work_limits(time_limit))
+    except LimitReached as reached:
+        raise OptionError(unfinished_reason(reached, plan.mesh)) from None
     number = _find(formulation, name, value=value)
     return _Explainer(formulation, plan, number, time_limit).explanation()
 

@@ -3,14 +3,15 @@
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from math import isfinite
 
 from autoshard.collection import collection_of_new, collection_paused
-from autoshard.errors import GraphError, OptionError
-from autoshard.graph import RULES_VERSION, Graph, InputKind, graph_digest
+from autoshard.errors import OptionError
+from autoshard.graph import RULES_VERSION, Graph, graph_digest
+from autoshard.limits import LimitReached
 from autoshard.mesh import Mesh, mesh_to_json
 from autoshard.ops import has_rule
 from autoshard.outcome import SolveStatus, relative_gap
@@ -24,17 +25,23 @@ from autoshard.plan.document import (
     RepeatedBlock,
     Stage,
 )
-from autoshard.plan.gradients import Gradients
 from autoshard.plan.lowering import count_collectives
 from autoshard.plan.options import PlanOptions
 from autoshard.plan.predictions import Certificate
 from autoshard.plan.problem_size import ProblemSize
 from autoshard.planner.budget_search import BudgetSearch, Outcome
 from autoshard.planner.conflicts import conflict_text, find_conflict
+from autoshard.planner.formulating import check_mode, formulated, unfinished_reason, work_limits
 from autoshard.planner.formulation import Formulation, Role
+from autoshard.planner.stored_state import StoredState
 from autoshard.solve import CancelToken, KeyValueStore, Progress
 
 _DEPENDENCIES = ("autoshard", "highspy", "numpy")
+_MAX_SEARCHED_NODES = 500
+"""Number of operators up to which the smallest feasible budget is searched, although it is known at
+once that no plan fits."""
+_LEAST_SHARE = 0.5
+"""Share of the time limit that the solver has at least, however long the formulation took."""
 
 
 def plan_id(graph: Graph, mesh: Mesh, options: PlanOptions) -> str:
@@ -97,11 +104,29 @@ def make_stage_plan(
     seconds: dict[str, float] = {}
     if on_progress is not None:
         on_progress(Progress("formulate", float("inf"), -float("inf"), 0.0))
-    with _timed(seconds, "formulate"):
-        formulation = _formulated(graph, mesh, options, max_strategies)
+    check_mode(graph, options)
+    state = StoredState.of(graph, mesh, options)
+    if not state.fits and len(graph.nodes) > _MAX_SEARCHED_NODES:
+        return without_memory(graph, mesh, options, state)
+    limits = work_limits(options.time_limit, cancel)
+    try:
+        with _timed(seconds, "formulate"):
+            formulation = formulated(graph, mesh, options, limits, max_strategies)
+    except LimitReached as reached:
+        status = reached.status or SolveStatus.TIMED_OUT
+        reason = unfinished_reason(reached, mesh)
+        return plan_without_stages(
+            graph, mesh, options, reason=reason, status=status, seconds=seconds
+        )
+    remaining = max(limits.deadline - time.perf_counter(), _LEAST_SHARE * options.time_limit)
     with _timed(seconds, "solve"), collection_of_new():
         search = BudgetSearch(
-            formulation, options, on_progress=on_progress, cancel=cancel, block_cache=block_cache
+            formulation,
+            options,
+            seconds=remaining,
+            on_progress=on_progress,
+            cancel=cancel,
+            block_cache=block_cache,
         )
         outcome = search.run(formulation.prices.memory_budget)
     conflict = None
@@ -128,10 +153,16 @@ def stage_problem_size(
 
     Raises:
         GraphError: the graph cannot be planned in this mode.
-        OptionError: an option is invalid or forbids all strategies of a variable, or the problem
-            has more than `max_strategies`.
+        OptionError: an option is invalid or forbids all strategies of a variable, the problem has
+            more than `max_strategies`, or the time limit ended before they were listed.
     """
-    formulation = _formulated(graph, mesh, options or PlanOptions(), max_strategies)
+    options = options or PlanOptions()
+    check_mode(graph, options)
+    limits = work_limits(options.time_limit)
+    try:
+        formulation = formulated(graph, mesh, options, limits, max_strategies)
+    except LimitReached as reached:
+        raise OptionError(unfinished_reason(reached, mesh)) from None
     variables, budget = formulation.variables, formulation.prices.memory_budget
     bound = formulation.min_input_bytes
     return ProblemSize(
@@ -144,75 +175,57 @@ def stage_problem_size(
     )
 
 
-@collection_paused()
-def _formulated(
-    graph: Graph, mesh: Mesh, options: PlanOptions, max_strategies: int | None
-) -> Formulation:
-    if options.mode == "training":
-        check_trainable(graph)
-    elif options.micro_batches > 1:
-        raise OptionError(
-            "micro_batches is for training, where their gradients are summed; leave it out with "
-            "mode 'inference'"
-        )
-    if options.in_flight > options.micro_batches:
-        raise OptionError(
-            f"in_flight is {options.in_flight}, but a step has {options.micro_batches} "
-            f"micro-batches; give at most as many"
-        )
-    formulation = Formulation.of(graph, mesh, options)
-    check_size(formulation, max_strategies)
-    return formulation
-
-
-def check_size(formulation: Formulation, max_strategies: int | None) -> None:
-    """Check that a problem is not larger than allowed.
-
-    Raises:
-        OptionError: it has more strategies.
-    """
-    number = sum(len(variable.strategies) for variable in formulation.variables)
-    if max_strategies is not None and number > max_strategies:
-        raise OptionError(
-            f"the problem has {number:,} strategies, but at most {max_strategies:,} are allowed; "
-            "plan for fewer axes or a smaller graph"
-        )
-
-
-def check_trainable(graph: Graph) -> None:
-    """Check that a parameter requires a gradient, and that custom rules have a needed backward.
-
-    A part of a program, which receives or sends values, may be without such a parameter.
-
-    Raises:
-        GraphError: one of both does not hold.
-    """
-    is_part = any(i.kind is InputKind.RECEIVED for i in graph.inputs) or any(
-        output.sent for output in graph.outputs
-    )
-    trained = any(graph.values[p.name].requires_grad for p in graph.parameters)
-    if not trained and not is_part:
-        raise GraphError(
-            "the graph has no parameter that requires a gradient, so there is nothing to train; "
-            "plan with mode 'inference', or export the model with its parameters"
-        )
-    if not graph.rules:
-        return
-    gradients = Gradients(graph, training=True)
-    for node in graph.nodes:
-        rule = graph.rule_of(node)
-        if rule is not None and not rule.differentiable and gradients.flows(node):
-            raise GraphError(
-                f"node {node.name!r}: backward needs the gradient of {node.operator}, but the "
-                "operator has none; register one with register_autograd, or plan with mode "
-                "'inference'"
-            )
-
-
 def _lacks_rules(graph: Graph) -> bool:
     return any(
         node.inputs and not has_rule(node.operator) and graph.rule_of(node) is None
         for node in graph.nodes
+    )
+
+
+def without_memory(graph: Graph, mesh: Mesh, options: PlanOptions, state: StoredState) -> Plan:
+    """The document of a request whose state alone exceeds the memory of all devices."""
+    conflict = Conflict(options=(), minimal=True, budget=state.budget, least_budget=None)
+    found = plan_without_stages(
+        graph, mesh, options, reason=state.reason, status=SolveStatus.INFEASIBLE, seconds={}
+    )
+    return found.model_copy(update={"conflict": conflict})
+
+
+def plan_without_stages(
+    graph: Graph,
+    mesh: Mesh,
+    options: PlanOptions,
+    *,
+    reason: str,
+    status: SolveStatus,
+    seconds: Mapping[str, float],
+) -> Plan:
+    """The document that says why there is no plan, if no problem was solved.
+
+    Args:
+        graph: the program.
+        mesh: the devices.
+        options: of the request.
+        reason: why there is no plan, and what to change.
+        status: infeasible, timed out or cancelled.
+        seconds: of each phase.
+    """
+    return Plan(
+        id=plan_id(graph, mesh, options),
+        certificate=Certificate(status=status, objective=None, bound=None, gap=None),
+        reason=reason,
+        graph=GraphSummary.of(graph),
+        mesh=mesh,
+        options=options,
+        costs=None,
+        memory=None,
+        collectives=(),
+        stages=(),
+        provenance=Provenance(
+            versions={name: version(name) for name in _DEPENDENCIES},
+            wall_time=dict(seconds),
+            statistics={},
+        ),
     )
 
 
@@ -297,5 +310,7 @@ def _blocks(formulation: Formulation, outcome: Outcome) -> Iterator[RepeatedBloc
 @contextmanager
 def _timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
     start = time.perf_counter()
-    yield
-    seconds[phase] = round(time.perf_counter() - start, 6)
+    try:
+        yield
+    finally:
+        seconds[phase] = round(time.perf_counter() - start, 6)

@@ -1,5 +1,6 @@
 """The optimization core: a `Problem` in, a certified `Solution` out; numpy only, no tensors."""
 
+from autoshard.limits import CancelToken
 from autoshard.solve.block_cache import (
     KeyValueStore,
     SolvedBlock,
@@ -15,7 +16,7 @@ from autoshard.solve.reference import brute_force, solve_reference
 from autoshard.solve.restricted_problem import restrict
 from autoshard.solve.settings import SolverSettings
 from autoshard.solve.solver import solve_problem
-from autoshard.solve.state import CancelToken, Progress, Solution, WarmStart
+from autoshard.solve.state import Progress, Solution, WarmStart
 
 __all__ = [
     "USAGE_TOLERANCE",

@@ -6,6 +6,7 @@ import numpy as np
 from scipy import sparse
 
 from autoshard.arrays import FloatArray, IntArray
+from autoshard.limits import CancelToken
 from autoshard.solve.linear_program import HighsSolver, LinearModel, linear_model
 from autoshard.solve.network import Network
 from autoshard.solve.presolve import (
@@ -19,7 +20,7 @@ from autoshard.solve.presolve import (
 )
 from autoshard.solve.problem import Problem
 from autoshard.solve.runs import RunOutcome, solve_runs
-from autoshard.solve.state import CancelToken, Interrupted, SolveState
+from autoshard.solve.state import Interrupted, SolveState
 
 
 def minimum_usage(

@@ -7,6 +7,7 @@ import numpy as np
 
 from autoshard.arrays import FloatArray
 from autoshard.errors import OptionError
+from autoshard.limits import CancelToken
 from autoshard.outcome import SolveStatus
 from autoshard.solve.block_cache import KeyValueStore
 from autoshard.solve.elimination import Elimination
@@ -23,7 +24,6 @@ from autoshard.solve.restricted_problem import solve_wide
 from autoshard.solve.runs import RunOutcome, solve_runs
 from autoshard.solve.settings import SolverSettings
 from autoshard.solve.state import (
-    CancelToken,
     Interrupted,
     Progress,
     Solution,

@@ -3,11 +3,11 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 
 from autoshard.arrays import BoolArray, FloatArray, IntArray
+from autoshard.limits import CancelToken
 from autoshard.outcome import SolveStatus, relative_gap
 from autoshard.solve.block_cache import KeyValueStore, SolvedBlock
 from autoshard.solve.problem import Problem
@@ -88,13 +88,6 @@ class WarmStart:
     swap_options: list[tuple[IntArray, ...]] = field(default_factory=list)
     restricted: "tuple[RestrictedProblem, WarmStart] | None" = None
     proven: tuple[float, float] = (-float("inf"), -float("inf"))
-
-
-class CancelToken(Protocol):
-    """A flag that stops a solve, such as a `threading.Event`."""
-
-    def is_set(self) -> bool:
-        """True if the solve should stop."""
 
 
 @dataclass(frozen=True, slots=True)

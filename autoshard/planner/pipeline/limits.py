@@ -5,8 +5,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf
 
+from autoshard.graph import Graph
+from autoshard.limits import LimitReached
+from autoshard.mesh import Mesh
 from autoshard.outcome import SolveStatus
 from autoshard.plan.options import PlanOptions
+from autoshard.planner.formulating import formulated, work_limits
+from autoshard.planner.formulation import Formulation
 from autoshard.solve import CancelToken, KeyValueStore, Problem, Progress, Solution, solve_problem
 
 _LEAST_SECONDS = 0.5
@@ -71,6 +76,21 @@ class SearchLimits:
         if self.on_progress is not None:
             phase = f"{self.doing}: {progress.phase}" if progress.phase else self.doing
             self.on_progress(Progress(phase, self.incumbent, -inf, self.seconds))
+
+    def formulated(self, graph: Graph, mesh: Mesh, options: PlanOptions) -> Formulation:
+        """The formulation of a program on a mesh, within what is left of the time.
+
+        Raises:
+            GraphError: the program cannot be planned in this mode.
+            OptionError: an option is invalid, or the problem has too many strategies.
+            Stopped: the search ended before.
+        """
+        seconds = max(self.time_limit - self.seconds, _LEAST_SECONDS)
+        limits = work_limits(seconds, self.cancel)
+        try:
+            return formulated(graph, mesh, options, limits, self.max_strategies)
+        except LimitReached as reached:
+            raise Stopped(reached.status or SolveStatus.TIMED_OUT) from None
 
     def stopped(self) -> Stopped:
         """The signal that ends the request."""

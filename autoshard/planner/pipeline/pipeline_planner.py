@@ -22,6 +22,7 @@ from autoshard.plan.schedules import Schedule, schedule_error
 from autoshard.plan.stage_options import on_sub_mesh, stage_options, with_pinned_ends
 from autoshard.plan.sub_meshes import num_pipeline_ranks, sub_mesh
 from autoshard.planner.baselines import ComparisonLimits, with_comparisons
+from autoshard.planner.formulating import check_trainable
 from autoshard.planner.pipeline.equal_stages import LEAST_TIME_LIMIT, EqualStages
 from autoshard.planner.pipeline.limits import SearchLimits, Stopped
 from autoshard.planner.pipeline.policies import (
@@ -40,7 +41,13 @@ from autoshard.planner.pipeline.stage_plans import (
     rank_memory,
     with_stored_layouts,
 )
-from autoshard.planner.planner import check_trainable, make_stage_plan, plan_id
+from autoshard.planner.planner import (
+    make_stage_plan,
+    plan_id,
+    plan_without_stages,
+    without_memory,
+)
+from autoshard.planner.stored_state import StoredState
 from autoshard.solve import CancelToken, KeyValueStore, Progress
 
 _DEPENDENCIES = ("autoshard", "highspy", "numpy")
@@ -146,6 +153,9 @@ def _plan(graph: Graph, mesh: Mesh, options: PlanOptions, given: ComparisonLimit
         check_trainable(graph)
     largest_sub_mesh(mesh, options, number)
     _check_options(options, number)
+    state = StoredState.of(graph, mesh, options)
+    if not state.fits:
+        return without_memory(graph, mesh, options, state)
     # Half of the time is for the stages of the pipeline that is found.
     limits = SearchLimits(
         options.time_limit / 2, given.cancel, given.max_strategies, given.on_progress
@@ -428,13 +438,13 @@ class _Document:
 
     def without_stages(self, reason: str, status: SolveStatus = SolveStatus.INFEASIBLE) -> Plan:
         """A document that says why there is no plan."""
-        return self._plan(
-            certificate=Certificate(status=status, objective=None, bound=None, gap=None),
+        return plan_without_stages(
+            self.graph,
+            self.mesh,
+            self.options,
             reason=reason,
-            costs=None,
-            memory=None,
-            collectives=(),
-            stages=(),
+            status=status,
+            seconds=self.seconds,
         )
 
     def _plan(self, **members: Any) -> Plan:

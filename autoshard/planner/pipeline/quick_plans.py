@@ -53,10 +53,13 @@ class QuickPlanner:
             Stopped: the search was cancelled, or a problem had no solution in time.
         """
         start = time.perf_counter()
-        formulation = Formulation.of(graph, mesh, options)
+        # The search of the pipeline may have used its time.
+        most = max(options.time_limit, _LEAST_TIME_LIMIT)
+        limits = SearchLimits(most, self._limits.cancel, self._limits.max_strategies)
+        formulation = limits.formulated(graph, mesh, options)
         key = plan_id(graph, mesh, options.model_copy(update={"in_flight": 1}))
         if key not in self._known:
-            self._known[key] = self._solved(formulation, options)
+            self._known[key] = self._solved(formulation, options, limits)
         solution, every = self._known[key]
         search = BudgetSearch(formulation, options)
         found = [
@@ -77,11 +80,8 @@ class QuickPlanner:
         return plan_document(formulation, outcome, None, options, seconds)
 
     def _solved(
-        self, formulation: Formulation, options: PlanOptions
+        self, formulation: Formulation, options: PlanOptions, limits: SearchLimits
     ) -> tuple[Solution, list[Decisions]]:
-        # The search of the pipeline may have used its time.
-        seconds = max(options.time_limit, _LEAST_TIME_LIMIT)
-        limits = SearchLimits(seconds, self._limits.cancel, self._limits.max_strategies)
         solution = fastest(formulation, options, limits, self._block_cache)
         assert solution.choice is not None
         prices = (

@@ -32,7 +32,7 @@ from autoshard.plan.pricing import inner_time
 from autoshard.planner.edge_costs import EdgeCosts
 from autoshard.planner.formulation import Formulation, Role
 from autoshard.planner.pipeline.limits import SearchLimits
-from autoshard.planner.planner import check_size, plan_id
+from autoshard.planner.planner import plan_id
 from autoshard.planner.stage_builder import Decisions, StageBuilder
 from autoshard.solve import (
     Edge,
@@ -129,8 +129,7 @@ def range_costs(
     if stored is not None:
         return _from_json(mesh, stored)
     short = shorten(cutter.graph)
-    formulation = Formulation.of(short.graph, mesh, options)
-    check_size(formulation, limits.max_strategies)
+    formulation = limits.formulated(short.graph, mesh, options)
     solution = fastest(formulation, options, limits, block_cache)
     choice, bound = solution.choice, solution.bound
     assert choice is not None
@@ -183,8 +182,7 @@ def whole_bound(
     stored = None if block_cache is None else read_sealed(block_cache, key)
     if stored is not None:
         return float(stored)
-    formulation = Formulation.of(graph, mesh, options)
-    check_size(formulation, limits.max_strategies)
+    formulation = limits.formulated(graph, mesh, options)
     bound = fastest(formulation, options, limits, block_cache).bound
     if block_cache is not None and not limits.is_over:
         write_sealed(block_cache, key, repr(bound).encode())

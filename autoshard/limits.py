@@ -1,0 +1,120 @@
+"""Limits of the time and of the amount of a computation, which its innermost loops look at.
+
+A caller sets them for a block of code (`limited`). Loops that can become long, such as those over
+all strategies of an operator, report what they make (`count_made`). The limits are a context
+variable, so that the rules, layouts and tables in between need no argument for them.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from math import inf
+from typing import Protocol
+
+from autoshard.outcome import SolveStatus
+
+MAX_MADE = 2_000_000
+"""Default of the maximum number of strategies and layouts, which take about 1 KB each."""
+
+
+class CancelToken(Protocol):
+    """A flag that stops a computation, such as a `threading.Event`."""
+
+    def is_set(self) -> bool:
+        """True if the computation should stop."""
+
+
+class LimitReached(Exception):  # noqa: N818 - a signal inside the package, not an error
+    """A computation has reached one of its limits.
+
+    Attributes:
+        status: cancelled, or timed out; None if it made too much.
+        made: number of strategies and layouts that it had made.
+    """
+
+    def __init__(self, status: SolveStatus | None, made: int) -> None:
+        super().__init__(f"{status or 'too many'}: {made}")
+        self.status = status
+        self.made = made
+
+
+@dataclass(eq=False)
+class Limits:
+    """Limits of a computation.
+
+    Attributes:
+        deadline: value of `time.perf_counter` at which it must stop.
+        cancel: set it to stop.
+        most: maximum number of strategies and layouts that it may make.
+        made: number that it has made so far.
+    """
+
+    deadline: float = inf
+    cancel: CancelToken | None = None
+    most: int = MAX_MADE
+    made: int = 0
+    _outer: "Limits | None" = field(default=None, init=False)
+
+    def check(self) -> None:
+        """Raise if the computation, or one that it is a part of, must stop.
+
+        Raises:
+            LimitReached: it must.
+        """
+        if self.cancel is not None and self.cancel.is_set():
+            raise LimitReached(SolveStatus.CANCELLED, self.made)
+        if time.perf_counter() > self.deadline:
+            raise LimitReached(SolveStatus.TIMED_OUT, self.made)
+        if self.made > self.most:
+            raise LimitReached(None, self.made)
+        if self._outer is not None:
+            self._outer.check()
+
+
+_CURRENT: ContextVar[Limits | None] = ContextVar("limits", default=None)
+
+
+@contextmanager
+def limited(limits: Limits) -> Iterator[None]:
+    """Set the limits of a block of code, in addition to those around it.
+
+    Raises:
+        LimitReached: from inside the block.
+    """
+    limits._outer = _CURRENT.get()  # noqa: SLF001
+    before = _CURRENT.set(limits)
+    try:
+        yield
+    finally:
+        _CURRENT.reset(before)
+
+
+def count_made(number: int = 1) -> None:
+    """Report that strategies or layouts were made, or (0) that a loop goes on.
+
+    Raises:
+        LimitReached: the computation must stop.
+    """
+    limits = _CURRENT.get()
+    if limits is not None:
+        limits.made += number
+        limits.check()
+
+
+def count_entries(number: int) -> None:
+    """Report that a table of so many entries is going to be made.
+
+    Raises:
+        LimitReached: it is too large for the memory, or the computation must stop.
+    """
+    limits = _CURRENT.get()
+    if limits is not None:
+        if number > _MAX_ENTRIES:
+            raise LimitReached(None, limits.made)
+        limits.check()
+
+
+_MAX_ENTRIES = 100_000_000
+"""Maximum number of pairs of layouts of a tensor, of which tables have about 50 bytes each."""
