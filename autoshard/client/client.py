@@ -366,6 +366,36 @@ class AsyncClient(_Base):
         """
         return await self._backend.cancel(job_id)
 
+    async def delete_plan(self, plan_id: str) -> None:
+        """Delete a plan, also the copy that is kept on this machine.
+
+        Raises:
+            RequestRejectedError: there is none.
+            ServiceUnavailableError: the service does not answer.
+        """
+        await self._backend.delete_plan(plan_id)
+
+    async def delete_job(self, job_id: str) -> None:
+        """Delete a finished job; the plan that it has made is not deleted at a service.
+
+        Raises:
+            RequestRejectedError: the job is unknown, or not finished: `cancel` it first.
+            ServiceUnavailableError: the service does not answer.
+        """
+        await self._backend.delete_job(job_id)
+
+    async def delete_graph(self, graph_sha256: str) -> None:
+        """Delete a graph that was uploaded to the service; plans that were made for it stay.
+
+        Args:
+            graph_sha256: digest of the bytes of the archive or the model.json, in hex.
+
+        Raises:
+            RequestRejectedError: there is none; a client without a service stores none.
+            ServiceUnavailableError: the service does not answer.
+        """
+        await self._backend.delete_graph(graph_sha256)
+
     async def explain(
         self, plan: Plan | str, name: str, *, value: bool = False, time_limit: float = 60.0
     ) -> "planner.Explanation":
@@ -505,7 +535,7 @@ class AsyncClient(_Base):
     async def put_topology(self, topology: Topology) -> None:
         """Store a topology under its name, or replace the stored one.
 
-        At a service, requests of all clients can name it; in this process, those of this client.
+        At a service, requests of its project can name it; in this process, those of this client.
 
         Raises:
             MeshError: the name is that of a built-in topology, in this process.
@@ -596,6 +626,9 @@ class Client(_Base):
     get_topology = _blocking(AsyncClient.get_topology)
     put_topology = _blocking(AsyncClient.put_topology)
     delete_topology = _blocking(AsyncClient.delete_topology)
+    delete_plan = _blocking(AsyncClient.delete_plan)
+    delete_job = _blocking(AsyncClient.delete_job)
+    delete_graph = _blocking(AsyncClient.delete_graph)
     health = _blocking(AsyncClient.health)
     close = _blocking(AsyncClient.close)
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import version
 from itertools import islice
 from threading import Event, Lock, Thread
@@ -41,7 +42,7 @@ _MAX_JOBS = 64
 """Number of jobs that are remembered; the oldest are forgotten first."""
 
 _NOT_FOUND = 404
-_CANCELLED = 409
+_CONFLICT = 409
 _INVALID = 422
 
 
@@ -96,6 +97,11 @@ class LocalJob:
             return not self.cancel.is_set()
         return self.made is not None and self.made.is_final
 
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """The plans that the job has made so far."""
+        return () if self.made is None else self.made.plans
+
     def stop(self) -> None:
         """End the job with the best that it has found so far."""
         self.is_stopped = True
@@ -116,7 +122,7 @@ class LocalJob:
         elif made is None:
             state, title = "cancelled", "The job was cancelled"
             detail = "the job was cancelled before it was done"
-            error = {"title": title, "status": _CANCELLED, "detail": detail}
+            error = {"title": title, "status": _CONFLICT, "detail": detail}
         search = None if made is None else made.search
         return self._status(
             state,
@@ -181,8 +187,24 @@ class LocalJobs:
     def plans(self) -> Iterator[tuple[Plan, datetime]]:
         """Return the plans that were made, each with the time of its request, newest first."""
         for job in reversed(self.known()):
-            for plan in () if job.made is None else job.made.plans:
+            for plan in job.plans:
                 yield plan, job.created_at
+
+    def forget(self, job: LocalJob) -> None:
+        """Remove a job."""
+        with self._lock:
+            self._jobs.pop(job.id, None)
+
+    def forget_plan(self, plan_id: str) -> bool:
+        """Remove a plan from the results of all jobs; False if none has made it."""
+        made_it = [job for job in self.known() if any(p.id == plan_id for p in job.plans)]
+        for job in made_it:
+            if job.plan_id:
+                self.forget(job)
+            elif job.made is not None:
+                others = tuple(plan for plan in job.plans if plan.id != plan_id)
+                job.made = replace(job.made, plans=others)
+        return bool(made_it)
 
     def searched_plan(self, plan_id: str) -> Plan | None:
         """Return a plan that a search has made, or None."""
@@ -412,7 +434,7 @@ class Local:
         if plan is None and kept is not None and offline != "never":
             plan = await self._transport.run(lambda: kept.get(plan_id))
         if plan is None:
-            raise _not_found(f"no plan {plan_id} was made in this process or kept on this machine")
+            raise _no_plan(plan_id)
         return plan
 
     async def get_job(self, job_id: str) -> JobStatus:
@@ -437,6 +459,27 @@ class Local:
         # The solver checks the event often, but not immediately.
         await self._transport.run(job.done.wait)
         return job.status()
+
+    async def delete_plan(self, plan_id: str) -> None:
+        """As `Client.delete_plan`."""
+        was_kept = False
+        if self._kept is not None:
+            was_kept = await self._transport.run(partial(self._kept.delete, plan_id))
+        if not self._jobs.forget_plan(plan_id) and not was_kept:
+            raise _no_plan(plan_id)
+
+    async def delete_job(self, job_id: str) -> None:
+        """As `Client.delete_job`."""
+        job = self._jobs.find(job_id)
+        if not job.done.is_set():
+            detail = f"the job {job_id!r} is running; cancel it, then delete it"
+            title = "The job is not finished"
+            raise rejected({"title": title, "status": _CONFLICT, "detail": detail})
+        self._jobs.forget(job)
+
+    async def delete_graph(self, graph_sha256: str) -> None:
+        """As `Client.delete_graph`."""
+        raise _not_found(f"the graph {graph_sha256} is not stored: there is no service")
 
     async def list_plans(
         self, *, graph_digest: str | None = None, limit: int = 100
@@ -483,6 +526,10 @@ class Local:
         """As `Client.health`."""
         installed = {name: version(name) for name in ("autoshard", "highspy", "numpy")}
         return {**installed, "plan": str(PLAN_VERSION)}
+
+
+def _no_plan(plan_id: str) -> RequestRejectedError:
+    return _not_found(f"no plan {plan_id} was made in this process or kept on this machine")
 
 
 def _not_found(detail: str) -> RequestRejectedError:

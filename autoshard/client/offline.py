@@ -73,6 +73,14 @@ class OfflinePlans:
             return None
         return plan if plan is not None and plan.id == plan_id else None
 
+    def delete(self, plan_id: str) -> bool:
+        """Delete a plan by its id; False if it is not kept here."""
+        try:
+            return self._cache.delete(_NAMESPACE, plan_id)
+        except (AutoshardError, OSError) as error:
+            _log.warning("the plan %s kept on this machine is not deleted: %s", plan_id, error)
+            return False
+
     def find(self, request: PlanRequest) -> Plan | None:
         """Return the plan of an earlier request that was the same, or None."""
         try:

@@ -227,6 +227,22 @@ class Remote:
         response = await self._transport.send(Request("POST", f"/v1/jobs/{job_id}:cancel"))
         return read_job(read_json(response))
 
+    async def delete_plan(self, plan_id: str) -> None:
+        """As `Client.delete_plan`."""
+        self._plans.pop(plan_id, None)
+        kept = self._kept
+        if kept is not None:
+            await self._transport.run(lambda: kept.delete(plan_id))
+        await self._transport.send(Request("DELETE", f"{PLANS}/{plan_id}"))
+
+    async def delete_job(self, job_id: str) -> None:
+        """As `Client.delete_job`."""
+        await self._transport.send(Request("DELETE", f"/v1/jobs/{job_id}"))
+
+    async def delete_graph(self, graph_sha256: str) -> None:
+        """As `Client.delete_graph`."""
+        await self._transport.send(Request("DELETE", f"/v1/graphs/{graph_sha256}"))
+
     async def request(self, request: Request, kind: type[T], *, waiting: bool) -> T:
         """Return the result of a request, after waiting for its job if it needs one.
 

@@ -1,6 +1,7 @@
 """Searches, validations, coverages and topologies: with a service and without."""
 
 import asyncio
+import hashlib
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -344,6 +345,40 @@ def test_what_fails_on_the_way_is_sent_again_and_stays_the_same(
     assert [request.path for request in proxy.passed[sent:]] == [path]
     proxy.faults.append(Cut())
     assert through(method, graph, **given)
+
+
+def test_plans_and_jobs_are_deleted(call: Call, graph: bytes) -> None:
+    first, second = (
+        call("request_plan", graph, mesh=(shape,), mode="inference", wait=False) for shape in (3, 5)
+    )
+    plan = call("wait_for_job", first.job_id)
+    assert plan.id in {entry.id for entry in call("list_plans")}
+    call("delete_plan", plan.id)
+    assert plan.id not in {entry.id for entry in call("list_plans")}
+    call("wait_for_job", second.job_id)
+    call("delete_job", second.job_id)
+    for refused in (
+        partial(call, "get_plan", plan.id),
+        partial(call, "delete_plan", plan.id),
+        partial(call, "get_job", second.job_id),
+        partial(call, "delete_job", second.job_id),
+        partial(call, "delete_graph", "0" * 64),
+    ):
+        with pytest.raises(RequestRejectedError) as caught:
+            refused()
+        assert caught.value.status == 404
+    assert call("plan", graph, mesh=(3,), mode="inference") == plan
+
+
+def test_a_graph_is_deleted_and_sent_again(through: Call, proxy: Proxy, graph: bytes) -> None:
+    through("coverage", graph)
+    digest = hashlib.sha256(graph).hexdigest()
+    through("delete_graph", digest)
+    with pytest.raises(RequestRejectedError, match=digest):
+        through("delete_graph", digest)
+    sent = len(proxy.passed)
+    through("plan", graph, mesh=(7,), mode="inference")
+    assert f"/v1/graphs/{digest}" in [request.path for request in proxy.passed[sent:]]
 
 
 def test_a_topology_whose_deletion_was_lost_on_the_way_is_deleted(
