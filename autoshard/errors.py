@@ -42,7 +42,15 @@ class GraphError(InputError):
 
 
 class ArchiveError(GraphError):
-    """The bytes are not a readable `.pt2` archive."""
+    """The bytes are not a readable `.pt2` archive.
+
+    Attributes:
+        limit: field of `autoshard.graph.ArchiveLimits` that the archive exceeds; empty if none.
+    """
+
+    def __init__(self, message: str, limit: str = "") -> None:
+        super().__init__(message)
+        self.limit = limit
 
 
 class ExportError(GraphError):

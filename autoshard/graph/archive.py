@@ -190,12 +190,15 @@ class ArchiveLimits:
         model_bytes: decompressed size of model.json.
         compression_ratio: decompressed over compressed size of model.json.
         nodes: number of operator calls in the program, including sub-graphs.
+        values: number of JSON values in model.json, each of which takes memory when it is read;
+            Llama-3-70B has 380,000.
     """
 
     archive_bytes: int = 1 << 30
     model_bytes: int = 256 << 20
     compression_ratio: float = 200.0
     nodes: int = 200_000
+    values: int = 10_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +257,7 @@ def read_archive(source: str | Path | bytes, *, limits: ArchiveLimits | None = N
     _check_size("the archive", len(data), limits.archive_bytes, "archive_bytes")
     if data.lstrip()[:1] == b"{":
         _check_size("model.json", len(data), limits.model_bytes, "model_bytes")
-        return Archive(_parse(data, "model.json"))
+        return Archive(_parse(data, "model.json", limits))
     return _read_zip(data, limits)
 
 
@@ -277,7 +280,8 @@ def _check_size(what: str, size: int, limit: int, field: str) -> None:
     if size > limit:
         raise ArchiveError(
             f"{what} is larger than the limit of {limit:,} bytes; export on the meta device, "
-            f"which leaves the weights out, or raise ArchiveLimits.{field}"
+            f"which leaves the weights out, or raise ArchiveLimits.{field}",
+            field,
         )
 
 
@@ -296,7 +300,7 @@ def _read_zip(data: bytes, limits: ArchiveLimits) -> Archive:
             "or send its models/model.json"
         ) from error
     export = None if extra is None else _parse_export(extra)
-    return Archive(_parse(model, _MODEL_SUFFIX), export, constants)
+    return Archive(_parse(model, _MODEL_SUFFIX, limits), export, constants)
 
 
 def _read_constants(archive: zipfile.ZipFile, limits: ArchiveLimits) -> dict[str, Constant]:
@@ -313,7 +317,8 @@ def _read_constants(archive: zipfile.ZipFile, limits: ArchiveLimits) -> dict[str
         small = file.file_size <= CONSTANT_BYTES
         return _decompress(archive, file, limits) if small else None
 
-    return read_constants(_parse(_decompress(archive, config[0], limits), CONSTANTS_FILE), read)
+    text = _decompress(archive, config[0], limits)
+    return read_constants(_parse(text, CONSTANTS_FILE, limits), read)
 
 
 def _find(archive: zipfile.ZipFile, suffix: str) -> list[zipfile.ZipInfo]:
@@ -356,15 +361,25 @@ def _decompress(archive: zipfile.ZipFile, member: zipfile.ZipInfo, limits: Archi
         raise ArchiveError(
             f"{member.filename} decompresses to more than {limits.compression_ratio:g} times its "
             "size, like a zip bomb; save it again with torch.export.save, or raise "
-            "ArchiveLimits.compression_ratio"
+            "ArchiveLimits.compression_ratio",
+            "compression_ratio",
         )
     raise ArchiveError(
         f"{member.filename} is larger than the limit of {limits.model_bytes:,} bytes; "
-        "plan a smaller program, or raise ArchiveLimits.model_bytes"
+        "plan a smaller program, or raise ArchiveLimits.model_bytes",
+        "model_bytes",
     )
 
 
-def _parse(data: bytes, what: str) -> dict[str, Any]:
+def _parse(data: bytes, what: str, limits: ArchiveLimits) -> dict[str, Any]:
+    # Every value but the first follows one of these characters.
+    num_values = 1 + sum(map(data.count, (b",", b"[", b"{")))
+    if num_values > limits.values:
+        raise ArchiveError(
+            f"{what} has up to {num_values:,} values, more than the limit of {limits.values:,}; "
+            "plan a smaller program, or raise ArchiveLimits.values",
+            "values",
+        )
     try:
         parsed = json.loads(data)
     except RecursionError:

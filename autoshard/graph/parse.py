@@ -286,7 +286,8 @@ def _check_count(graph: Mapping[str, Any], limit: int) -> None:
     if count > limit:
         raise ArchiveError(
             f"the program has {count:,} operator calls, more than the limit of {limit:,}; "
-            "plan a part of the model, or raise ArchiveLimits.nodes"
+            "plan a part of the model, or raise ArchiveLimits.nodes",
+            "nodes",
         )
 
 

@@ -81,7 +81,7 @@ def create_app(settings: Settings | None = None, *, executor: Executor | None = 
     )
     for router in routers:
         app.include_router(router)
-    app.add_middleware(BodyLimit, limit=settings.max_body_bytes)
+    app.add_middleware(BodyLimit, settings=settings)
     app.add_middleware(CompressMiddleware, zstd_level=_ZSTD_LEVEL, brotli=False, gzip_level=1)
     if settings.allowed_origins:
         app.add_middleware(CORSMiddleware, allow_origins=settings.allowed_origins, **_CORS)

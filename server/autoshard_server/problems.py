@@ -325,3 +325,13 @@ def problem_of(error: Exception) -> dict[str, Any]:
         # Its message has the address of the database, which is for the operator only.
         return problem_document(kind, kind.meaning)
     return problem_document(kind, str(error))
+
+
+def server_error_of(problem: Mapping[str, Any]) -> ServerError:
+    """The error of problem details that another process has made with `problem_of`."""
+    standard = {"type", "title", "status", "detail"}
+    others = {name: problem[name] for name in problem.keys() - standard}
+    return ServerError(_KINDS[problem["type"]], problem["detail"], extensions=others)
+
+
+_KINDS: Mapping[str, ProblemType] = {kind.uri: kind for kind in ProblemType}

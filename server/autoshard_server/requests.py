@@ -315,7 +315,7 @@ class PlanQuery:
 
         Two exports of the same program can have different digests and the same plan id.
         """
-        return _digest(*_versions(), self.graph_sha256, *self._fields.values())
+        return _digest(*_versions(), self.graph_sha256, *self.fields.values())
 
     def task(self, plan_id: str, graph: bytes | None, *, validate_only: bool = False) -> Task:
         """The job that makes the plan, or only measures its problem."""
@@ -324,14 +324,15 @@ class PlanQuery:
             "plan_id": plan_id,
             "kind": kind,
             "max_strategies": self._settings.max_strategies,
-            **self._fields,
+            **self.fields,
             "limits": self._settings.archive_limits,
         }
         result_id = _digest(kind, plan_id) if validate_only else plan_id
         return Task(kind, result_id, request, graph, self.graph_sha256)
 
     @cached_property
-    def _fields(self) -> dict[str, Any]:
+    def fields(self) -> dict[str, Any]:
+        """The mesh, the options and the rules, as JSON."""
         return {
             "mesh": json.loads(mesh_to_json(self.mesh)),
             "options": self.options.model_dump(mode="json"),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from threading import Lock
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -15,18 +15,22 @@ import structlog
 from cachetools import TTLCache
 
 from autoshard.errors import MeshError
-from autoshard.graph import ArchiveLimits, Graph, load_graph
-from autoshard.mesh import Topology, get_topology, list_topologies, topology_from_json
-from autoshard.ops import with_rules
+from autoshard.mesh import (
+    Topology,
+    get_topology,
+    list_topologies,
+    topology_from_json,
+    topology_to_json,
+)
 from autoshard.plan import PLAN_VERSION
-from autoshard.planner import plan_id
 from autoshard_server.callers import Caller
 from autoshard_server.job_watcher import JobWatcher, StreamQuota
 from autoshard_server.problems import ProblemType, ServerError
 from autoshard_server.projects import stored_namespace
-from autoshard_server.requests import PlanQuery, Task, check_limit
+from autoshard_server.requests import PlanQuery, SearchRequest, Task
 from autoshard_server.settings import Settings
 from autoshard_server.solvers.executor import Executor
+from autoshard_server.solvers.parsers import Parsers, ParserTask
 from autoshard_server.solvers.workers import Workers
 from autoshard_server.store.audit import AuditAction
 from autoshard_server.store.database import Stores, check_schema
@@ -34,15 +38,16 @@ from autoshard_server.store.jobs import Job, JobKind, known_kind
 from autoshard_server.telemetry import trace_context
 from autoshard_solver_cache import StoreUnavailableError
 
-T = TypeVar("T")
-
 _log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
 
 _QUERIES = "questions"
 """Namespace of plan ids in the cache, by the digest of the query."""
 
-_MAX_PARSERS = 2
-"""Graphs parsed at once: parsing blocks the interpreter lock, and other routes must respond."""
+_MAX_CHECKS = 2
+"""Requests checked in threads at once: checking blocks the interpreter lock, and other routes must
+respond."""
 
 _LRU_SECONDS = 1800.0
 """Seconds that an entry stays in memory, so that the cache's time of last use stays current."""
@@ -94,10 +99,13 @@ class Service:
         self._workers = Workers(self.stores, executor, settings)
         self.watcher = JobWatcher(self.jobs, lambda: self.draining)
         self.streams = StreamQuota(settings.max_caller_streams)
-        self._parsers = anyio.CapacityLimiter(_MAX_PARSERS)
+        self._parsers = Parsers(settings)
+        self._parser_slots = anyio.CapacityLimiter(settings.num_parsers)
+        self._checks = anyio.CapacityLimiter(_MAX_CHECKS)
 
     def start(self) -> None:
-        """Start the workers."""
+        """Start the workers and the parser processes."""
+        self._parsers.start()
         self._workers.start()
 
     def drain(self) -> None:
@@ -109,6 +117,7 @@ class Service:
         """Stop the workers, and close the database."""
         self.drain()
         self._workers.stop()
+        self._parsers.close()
         self.stores.close()
 
     async def look_up(self, project: str, query: PlanQuery) -> str:
@@ -150,8 +159,9 @@ class Service:
         if known is None:
             if graph is None:
                 graph = await self.stored_graph(project, query.graph_sha256)
-            program = await self.parse_graph(graph)
-            known = await self.in_parser(partial(self._remember_id, project, query, program))
+            known = (await self.parse("identify_plan", query.fields, graph)).decode()
+            namespace = stored_namespace(project, _QUERIES)
+            await anyio.to_thread.run_sync(self.cache.put, namespace, query.digest, known.encode())
         return await self.run(query.task(known, graph, validate_only=validate_only), caller)
 
     async def run(self, task: Task, caller: Caller) -> Result | Job:
@@ -195,18 +205,33 @@ class Service:
             raise graph_unknown(sha256)
         return graph
 
-    async def parse_graph(self, graph: bytes) -> Graph:
-        """The program of an upload, parsed in a thread.
+    async def in_thread(self, work: Callable[[], T]) -> T:
+        """Run a function that may take some time in one of the few threads for checks."""
+        return await anyio.to_thread.run_sync(work, limiter=self._checks)
+
+    async def search_task(self, caller: Caller, submitted: SearchRequest) -> Task:
+        """The job of a search.
 
         Raises:
-            GraphError: it cannot be read.
-            ServerError: it is too large.
+            MeshError: there is no topology of the name.
+            ServerError: a field is out of its range.
         """
-        return await self.in_parser(partial(self._parse, graph))
+        name = submitted.topology if isinstance(submitted.topology, str) else None
+        topology = await self.stored_topology(caller.project, name)
+        request = {"topology": None if topology is None else topology_to_json(topology)}
+        found = await self.parse("check_search", request, submitted.model_dump_json().encode())
+        return Task(
+            JobKind.SEARCH, payload=None, graph_sha256=submitted.graph_sha256, **json.loads(found)
+        )
 
-    async def in_parser(self, work: Callable[[], T]) -> T:
-        """Run a slow function in one of the few threads for parsing."""
-        return await anyio.to_thread.run_sync(work, limiter=self._parsers)
+    async def parse(self, task: ParserTask, request: Mapping[str, Any], payload: bytes) -> bytes:
+        """Do a task in a parser process, as soon as one is free.
+
+        Raises:
+            ServerError: the problem of the task; LIMIT if it takes too much time or memory.
+        """
+        run = partial(self._parsers.run, task, request, payload)
+        return await anyio.to_thread.run_sync(run, limiter=self._parser_slots)
 
     async def delete_result(self, caller: Caller, kind: JobKind, result_id: str) -> bool:
         """Delete a result of the caller's project; False if there is none.
@@ -319,18 +344,6 @@ class Service:
         except StoreUnavailableError:
             # An entry never changes, so it can be used meanwhile.
             return
-
-    def _parse(self, graph: bytes) -> Graph:
-        program = load_graph(graph, limits=ArchiveLimits(**self.settings.archive_limits))
-        num_edges = sum(len(node.inputs) for node in program.nodes)
-        check_limit("max_nodes", len(program.nodes), "nodes of a graph", self.settings)
-        check_limit("max_edges", num_edges, "edges of a graph", self.settings)
-        return program
-
-    def _remember_id(self, project: str, query: PlanQuery, program: Graph) -> str:
-        known = plan_id(with_rules(program, query.rules), query.mesh, query.options)
-        self.cache.put(stored_namespace(project, _QUERIES), query.digest, known.encode())
-        return known
 
     def _submit(
         self, task: Task, payload: bytes, caller: Caller, context: Mapping[str, str]

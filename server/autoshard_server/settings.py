@@ -4,7 +4,7 @@ import ipaddress
 import json
 import re
 from functools import cached_property
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -172,6 +172,39 @@ class Settings(BaseSettings):
     max_model_bytes: ByteCount = Field(
         default=256 * _MIB, description="Largest model.json after decompression."
     )
+    max_model_values: int = Field(
+        default=2_500_000,
+        gt=0,
+        description="JSON values of a model.json; Llama-3-70B has 380,000.",
+    )
+    max_compression_ratio: float = Field(
+        default=200.0,
+        ge=1,
+        allow_inf_nan=False,
+        description="Largest decompressed size of a request body, or of a file of an archive, by "
+        "its compressed size; Llama-3-70B has 98. It applies beyond the first 1 MiB of a body.",
+    )
+    max_bodies_bytes: ByteCount = Field(
+        default=256 * _MIB,
+        description="Memory for the bodies of all requests together, decompressed, beyond the "
+        "first 1 MiB of each; status 503 beyond it.",
+    )
+    num_parsers: int = Field(
+        default=2,
+        ge=1,
+        le=64,
+        description="Graphs and plans read at once, each in a process of its own.",
+    )
+    max_parse_seconds: float = Field(
+        default=30.0,
+        gt=0,
+        description="Largest time to read a graph, or to compare or export a plan; beyond it, the "
+        "process is stopped, and the status is 422.",
+    )
+    max_parse_bytes: ByteCount = Field(
+        default=512 * _MIB,
+        description="Largest resident memory of such a process; beyond it, the same.",
+    )
     max_nodes: int = Field(
         default=200_000, gt=0, description="Operator calls in a program, including sub-graphs."
     )
@@ -299,12 +332,13 @@ class Settings(BaseSettings):
         }
 
     @cached_property
-    def archive_limits(self) -> "dict[str, int]":
-        """Fields of `autoshard.graph.ArchiveLimits`."""
+    def archive_limits(self) -> dict[str, Any]:
+        """Fields of `autoshard.graph.ArchiveLimits` that jobs of all releases have."""
         return {
             "archive_bytes": self.max_body_bytes,
             "model_bytes": self.max_model_bytes,
             "nodes": self.max_nodes,
+            "compression_ratio": self.max_compression_ratio,
         }
 
 

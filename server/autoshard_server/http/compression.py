@@ -5,10 +5,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import zstandard
+from anyio.lowlevel import checkpoint
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from autoshard_server.problems import ProblemType, ServerError, limit_error
+from autoshard_server.settings import Settings
 
 _GZIP_SLICE = 4096
 """Bytes decompressed at once: a byte decompresses to at most 1032, so the result to 4 MiB."""
@@ -20,27 +22,36 @@ _ZSTD_WINDOW = 1 << 23
 """Largest window of a frame, in bytes; RFC 8878 requires decoders to support no more."""
 
 
+_PIECE_BYTES = 1 << 18
+"""Decompressed bytes after which other requests are served."""
+
+_FREE_BYTES = 1 << 20
+"""Bytes of each body to which neither the ratio nor the limit of all bodies applies."""
+
+
 class BodyLimit:
     """Refuses bodies over a limit, before reading if Content-Length exceeds it.
 
     Bodies with a Content-Encoding of gzip or zstd are decompressed, and the limit applies to the
-    compressed and the decompressed bytes.
+    compressed and the decompressed bytes. The ratio of the two, and the bytes of all bodies
+    together, have limits too.
 
     Args:
         app: the wrapped application.
-        limit: bytes.
+        settings: with the limits.
     """
 
-    def __init__(self, app: ASGIApp, *, limit: int) -> None:
+    def __init__(self, app: ASGIApp, *, settings: Settings) -> None:
         self._app = app
-        self._limit = limit
+        self._settings = settings
+        self._memory = _Memory(settings.max_bodies_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection (ASGI)."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        body = _Body(receive, Headers(scope=scope), self._limit)
+        body = _Body(receive, Headers(scope=scope), self._settings, self._memory)
         if body.is_compressed:
             headers = MutableHeaders(raw=list(scope["headers"]))
             # The application gets the decompressed body.
@@ -48,18 +59,53 @@ class BodyLimit:
                 if name in headers:
                     del headers[name]
             scope["headers"] = headers.raw
-        await self._app(scope, body.receive, send)
+        try:
+            await self._app(scope, body.receive, send)
+        finally:
+            body.release()
+
+
+class _Memory:
+    """The memory of all bodies together.
+
+    Args:
+        limit: bytes.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._used = 0
+
+    def take(self, count: int) -> None:
+        if self._used + count > self._limit:
+            raise ServerError(
+                ProblemType.UNAVAILABLE,
+                "the service is reading other large bodies; retry "
+                "(AUTOSHARD_MAX_BODIES_BYTES is their limit)",
+                headers={"Retry-After": "2", "Connection": "close"},
+            )
+        self._used += count
+
+    def give_back(self, count: int) -> None:
+        self._used -= count
 
 
 class _Body:
-    def __init__(self, receive: Receive, headers: Headers, limit: int) -> None:
+    def __init__(
+        self, receive: Receive, headers: Headers, settings: Settings, memory: _Memory
+    ) -> None:
         self._receive = receive
-        self._limit = limit
+        self._limit = settings.max_body_bytes
+        self._max_ratio = settings.max_compression_ratio
+        self._memory = memory
         self._coding = headers.get("content-encoding", "identity").strip().lower()
         self._decoder: _Decoder | None = None
+        self._pieces: Iterator[bytes] = iter(())
+        self._has_more = True
+        self._is_over = False
         length = headers.get("content-length", "")
         self._announced = int(length) if length.isdecimal() else 0
-        self._received = self._decompressed = 0
+        self._received = self._size = self._taken = 0
 
     @property
     def is_compressed(self) -> bool:
@@ -68,37 +114,86 @@ class _Body:
     async def receive(self) -> Message:
         if self._announced > self._limit:
             raise self._too_large("")
-        if self.is_compressed and self._decoder is None:
-            self._decoder = _decoder(self._coding)
-        message = await self._receive()
-        if message["type"] != "http.request":
+        if not self.is_compressed:
+            message = await self._receive_counted()
+            self._count(len(message.get("body", b"")))
             return message
-        data = message.get("body", b"")
-        self._received += len(data)
-        if self._received > self._limit:
-            raise self._too_large("")
-        if self._decoder is None:
-            return message
-        more = message.get("more_body", False)
-        return {**message, "body": self._decode(self._decoder, data, more=more)}
+        return await self._receive_piece(self._decoder or self._open())
 
-    def _decode(self, decoder: "_Decoder", data: bytes, *, more: bool) -> bytes:
+    def release(self) -> None:
+        """The request is over, so its body is no longer in memory."""
+        self._memory.give_back(self._taken)
+
+    def _open(self) -> "_Decoder":
+        self._decoder = _decoder(self._coding)
+        return self._decoder
+
+    async def _receive_counted(self) -> Message:
+        message = await self._receive()
+        if message["type"] == "http.request":
+            self._received += len(message.get("body", b""))
+            if self._received > self._limit:
+                raise self._too_large("")
+        return message
+
+    async def _receive_piece(self, decoder: "_Decoder") -> Message:
+        """The next decompressed piece; other requests are served between two."""
+        while not self._is_over:
+            piece = self._decompress()
+            if piece:
+                await checkpoint()
+                return {"type": "http.request", "body": piece, "more_body": True}
+            if not self._has_more:
+                self._is_over = True
+                self._check_complete(decoder)
+                return {"type": "http.request", "body": b"", "more_body": False}
+            message = await self._receive_counted()
+            if message["type"] != "http.request":
+                return message
+            self._pieces = decoder.feed(message.get("body", b""))
+            self._has_more = message.get("more_body", False)
+        return await self._receive()
+
+    def _decompress(self) -> bytes:
+        """More of what has been received; empty if there is no more."""
         body = bytearray()
         try:
-            for piece in decoder.feed(data):
+            for piece in self._pieces:
+                self._count(len(piece))
                 body += piece
-                self._decompressed += len(piece)
-                if self._decompressed > self._limit:
-                    raise self._too_large(" after decompression")
+                if len(body) >= _PIECE_BYTES:
+                    break
         except (zlib.error, zstandard.ZstdError) as error:
             detail = f"the body is not {self._coding}: {error}"
             raise ServerError(ProblemType.CONTENT_CODING, detail) from None
-        if not more and not decoder.is_complete:
+        return bytes(body)
+
+    def _check_complete(self, decoder: "_Decoder") -> None:
+        if not decoder.is_complete:
             raise ServerError(
                 ProblemType.CONTENT_CODING,
                 f"the body ends in the middle of its {self._coding} stream",
             )
-        return bytes(body)
+
+    def _count(self, num_bytes: int) -> None:
+        """Check the limits after more bytes for the application."""
+        self._size += num_bytes
+        if self._size > self._limit:
+            raise self._too_large(" after decompression")
+        beyond = self._size - _FREE_BYTES
+        if beyond <= 0:
+            return
+        if self.is_compressed and self._size > self._max_ratio * self._received:
+            raise limit_error(
+                ProblemType.TOO_LARGE,
+                f"the body decompresses to more than {self._max_ratio:g} times its size; send it "
+                "without compression",
+                "max_compression_ratio",
+                self._max_ratio,
+                headers={"Connection": "close"},
+            )
+        self._memory.take(beyond - self._taken)
+        self._taken = beyond
 
     def _too_large(self, when: str) -> ServerError:
         return limit_error(

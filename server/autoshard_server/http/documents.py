@@ -6,7 +6,6 @@ from typing import Any, Self
 from pydantic import BaseModel, ConfigDict, Field
 
 from autoshard.client.results import JobProgress, MeshSearch, Validation
-from autoshard.graph import Graph
 from autoshard.plan import Coverage, Plan
 from autoshard.planner import Explanation
 from autoshard_server.store.artifacts import PlanEntry
@@ -141,16 +140,6 @@ class UploadedGraph(GraphDocument):
     num_nodes: int = Field(ge=0)
     num_edges: int = Field(ge=0, description="uses of values by nodes")
     num_parameters: int = Field(ge=0, description="elements of all parameters together")
-
-    @classmethod
-    def of_graph(cls, info: EntryInfo, graph: Graph) -> Self:
-        """The document of an upload."""
-        return cls.of(
-            info,
-            num_nodes=len(graph.nodes),
-            num_edges=sum(len(node.inputs) for node in graph.nodes),
-            num_parameters=sum(graph.values[p.name].numel for p in graph.parameters),
-        )
 
 
 class KnownPlan(BaseModel):

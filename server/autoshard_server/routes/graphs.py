@@ -1,6 +1,7 @@
 """Routes of graphs: uploads by digest, operator coverage."""
 
 import hashlib
+import json
 from functools import partial
 from http import HTTPStatus
 
@@ -60,19 +61,20 @@ async def put_graph(
     if media_type(request) not in ("", _BYTES):
         raise ServerError(ProblemType.MEDIA_TYPE, f"send {_BYTES}")
     body = await read_bytes(request, service.settings, "max_body_bytes")
-    found = await service.in_parser(lambda: hashlib.sha256(body).hexdigest())
+    found = await anyio.to_thread.run_sync(lambda: hashlib.sha256(body).hexdigest())
     if found != digest:
         raise ServerError(
             ProblemType.DIGEST_MISMATCH,
             f"the sha256 of the body is {found}, but the path has {digest}",
         )
-    graph = await service.parse_graph(body)
-    info, is_new = await service.in_parser(partial(service.stores.graphs.put, caller.project, body))
+    size = json.loads(await service.parse("measure_graph", {}, body))
+    put = partial(service.stores.graphs.put, caller.project, body)
+    info, is_new = await anyio.to_thread.run_sync(put)
     if is_new:
         await service.record(caller, AuditAction.CREATE, f"/v1/graphs/{digest}")
         response.status_code = HTTPStatus.CREATED
         response.headers["Location"] = f"/v1/graphs/{digest}"
-    return UploadedGraph.of_graph(info, graph)
+    return UploadedGraph.of(info, **size)
 
 
 @router.get(
@@ -139,6 +141,6 @@ async def operator_coverage(
     submitted = await read_json(request, CoverageRequest, service.settings)
     topology = await service.stored_topology(caller.project, topology_name(submitted.mesh))
     make = partial(coverage_task, submitted, service.settings, topology=topology)
-    task = await service.in_parser(make)
+    task = await service.in_thread(make)
     found = await service.run(task, caller)
     return await result_response(request, service, found, default_wait=DEFAULT_WAIT)

@@ -7,7 +7,6 @@ from typing import Annotated
 
 import anyio.to_thread
 from fastapi import APIRouter, Query, Request, Response
-from pydantic import TypeAdapter
 
 from autoshard import plan as plans
 from autoshard.client.results import Validation
@@ -67,8 +66,6 @@ from autoshard_server.store.jobs import JobKind
 router = APIRouter(tags=["plans"])
 
 _MAX_EXPLANATION = 600.0
-
-_DIFFERENCE = TypeAdapter(PlanDifference)
 
 _TRACE = {
     "type": "object",
@@ -249,14 +246,18 @@ async def explain_plan(
 @router.post(
     "/v1/plans:compare",
     response_model=PlanDifference,
-    **describe(ProblemType.NOT_FOUND, ProblemType.PLAN, *BODY_PROBLEMS, body=COMPARE_BODY),
+    **describe(
+        *(ProblemType.NOT_FOUND, ProblemType.PLAN, ProblemType.LIMIT, *BODY_PROBLEMS),
+        body=COMPARE_BODY,
+    ),
 )
 async def compare_plans(request: Request, service: ServiceParameter, caller: Reader) -> Response:
     """Compare two plans of one graph; their meshes may differ."""
     pair = await read_json(request, ComparePlansRequest, service.settings)
     before = await _cached_plan(service, caller, pair.before)
     after = await _cached_plan(service, caller, pair.after)
-    return Response(await service.in_parser(partial(_compare, before, after)), media_type=JSON)
+    found = await service.parse("compare", {"length": len(before)}, before + after)
+    return Response(found, media_type=JSON)
 
 
 @router.get(
@@ -264,6 +265,7 @@ async def compare_plans(request: Request, service: ServiceParameter, caller: Rea
     response_class=Response,
     **describe(
         *(ProblemType.NOT_FOUND, ProblemType.PLAN, ProblemType.OPTIONS, ProblemType.REQUEST),
+        ProblemType.LIMIT,
         headers=("If-None-Match",),
         answers={
             200: (
@@ -297,7 +299,8 @@ async def export_plan(
     The first line says what share of the plan the target expresses.
     """
     body = await _cached_plan(service, caller, plan_id)
-    text = await service.in_parser(partial(_export, body, to, min_expressed))
+    options = {"target": to, "min_expressed": min_expressed}
+    text = await service.parse("export", options, body)
     # The plan never changes, but another release may export it differently.
     tag = hashlib.sha256(text).hexdigest()
     return tagged_response(
@@ -309,7 +312,7 @@ async def export_plan(
     "/v1/plans/{plan_id:segment}/trace",
     response_class=Response,
     **describe(
-        *(ProblemType.NOT_FOUND, ProblemType.PLAN, ProblemType.REQUEST),
+        *(ProblemType.NOT_FOUND, ProblemType.PLAN, ProblemType.REQUEST, ProblemType.LIMIT),
         headers=("If-None-Match",),
         answers={
             200: ("A trace of the Trace Event Format, in JSON.", "ETag", "Cache-Control"),
@@ -325,7 +328,7 @@ async def trace_plan(
 
     The trace has compute, communication on each mesh axis, and memory over time.
     """
-    text = await service.in_parser(partial(_trace, await _cached_plan(service, caller, plan_id)))
+    text = await service.parse("trace", {}, await _cached_plan(service, caller, plan_id))
     # The plan never changes, but another release may trace it differently.
     return tagged_response(request, text, hashlib.sha256(text).hexdigest(), cache=REVALIDATE)
 
@@ -342,7 +345,7 @@ async def _query(
         return query
 
     is_quick = topology is None and not submitted.rules and not submitted.mesh.is_document
-    return make() if is_quick else await service.in_parser(make)
+    return make() if is_quick else await service.in_thread(make)
 
 
 async def _cached_plan(service: Service, caller: Caller, plan_id: str) -> bytes:
@@ -376,17 +379,3 @@ async def _read_request(
     text = await read_bytes(request, service.settings, "max_request_bytes")
     stored = await parse_json(CreatePlanOfGraphRequest, text, "body", service.settings)
     return stored, stored.graph_sha256, None, text
-
-
-def _compare(before: bytes, after: bytes) -> bytes:
-    found = plans.compare_plans(Plan.from_json(before), Plan.from_json(after))
-    return _DIFFERENCE.dump_json(found)
-
-
-def _export(plan: bytes, target: str, min_expressed: float) -> bytes:
-    found = Plan.from_json(plan)
-    return plans.export_plan(found, target, min_expressed=min_expressed).encode()
-
-
-def _trace(plan: bytes) -> bytes:
-    return plans.plan_trace(Plan.from_json(plan)).encode()

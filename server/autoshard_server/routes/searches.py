@@ -1,6 +1,5 @@
 """Routes of searches: plan a graph on every mesh of a number of devices; read, delete."""
 
-from functools import partial
 from http import HTTPStatus
 from typing import Annotated
 
@@ -11,7 +10,7 @@ from autoshard_server.http.auth import Planner, Reader
 from autoshard_server.http.parameters import ServiceParameter, read_json
 from autoshard_server.http.specification import PLANNING_PROBLEMS, SEARCH_BODY, describe
 from autoshard_server.problems import ProblemType, ServerError
-from autoshard_server.requests import SearchRequest, search_task
+from autoshard_server.requests import SearchRequest
 from autoshard_server.routes.responses import (
     REVALIDATE,
     result_response,
@@ -55,10 +54,7 @@ async def search_meshes(request: Request, service: ServiceParameter, caller: Pla
     submitted = await read_json(request, SearchRequest, service.settings)
 
     async def run() -> Result | Job:
-        name = submitted.topology if isinstance(submitted.topology, str) else None
-        stored = await service.stored_topology(caller.project, name)
-        make = partial(search_task, submitted, service.settings, stored=stored)
-        return await service.run(await service.in_parser(make), caller)
+        return await service.run(await service.search_task(caller, submitted), caller)
 
     found = await run_once(request, service, caller, submitted.model_dump_json().encode(), run)
     return await result_response(request, service, found)

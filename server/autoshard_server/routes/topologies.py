@@ -103,7 +103,7 @@ async def put_topology(
     if name in mesh.list_topologies():
         raise _is_preset(name)
     body = await read_text(request, service.settings, "max_topology_bytes")
-    topology = await service.in_parser(partial(topology_from_json, body))
+    topology = await service.in_thread(partial(topology_from_json, body))
     if topology.name != name:
         raise ServerError(
             ProblemType.MESH,

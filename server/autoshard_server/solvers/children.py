@@ -23,7 +23,7 @@ NUMBER = struct.Struct(">i")
 NUM_DESCRIPTORS = 4
 """File descriptors of a request to the fork server."""
 
-Program = Literal["solve"]
+Program = Literal["solve", "parse"]
 """What a forked child runs."""
 
 _LOST = 1

@@ -90,7 +90,8 @@ class ProcessExecutor:
         Raises:
             OSError: it cannot be started.
         """
-        return _ProcessSolver(self._start, self.max_bytes)
+        limit = None if self.max_bytes is None else MemoryLimit(self.max_bytes, _out_of_memory)
+        return ProcessSolver(self._start, limit)
 
     def _start(self) -> Child:
         if self.command is None:
@@ -98,38 +99,68 @@ class ProcessExecutor:
         return SpawnedChild(self.command, self.environment)
 
 
-class _ProcessSolver:
-    def __init__(self, make: Callable[[], Child], max_bytes: int | None) -> None:
+@dataclass(frozen=True)
+class MemoryLimit:
+    """A limit of the memory of a process and its children.
+
+    Attributes:
+        max_bytes: of resident memory; beyond it, they are killed.
+        problem: makes the problem details, from the used bytes and the limit.
+    """
+
+    max_bytes: int
+    problem: Callable[[int, int], Mapping[str, Any]]
+
+
+class ProcessSolver:
+    """A solver that runs one job in a child process.
+
+    Args:
+        make: starts the process.
+        limit: of its memory; None for none.
+        name: of the process, for messages.
+    """
+
+    def __init__(
+        self, make: Callable[[], Child], limit: MemoryLimit | None, *, name: str = "solver"
+    ) -> None:
         self._make = make
         self._process = make()
-        self._max_bytes = max_bytes
+        self._limit = limit
+        self._name = name
         self._excess = 0
         self._was_ready = False
+        self._stopped = Event()
         self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._threads: list[Thread] = []
 
     def start(self, work: SolverInput) -> None:
+        """Start; called once."""
         if self._process.poll() is not None:
             # It was killed while it waited, which was not caused by this job.
             self._process.close()
             self._process = self._make()
-        _log.info("solver_process", pid=self._process.pid)
+        _log.info(f"{self._name}_process", pid=self._process.pid)
         # Written in a thread: a large graph fills the pipe until the process reads it.
         targets: list[Callable[[], None]] = [partial(self._send, work), self._listen]
-        if self._max_bytes is not None:
-            targets.append(partial(self._limit_memory, self._max_bytes))
+        if self._limit is not None:
+            targets.append(partial(self._limit_memory, self._limit.max_bytes))
         self._threads = [Thread(target=target, daemon=True) for target in targets]
         for thread in self._threads:
             thread.start()
 
     def receive(self, timeout: float) -> Message | None:
+        """The next message; None after `timeout` seconds without one."""
         return _next(self._messages, timeout)
 
     def is_alive(self) -> bool:
+        """True if the process runs."""
         return self._process.poll() is None
 
     def stop(self) -> None:
+        """Kill the process and its children, and release all resources."""
         # Killing is safe: a solver writes entries of the cache in transactions.
+        self._stopped.set()
         self._process.kill()
         self._process.wait()
         for thread in self._threads:
@@ -154,42 +185,46 @@ class _ProcessSolver:
                     return
         except ValueError as error:
             self._process.kill()
-            detail = f"bad solver output: {error}"
+            detail = f"bad {self._name} output: {error}"
             self._messages.put(Failed(problem_document(ProblemType.INTERNAL, detail)))
             return
         code = self._process.wait()
-        if self._excess:
-            problem = problem_document(ProblemType.OUT_OF_MEMORY, self._memory_detail())
+        if self._limit is not None and self._excess:
+            problem = self._limit.problem(self._excess, self._limit.max_bytes)
             self._messages.put(Failed(problem))
         else:
-            problem = problem_document(ProblemType.SOLVER_CRASHED, _exit_detail(code))
-            self._messages.put(Died(problem, self._was_ready))
+            detail = _exit_detail(self._name, code)
+            died = problem_document(ProblemType.SOLVER_CRASHED, detail)
+            self._messages.put(Died(died, self._was_ready))
 
     def _limit_memory(self, max_bytes: int) -> None:
         pid = self._process.pid
         processes: list[psutil.Process] = []
-        checked_at = float("-inf")
+        checked_at = time.monotonic()
         while pid is not None and self._process.poll() is None:
             now = time.monotonic()
             with suppress(psutil.NoSuchProcess):
-                if now - checked_at > _CHILDREN_INTERVAL:
-                    process = psutil.Process(pid)
-                    processes = [process, *process.children(recursive=True)]
+                if not processes:
+                    processes = [psutil.Process(pid)]
+                elif now - checked_at > _CHILDREN_INTERVAL:
+                    processes = [processes[0], *processes[0].children(recursive=True)]
                     checked_at = now
             used = sum(map(_resident, processes))
             if used > max_bytes:
                 self._excess = used
                 self._process.kill()
                 return
-            time.sleep(_MEMORY_INTERVAL)
+            if self._stopped.wait(_MEMORY_INTERVAL):
+                return
 
-    def _memory_detail(self) -> str:
-        limit = self._max_bytes or 0
-        return (
-            f"the solver needed {self._excess / 2**20:,.0f} MiB of memory, and the limit of a job "
-            f"is {limit / 2**20:,.0f} MiB (AUTOSHARD_MAX_JOB_BYTES); plan a smaller graph or "
-            "mesh, use a larger memory budget, or raise the limit"
-        )
+
+def _out_of_memory(used: int, limit: int) -> Mapping[str, Any]:
+    return problem_document(
+        ProblemType.OUT_OF_MEMORY,
+        f"the solver needed {used / 2**20:,.0f} MiB of memory, and the limit of a job is "
+        f"{limit / 2**20:,.0f} MiB (AUTOSHARD_MAX_JOB_BYTES); plan a smaller graph or mesh, use "
+        "a larger memory budget, or raise the limit",
+    )
 
 
 class _ThreadSolver:
@@ -254,12 +289,12 @@ def _resident(process: psutil.Process) -> int:
         return 0
 
 
-def _exit_detail(code: int) -> str:
+def _exit_detail(name: str, code: int) -> str:
     if code < 0:
         cause = f"was ended by {signal.Signals(-code).name}"
     else:
         cause = f"ended with exit status {code}"
     return (
-        f"the solver process {cause} without a result; "
+        f"the {name} process {cause} without a result; "
         "if memory ran out, plan a smaller graph or mesh, or give the service more"
     )

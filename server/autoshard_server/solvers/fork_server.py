@@ -25,7 +25,7 @@ from importlib import import_module
 from typing import NoReturn
 
 from autoshard import plan, planner, solve
-from autoshard_server.solvers import solving
+from autoshard_server.solvers import parsing, solving
 from autoshard_server.solvers.children import (
     LENGTH,
     NUM_DESCRIPTORS,
@@ -34,7 +34,10 @@ from autoshard_server.solvers.children import (
     kill_group,
 )
 
-_PROGRAMS: Mapping[Program, Callable[[], None]] = {"solve": solving.main}
+_PROGRAMS: Mapping[Program, Callable[[], None]] = {
+    "solve": solving.main,
+    "parse": parsing.main,
+}
 
 
 class _ForkServer:

@@ -1,18 +1,13 @@
-"""The solver process: reads one job from stdin, and writes messages to stdout.
-
-It ends when its worker ends, which closes its stdin.
-"""
+"""The solver process, which runs one job."""
 
 import json
 import logging
-import os
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import version
-from threading import Event, Thread
-from typing import IO, Any
+from threading import Event
+from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -24,19 +19,11 @@ from autoshard.mesh import Mesh, mesh_from_json, topology_from_json
 from autoshard.plan import Plan, PlanOptions
 from autoshard.planner import Explanation, plan_id
 from autoshard.solve import KeyValueStore
-from autoshard_server.problems import ProblemType, ServerError, problem_of, problem_type_of
+from autoshard_server.problems import ProblemType, ServerError
 from autoshard_server.projects import DEFAULT_PROJECT, stored_namespace
 from autoshard_server.settings import Settings
-from autoshard_server.solvers.messages import (
-    Failed,
-    FrameKind,
-    Progressed,
-    Solved,
-    SolverInput,
-    encode,
-    read_frame,
-    write_frame,
-)
+from autoshard_server.solvers.child_program import Report, run_job
+from autoshard_server.solvers.messages import Solved, SolverInput
 from autoshard_server.store.caches import open_cache
 from autoshard_server.store.jobs import JobKind
 from autoshard_solver_cache import (
@@ -64,8 +51,6 @@ _BUSY_TIMEOUT = 1.0
 
 _EXPLANATION = TypeAdapter(Explanation)
 
-Report = Callable[[Mapping[str, Any]], None]
-
 
 @dataclass(frozen=True, slots=True)
 class _Task:
@@ -79,7 +64,8 @@ class _Task:
     plans: KeyValueStore | None
 
     def graph(self) -> Graph:
-        limits = ArchiveLimits(**self.request["limits"])
+        # A parser process has counted the values before the job was submitted.
+        limits = ArchiveLimits(**self.request["limits"], values=sys.maxsize)
         return core.load_request_graph(self.payload, self.request["rules"], limits)
 
     def mesh_and_options(self) -> tuple[Mesh, PlanOptions]:
@@ -210,27 +196,13 @@ def _other_release() -> ServerError:
 
 def main() -> None:
     """Run the job that arrives on stdin."""
-    source = sys.stdin.buffer
-    messages = _claim_stdout()
+    run_job(_prepare)
+
+
+def _prepare() -> Callable[[SolverInput, Report], Solved]:
     # Opened before a job arrives, to save time later.
     open_caches = _cache_opener(Settings())
-    with suppress(OSError):
-        # If the worker has died, reading stdin ends this process.
-        write_frame(messages, FrameKind.READY, b"")
-    request, graph = _expect(source, FrameKind.REQUEST), _expect(source, FrameKind.GRAPH)
-    Thread(target=_end_with_worker, daemon=True).start()
-
-    def report(progress: Mapping[str, Any]) -> None:
-        write_frame(messages, *encode(Progressed(progress)))
-
-    try:
-        work = SolverInput(request.decode(), graph)
-        outcome: Solved | Failed = solve(work, report, Event(), *open_caches(work))
-    except Exception as error:  # noqa: BLE001  every error becomes the result
-        if problem_type_of(error) is ProblemType.INTERNAL:
-            _log.exception("solving failed")
-        outcome = Failed(problem_of(error))
-    write_frame(messages, *encode(outcome))
+    return lambda work, report: solve(work, report, Event(), *open_caches(work))
 
 
 _Caches = tuple[core.Resources, KeyValueStore | None]
@@ -260,29 +232,6 @@ def _cache_opener(settings: Settings) -> Callable[[SolverInput], _Caches]:
         return core.Resources(blocks=blocks, rules=rules), kept
 
     return open_caches
-
-
-def _claim_stdout() -> IO[bytes]:
-    """Reserve stdout for messages: all other output, also of C libraries, goes to stderr."""
-    messages = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-    return messages
-
-
-def _expect(source: IO[bytes], kind: FrameKind) -> bytes:
-    frame = read_frame(source)
-    if frame is None:
-        # The worker had no job for this process before it ended.
-        sys.exit(0)
-    if frame[0] is not kind:
-        raise ValueError(f"expected a frame of kind {kind.name}, got {frame[0].name}")
-    return frame[1]
-
-
-def _end_with_worker() -> None:
-    # Not through sys.stdin: its lock, held by a daemon thread, would abort a normal exit.
-    os.read(0, 1)
-    os._exit(1)
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ def test_a_request_seen_before_is_not_parsed_again(
     def parse(*_args: object, **_options: object) -> None:
         raise AssertionError("the graph was parsed")
 
-    monkeypatch.setattr("autoshard_server.service.load_graph", parse)
+    monkeypatch.setattr("autoshard_server.solvers.parsers.Parsers.run", parse)
     assert service.post(graph).content == answered.content
 
 

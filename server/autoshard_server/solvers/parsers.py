@@ -1,0 +1,108 @@
+"""Parser processes: a few, started before they are needed, each for one graph or plan."""
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Any, Literal
+
+from autoshard_server.problems import ProblemType, limit_error, problem_of, server_error_of
+from autoshard_server.settings import Settings
+from autoshard_server.solvers.children import Child, fork
+from autoshard_server.solvers.executor import MemoryLimit, ProcessSolver
+from autoshard_server.solvers.messages import Died, Failed, Solved, SolverInput
+
+ParserTask = Literal["measure_graph", "identify_plan", "check_search", "compare", "export", "trace"]
+"""What a parser process does."""
+
+
+class Parsers:
+    """Runs tasks in parser processes, whose time and memory are limited.
+
+    Args:
+        settings: with the limits.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._make: Callable[[], Child] = partial(fork, "parse", settings.environment)
+        self._limit = MemoryLimit(settings.max_parse_bytes, _out_of_memory)
+        self._spare: SimpleQueue[ProcessSolver] = SimpleQueue()
+
+    def start(self) -> None:
+        """Prepare a process for each task that may run at the same time."""
+        for _ in range(self._settings.num_parsers):
+            self._prepare()
+
+    def close(self) -> None:
+        """Stop the processes that wait for a task."""
+        with suppress(Empty):
+            while True:
+                self._spare.get_nowait().stop()
+
+    def run(self, task: ParserTask, request: Mapping[str, Any], payload: bytes) -> bytes:
+        """Do a task; blocks until it is done.
+
+        Args:
+            task: to do.
+            request: its other arguments, as JSON.
+            payload: the graph or plan.
+
+        Raises:
+            ServerError: the problem of the task; LIMIT if it takes too much time or memory.
+        """
+        work = SolverInput(json.dumps({"task": task, **request}), payload)
+        message = self._run(work)
+        if isinstance(message, Died):
+            # Perhaps with the fork server, and not because of this task.
+            message = self._run(work)
+        if isinstance(message, Solved):
+            return message.document
+        raise server_error_of(message.problem)
+
+    def _run(self, work: SolverInput) -> Solved | Failed | Died:
+        try:
+            parser = self._spare.get_nowait()
+        except Empty:
+            parser = self._new()
+        else:
+            self._prepare()
+        deadline = time.monotonic() + self._settings.max_parse_seconds
+        try:
+            parser.start(work)
+            while True:
+                message = parser.receive(max(0.0, deadline - time.monotonic()))
+                if message is None:
+                    return Failed(problem_of(self._too_slow()))
+                if isinstance(message, Solved | Failed | Died):
+                    return message
+        finally:
+            parser.stop()
+
+    def _prepare(self) -> None:
+        # Without one, the next task starts its own process.
+        with suppress(OSError):
+            self._spare.put(self._new())
+
+    def _new(self) -> ProcessSolver:
+        return ProcessSolver(self._make, self._limit, name="parser")
+
+    def _too_slow(self) -> Exception:
+        seconds = self._settings.max_parse_seconds
+        return limit_error(
+            ProblemType.LIMIT,
+            f"reading it takes more than {seconds:g} seconds; send a smaller program, or raise the "
+            "limit",
+            "max_parse_seconds",
+            seconds,
+        )
+
+
+def _out_of_memory(_used: int, limit: int) -> Mapping[str, Any]:
+    detail = (
+        f"reading it takes more than {limit / 2**20:,.0f} MiB of memory; send a smaller program, "
+        "or raise the limit"
+    )
+    return problem_of(limit_error(ProblemType.LIMIT, detail, "max_parse_bytes", limit))

@@ -1,0 +1,124 @@
+"""The parser process: reads one graph or plan for the process that responds to requests.
+
+Documents that a caller has made can take much time and memory to read; here both are limited.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from autoshard import plan as plans
+from autoshard.client.core import load_request_graph
+from autoshard.errors import ArchiveError
+from autoshard.graph import ArchiveLimits, Graph
+from autoshard.mesh import mesh_from_json, topology_from_json
+from autoshard.plan import Plan, PlanDifference, PlanOptions
+from autoshard.planner import plan_id
+from autoshard_server.problems import ProblemType, limit_error
+from autoshard_server.requests import SearchRequest, check_limit, search_task
+from autoshard_server.settings import Settings
+from autoshard_server.solvers.child_program import Report, run_job
+from autoshard_server.solvers.messages import Solved, SolverInput
+from autoshard_server.solvers.parsers import ParserTask
+
+_SETTINGS = {
+    "archive_bytes": "max_body_bytes",
+    "model_bytes": "max_model_bytes",
+    "compression_ratio": "max_compression_ratio",
+    "nodes": "max_nodes",
+    "values": "max_model_values",
+}
+"""Settings of the service by field of `ArchiveLimits`."""
+
+_DIFFERENCE = TypeAdapter(PlanDifference)
+
+
+def _measure_graph(request: Mapping[str, Any], graph: bytes, settings: Settings) -> bytes:
+    """The size of a graph."""
+    read = _read_graph(request, graph, settings)
+    size = {
+        "num_nodes": len(read.nodes),
+        "num_edges": _num_edges(read),
+        "num_parameters": sum(read.values[p.name].numel for p in read.parameters),
+    }
+    return json.dumps(size).encode()
+
+
+def _identify_plan(request: Mapping[str, Any], graph: bytes, settings: Settings) -> bytes:
+    """The id of the plan of a graph, a mesh and options."""
+    mesh = mesh_from_json(json.dumps(request["mesh"]))
+    options = PlanOptions.model_validate(request["options"])
+    return plan_id(_read_graph(request, graph, settings), mesh, options).encode()
+
+
+def _check_search(request: Mapping[str, Any], submitted: bytes, settings: Settings) -> bytes:
+    """The id and the request of a search's job, after checking the number of its meshes."""
+    topology = request["topology"]
+    stored = None if topology is None else topology_from_json(topology)
+    task = search_task(SearchRequest.model_validate_json(submitted), settings, stored=stored)
+    return json.dumps({"result_id": task.result_id, "request": task.request}).encode()
+
+
+def _compare(request: Mapping[str, Any], both: bytes, _settings: Settings) -> bytes:
+    """The difference of two plans, whose documents follow each other."""
+    split = request["length"]
+    found = plans.compare_plans(Plan.from_json(both[:split]), Plan.from_json(both[split:]))
+    return _DIFFERENCE.dump_json(found)
+
+
+def _export(request: Mapping[str, Any], plan: bytes, _settings: Settings) -> bytes:
+    """A plan as code or settings of another framework."""
+    least = request["min_expressed"]
+    text = plans.export_plan(Plan.from_json(plan), request["target"], min_expressed=least)
+    return text.encode()
+
+
+def _trace(_request: Mapping[str, Any], plan: bytes, _settings: Settings) -> bytes:
+    """The trace of a step under a plan."""
+    return plans.plan_trace(Plan.from_json(plan)).encode()
+
+
+_TASKS: Mapping[ParserTask, Callable[[Mapping[str, Any], bytes, Settings], bytes]] = {
+    "measure_graph": _measure_graph,
+    "identify_plan": _identify_plan,
+    "check_search": _check_search,
+    "compare": _compare,
+    "export": _export,
+    "trace": _trace,
+}
+
+
+def _read_graph(request: Mapping[str, Any], graph: bytes, settings: Settings) -> Graph:
+    limits = ArchiveLimits(**settings.archive_limits, values=settings.max_model_values)
+    try:
+        read = load_request_graph(graph, request.get("rules", []), limits)
+    except ArchiveError as error:
+        if not error.limit:
+            raise
+        limit = getattr(limits, error.limit)
+        raise limit_error(ProblemType.ARCHIVE, str(error), _SETTINGS[error.limit], limit) from None
+    check_limit("max_nodes", len(read.nodes), "nodes of a graph", settings)
+    check_limit("max_edges", _num_edges(read), "edges of a graph", settings)
+    return read
+
+
+def _num_edges(graph: Graph) -> int:
+    return sum(len(node.inputs) for node in graph.nodes)
+
+
+def main() -> None:
+    """Do the task that arrives on stdin."""
+    run_job(_prepare)
+
+
+def _prepare() -> Callable[[SolverInput, Report], Solved]:
+    settings = Settings()
+
+    def run(work: SolverInput, _report: Report) -> Solved:
+        request = json.loads(work.request)
+        task: ParserTask = request.pop("task")
+        return Solved(_TASKS[task](request, work.graph, settings), cacheable=True)
+
+    return run
