@@ -94,6 +94,8 @@ def serve(
         if settings.auth == "required":
             _require_keys(uds or host, settings)
         app = create_app(settings)
+        # Made before there are requests, which would wait for it: it takes a third of a second.
+        app.state.specification()
         config = _config(
             app,
             settings,
