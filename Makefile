@@ -6,7 +6,7 @@ IMAGE ?= autoshard:latest
 BASE ?= python:3.13-slim-trixie
 BUILD ?= docker build
 
-.PHONY: help install demo test check serve generated examples bench faults hostile prove prove-pipelines prove-loading prove-image load scale conformance fuzz zoo zoo-ranks image audit format clean
+.PHONY: help install demo test check serve generated examples bench faults hostile upgrade prove prove-pipelines prove-loading prove-image load scale conformance fuzz zoo zoo-ranks image audit format clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 16
@@ -51,6 +51,9 @@ faults: $(INSTALLED)  ## Kill servers, workers and databases while jobs run, int
 
 hostile: $(INSTALLED)  ## Attack a service in all ways at the same time, into docs/reliability.md
 	$(BIN)/python -m benchmarks.hostile
+
+upgrade: $(INSTALLED)  ## Run two releases on one database, and change between them, into docs/reliability.md
+	$(BIN)/python -m benchmarks.upgrade
 
 prove: $(INSTALLED)  ## Compare 100,000 random problems with brute force
 	$(BIN)/python benchmarks/random_problems.py --count 100000 --processes 2
