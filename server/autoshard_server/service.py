@@ -27,6 +27,7 @@ from autoshard_server.callers import Caller
 from autoshard_server.job_watcher import JobWatcher, StreamQuota
 from autoshard_server.problems import ProblemType, ServerError
 from autoshard_server.projects import stored_namespace
+from autoshard_server.rate_limits import Quota, rate_limit_headers
 from autoshard_server.requests import PlanQuery, SearchRequest, Task
 from autoshard_server.settings import Settings
 from autoshard_server.solvers.executor import Executor
@@ -176,7 +177,12 @@ class Service:
         payload = task.payload
         if payload is None:
             payload = await self.stored_graph(caller.project, task.graph_sha256)
-        return await anyio.to_thread.run_sync(self._submit, task, payload, caller, _context())
+        try:
+            return await anyio.to_thread.run_sync(self._submit, task, payload, caller, _context())
+        except ServerError as error:
+            if error.kind is ProblemType.TOO_MANY_JOBS:
+                error.headers |= rate_limit_headers(await self.quotas(caller))
+            raise
 
     async def find_result(self, project: str, kind: JobKind, result_id: str) -> bytes | None:
         """A project's document in the cache, or None."""
@@ -284,14 +290,29 @@ class Service:
                 f"the job {job.id!r} has made a {job.kind!r}, which this release, "
                 f"{version('autoshard')}, cannot read; use a server of the newer release",
             )
-        cached = await self.find_result(job.project, kind, job.plan_id)
-        body = await anyio.to_thread.run_sync(self.jobs.result, job.id)
+        # A job contains its result only if a later one of the same request may find a better one.
+        own = await anyio.to_thread.run_sync(self.jobs.result, job.id)
+        if own is not None:
+            return Result(kind, job.plan_id, own, is_cached=False, is_hit=False)
+        body = await self.find_result(job.project, kind, job.plan_id)
         if body is None:
             raise ServerError(
-                ProblemType.NOT_FOUND, f"the job {job.id!r} has just been deleted; retry"
+                ProblemType.NOT_FOUND,
+                f"the result of the job {job.id!r} was deleted, or evicted from the cache; "
+                "repeat the request",
             )
-        # A later job of the same request may have had more time than this one.
-        return Result(kind, job.plan_id, body, is_cached=cached == body, is_hit=False)
+        return Result(kind, job.plan_id, body, is_cached=True, is_hit=False)
+
+    async def quotas(self, caller: Caller) -> list[Quota]:
+        """The quotas of a caller, and how much of them it uses."""
+        find = partial(self.jobs.usage, caller.project, caller.name)
+        usage = await anyio.to_thread.run_sync(find)
+        limit = self.settings.max_caller_job_bytes
+        nbytes = Quota("job-bytes", "content-bytes", limit, usage.nbytes)
+        if caller.name is None:
+            return [nbytes]
+        limit = self.settings.max_caller_jobs
+        return [Quota("jobs", "concurrent-requests", limit, usage.jobs), nbytes]
 
     async def check(self) -> None:
         """Check that requests can be served.
@@ -356,7 +377,9 @@ class Service:
             kind=task.kind,
             caller=caller.name,
             project=caller.project,
+            max_project=self.settings.max_project_jobs,
             max_active=self.settings.max_caller_jobs,
+            max_bytes=self.settings.max_caller_job_bytes,
             context=context,
         )
         self._workers.wake()

@@ -90,13 +90,25 @@ class Settings(BaseSettings):
         "left out. Everyone who can reach a Ray cluster can run code there.",
     )
     max_queued_jobs: int = Field(
-        default=256, ge=1, description="Largest number of queued jobs; status 429 beyond it."
+        default=2000, ge=1, description="Largest number of queued jobs; status 429 beyond it."
     )
     max_caller_jobs: int = Field(
         default=64,
         ge=1,
         description="Largest number of queued and running jobs of one API key; status 429 beyond "
         "it.",
+    )
+    max_project_jobs: int = Field(
+        default=1000,
+        ge=1,
+        description="Largest number of queued and running jobs of one project; status 429 beyond "
+        "it.",
+    )
+    max_caller_job_bytes: ByteCount = Field(
+        default=1024 * _MIB,
+        description="Largest number of bytes in the jobs of one API key, or of all callers without "
+        "keys: graphs of unfinished jobs, and results that are not cached because time ran out, "
+        "compressed; status 429 beyond it.",
     )
     max_caller_streams: int = Field(
         default=200,

@@ -11,9 +11,10 @@ import psutil
 from support.services import ONE_WORKER
 
 from autoshard_server import Executor, Settings
+from autoshard_server.projects import stored_namespace
 from autoshard_server.solvers.workers import Workers
 from autoshard_server.store.database import Stores
-from autoshard_server.store.jobs import EventKind, Job
+from autoshard_server.store.jobs import EventKind, Job, JobKind
 
 
 @dataclass
@@ -44,6 +45,14 @@ class RunningWorkers:
                 return job
             time.sleep(0.02)
         raise AssertionError(f"the job did not get there: {job}")
+
+    def result(self, job_id: str) -> bytes | None:
+        """The result of a job, which is in the cache or in the job, and not in both."""
+        job = self.job(job_id)
+        namespace = stored_namespace(job.project, JobKind(job.kind).namespace)
+        found = self.stores.cache.get(namespace, job.plan_id), self.stores.jobs.result(job_id)
+        assert None in found
+        return found[0] or found[1]
 
     def await_unhealthy(self) -> None:
         for _ in range(1200):

@@ -49,6 +49,8 @@ _ANSWER_HEADERS = {
     "ETag": "Digest of the response; the id of a plan. Strong.",
     "Link": "Addresses of the first page (`first`) and of the next (`next`), if there is one.",
     "Location": "Address of the job, or of the stored resource.",
+    "RateLimit": "What is left of the caller's quotas (draft-ietf-httpapi-ratelimit-headers).",
+    "RateLimit-Policy": "The caller's quotas: unfinished jobs, and bytes in jobs.",
     "Retry-After": "Seconds after which to retry.",
 }
 
@@ -148,7 +150,7 @@ def describe(
     if created is not None:
         responses[201]["model"] = created
     if job:
-        names = ("Location", "Retry-After", "Autoshard-Cache")
+        names = ("Location", "Retry-After", "Autoshard-Cache", "RateLimit-Policy", "RateLimit")
         responses[202] = {"model": JobDocument, "description": job, **_answer_headers(*names)}
     problems += JOB_PROBLEMS if job else ()
     extra: dict[str, Any] = {}

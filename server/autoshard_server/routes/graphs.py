@@ -143,4 +143,4 @@ async def operator_coverage(
     make = partial(coverage_task, submitted, service.settings, topology=topology)
     task = await service.in_thread(make)
     found = await service.run(task, caller)
-    return await result_response(request, service, found, default_wait=DEFAULT_WAIT)
+    return await result_response(request, service, caller, found, default_wait=DEFAULT_WAIT)

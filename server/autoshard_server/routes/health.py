@@ -1,5 +1,6 @@
 """Health, version and Prometheus metrics of the service."""
 
+import time
 from collections.abc import Iterable
 from functools import partial
 
@@ -17,7 +18,7 @@ from autoshard_server.problems import ProblemType
 from autoshard_server.projects import split_namespace
 from autoshard_server.service import Service, versions
 from autoshard_server.store.artifacts import GRAPHS
-from autoshard_server.store.jobs import JobKind
+from autoshard_server.store.jobs import JobClass, JobKind
 from autoshard_server.telemetry import process_metrics
 from autoshard_solver_cache import Usage
 
@@ -77,7 +78,16 @@ def service_metrics(service: Service) -> bytes:
     draining = GaugeMetricFamily(
         "autoshard_draining", "1 while shutting down.", value=int(service.draining)
     )
-    return metrics_text([jobs, entries, nbytes, draining])
+    waiting = GaugeMetricFamily(
+        "autoshard_oldest_queued_job_seconds",
+        "Seconds for which the oldest queued job has waited; 0 if none is queued.",
+        labels=["class"],
+    )
+    oldest, now = service.jobs.oldest_queued(), time.time()
+    for job_class in JobClass:
+        age = max(0.0, now - oldest[job_class]) if job_class in oldest else 0.0
+        waiting.add_metric([job_class.value], age)
+    return metrics_text([jobs, waiting, entries, nbytes, draining])
 
 
 def metrics_text(families: list[GaugeMetricFamily]) -> bytes:

@@ -112,7 +112,7 @@ async def create_plan(request: Request, service: ServiceParameter, caller: Plann
     run = partial(service.plan, query, graph, caller, validate_only=validate_only)
     found = await run_once(request, service, caller, sha256.encode() + text, run)
     wait = DEFAULT_WAIT if validate_only else 0.0
-    return await result_response(request, service, found, default_wait=wait)
+    return await result_response(request, service, caller, found, default_wait=wait)
 
 
 @router.post(
@@ -240,7 +240,7 @@ async def explain_plan(
         plan_id, body, service.settings, name=name, value=value, time_limit=time_limit
     )
     found = await service.run(task, caller)
-    return await result_response(request, service, found, default_wait=DEFAULT_WAIT)
+    return await result_response(request, service, caller, found, default_wait=DEFAULT_WAIT)
 
 
 @router.post(

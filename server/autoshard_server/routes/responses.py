@@ -15,6 +15,7 @@ from autoshard_server.http.documents import JobDocument
 from autoshard_server.http.errors import problem_response
 from autoshard_server.http.parameters import JSON, is_not_modified, preferred_wait
 from autoshard_server.problems import ProblemType, ServerError
+from autoshard_server.rate_limits import rate_limit_headers
 from autoshard_server.service import Result, Service
 from autoshard_server.store.jobs import Job, JobKind, JobState
 from autoshard_server.telemetry import results_total
@@ -33,13 +34,19 @@ _MAX_KEY = 255
 
 
 async def result_response(
-    request: Request, service: Service, found: Result | Job, *, default_wait: float = 0.0
+    request: Request,
+    service: Service,
+    caller: Caller,
+    found: Result | Job,
+    *,
+    default_wait: float = 0.0,
 ) -> Response:
     """The result if it is known or finished while waiting, else the job that makes it.
 
     Args:
         request: with `Prefer: wait=N`.
         service: of the application.
+        caller: whose quotas are in the headers.
         found: the result, or a job.
         default_wait: seconds to wait without `Prefer`.
     """
@@ -54,6 +61,7 @@ async def result_response(
         return _found_response(await service.result(job), headers)
     if job.error is not None:
         return problem_response(dict(job.error), headers)
+    headers |= rate_limit_headers(await service.quotas(caller))
     headers |= {"Location": f"/v1/jobs/{job.id}", "Autoshard-Cache": "miss"}
     return await job_response(job, service, status=HTTPStatus.ACCEPTED, headers=headers)
 

@@ -57,7 +57,7 @@ async def search_meshes(request: Request, service: ServiceParameter, caller: Pla
         return await service.run(await service.search_task(caller, submitted), caller)
 
     found = await run_once(request, service, caller, submitted.model_dump_json().encode(), run)
-    return await result_response(request, service, found)
+    return await result_response(request, service, caller, found)
 
 
 @router.get(

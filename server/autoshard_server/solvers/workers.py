@@ -245,7 +245,7 @@ class Workers:
             return False
         if document is None:
             return False
-        self._when_available(partial(self._jobs.succeed, claim, document))
+        self._when_available(partial(self._jobs.succeed, claim, None))
         _log.info("job_cached", job_id=claim.id, plan_id=claim.plan_id)
         _observe(claim, "cached", time.monotonic() - started)
         return True
@@ -303,15 +303,22 @@ class Workers:
             self._jobs.retry(claim, message.problem)
             self.wake()
             return
-        document = message.document
+        is_cached = message.cacheable and self._cache(claim, message.document)
+        self._jobs.succeed(claim, None if is_cached else message.document)
+
+    def _cache(self, claim: Claim, document: bytes) -> bool:
+        """Cache a result; False if it was evicted immediately.
+
+        If another worker was faster, its document stays, and is the result of this job too.
+        """
         kind = JobKind(claim.kind)
         cache, namespace = self._stores.cache, stored_namespace(claim.project, kind.namespace)
-        if message.cacheable and not cache.put(namespace, claim.plan_id, document):
-            # Another worker was faster: the first document of an id stays.
-            document = cache.get(namespace, claim.plan_id) or document
-        if message.cacheable and kind is JobKind.PLAN:
+        cache.put(namespace, claim.plan_id, document)
+        if not cache.existing(namespace, [claim.plan_id]):
+            return False
+        if kind is JobKind.PLAN:
             self._stores.plans.add(claim.project, claim.plan_id, document)
-        self._jobs.succeed(claim, document)
+        return True
 
     def _when_available(self, action: Callable[[], object]) -> None:
         """Retry while the database is unavailable, so that a result is not lost."""

@@ -44,7 +44,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.exc import IntegrityError
 
-from autoshard_server.problems import ProblemType, limit_error, problem_document
+from autoshard_server.problems import ProblemType, problem_document
 from autoshard_server.projects import DEFAULT_PROJECT
 from autoshard_server.store.expiry import delete_expired
 from autoshard_server.store.fair_order import FairOrder, QueuedJobs
@@ -58,6 +58,13 @@ from autoshard_server.store.jobs import (
     JobKind,
     JobState,
     JobStatus,
+)
+from autoshard_server.store.quotas import (
+    JobLimits,
+    JobUsage,
+    check_limits,
+    is_caller,
+    job_usage,
 )
 from autoshard_server.store.tables import (
     Cursor,
@@ -129,7 +136,9 @@ class JobStore:
         kind: str = JobKind.PLAN,
         project: str = DEFAULT_PROJECT,
         caller: str | None = None,
+        max_project: int | None = None,
         max_active: int | None = None,
+        max_bytes: int | None = None,
         context: Mapping[str, str] | None = None,
     ) -> Job:
         """Return the project's active job for this result, or insert one.
@@ -142,12 +151,15 @@ class JobStore:
             kind: of the result.
             project: of the caller.
             caller: name of the key.
+            max_project: largest number of queued and running jobs of the project.
             max_active: largest number of queued and running jobs of this caller.
+            max_bytes: largest number of compressed bytes in the jobs of this caller.
             context: fields for logs and traces of the job.
 
         Raises:
             ServerError: TOO_MANY_JOBS, if a limit is reached.
         """
+        limits = JobLimits(max_queued, max_project, max_active, max_bytes)
         packed = zlib.compress(graph, 1)
         row: dict[str, Any] = {
             "id": uuid4().hex,
@@ -173,14 +185,7 @@ class JobStore:
                     found = _find(connection, of_result)
                     if found is not None:
                         return found
-                    queued = is_active & (_jobs.c.state == JobState.QUEUED)
-                    _check_limit(connection, queued, "queued", "max_queued_jobs", max_queued)
-                    if caller is not None and max_active is not None:
-                        of_caller = (_jobs.c.project == project) & (_jobs.c.caller == caller)
-                        state = "queued or running for your key"
-                        _check_limit(
-                            connection, of_caller & is_active, state, "max_caller_jobs", max_active
-                        )
+                    check_limits(connection, project, caller, limits, len(packed))
                     connection.execute(insert(_jobs).values(row | {"number": last}))
                     _add_event(connection, row["id"], JobState.QUEUED)
                     inserted = _find(connection, _jobs.c.id == row["id"])
@@ -189,6 +194,20 @@ class JobStore:
             except IntegrityError:
                 # A concurrent writer inserted it first.
                 continue
+
+    def usage(self, project: str, caller: str | None) -> JobUsage:
+        """What a caller has of its quotas."""
+        with self._reader.begin() as connection:
+            return job_usage(connection, project, caller)
+
+    def oldest_queued(self) -> dict[JobClass, float]:
+        """When the oldest queued job of each class was submitted, in seconds since 1970."""
+        query = select(_jobs.c["class"], func.min(_jobs.c.created_at)).where(
+            is_active, _jobs.c.state == JobState.QUEUED, _jobs.c["class"].in_(JobClass)
+        )
+        with self._reader.begin() as connection:
+            rows = connection.execute(query.group_by(_jobs.c["class"]))
+            return {JobClass(name): float(created_at) for name, created_at in rows}
 
     def get(self, job_id: str) -> Job | None:
         """A job, or None if it never existed or was purged."""
@@ -266,7 +285,7 @@ class JobStore:
         return found
 
     def result(self, job_id: str) -> bytes | None:
-        """The document of a job that succeeded; None if it is damaged or was purged."""
+        """The document in a job that succeeded; None if the cache has it, or it is damaged."""
         with self._reader.begin() as connection:
             query = select(_jobs.c.result).where(_jobs.c.id == job_id)
             packed = connection.execute(query).scalar_one_or_none()
@@ -322,8 +341,18 @@ class JobStore:
         with self._reader.begin() as connection:
             return bool(connection.execute(select(_jobs.c.id).where(_is_leased(claim))).all())
 
-    def succeed(self, claim: Claim, result: bytes) -> bool:
-        """Finish a job with its document; False if the lease has ended."""
+    def succeed(self, claim: Claim, result: bytes | None) -> bool:
+        """Finish a job.
+
+        Args:
+            claim: of the job.
+            result: its document; None if the cache has it under the id of the result.
+
+        Returns:
+            false if the lease has ended.
+        """
+        if result is None:
+            return self._finish(claim.id, JobState.SUCCEEDED, _is_leased(claim))
         packed = zlib.compress(result)
         return self._finish(
             claim.id, JobState.SUCCEEDED, _is_leased(claim), result=packed, stored_bytes=len(packed)
@@ -416,7 +445,7 @@ class JobStore:
                 _jobs.c.state == JobState.QUEUED,
                 _jobs.c["class"] == job_class,
                 _jobs.c.project == jobs.project,
-                _is_caller(jobs.caller),
+                is_caller(jobs.caller),
                 self._is_ours,
             )
             .order_by(_jobs.c.number, _jobs.c.id)
@@ -553,21 +582,6 @@ class _Leases:
         return {job_id: beat for job_id, (beat, s) in idle.items() if s >= self._lease}
 
 
-def _check_limit(
-    connection: Connection, where: ColumnElement[bool], state: str, setting: str, limit: int
-) -> None:
-    """Refuse another job if there are too many, in the transaction that inserts it."""
-    count = connection.execute(select(func.count()).where(where)).scalar_one()
-    if count >= limit:
-        raise limit_error(
-            ProblemType.TOO_MANY_JOBS,
-            f"{count} jobs are {state}, and the limit is {limit}; retry later, or cancel one",
-            setting,
-            limit,
-            headers={"Retry-After": "10"},
-        )
-
-
 def _add_event(connection: Connection, job_id: str, state: JobState, **more: Any) -> None:
     _insert_event(connection, job_id, EventKind.STATE, {"state": state, **more})
 
@@ -599,10 +613,6 @@ def _is_leased(claim: Claim) -> ColumnElement[bool]:
     """The worker still has the lease: the job was neither cancelled nor claimed by another one."""
     leased = (_jobs.c.owner == claim.owner) & (_jobs.c.state == JobState.RUNNING)
     return (_jobs.c.id == claim.id) & leased
-
-
-def _is_caller(name: str | None) -> ColumnElement[bool]:
-    return _jobs.c.caller.is_(None) if name is None else _jobs.c.caller == name
 
 
 def _find(connection: Connection, where: ColumnElement[bool]) -> Job | None:

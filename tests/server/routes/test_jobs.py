@@ -194,6 +194,36 @@ def test_a_full_queue_asks_to_come_back(start_service: Any, make_graph: Any) -> 
     assert service.post(make_graph(64)).status_code == 202
 
 
+def test_a_result_is_stored_once_and_goes_with_the_cache(start_service: Any, graph: bytes) -> None:
+    service = start_service(executor=ThreadExecutor(solve))
+    plan = service.post(graph, wait=60)
+    (job,) = service.http.get("/v1/jobs").json()["jobs"]
+    inside = service.app.state.service
+    assert inside.jobs.result(job["id"]) is None
+    assert inside.jobs.usage("default", None).nbytes == 0
+    assert service.job(job["id"])["result"] == plan.json()
+    assert service.http.delete(f"/v1/plans/{plan.json()['id']}").status_code == 204
+    gone = service.http.get(f"/v1/jobs/{job['id']}")
+    assert gone.status_code == 404
+    assert "repeat the request" in gone.json()["detail"]
+
+
+def test_a_caller_sees_its_quotas(start_service: Any, make_graph: Any) -> None:
+    service = start_service(num_workers=0, max_caller_jobs=2, auth="required")
+    key = service.app.state.service.stores.api_keys.create("me", ["plan"])
+    service.http.headers["Authorization"] = f"Bearer {key[1]}"
+    first = service.post(make_graph(64))
+    assert first.headers["RateLimit-Policy"].startswith(
+        '"jobs";q=2;qu="concurrent-requests", "job-bytes";q=1073741824;qu="content-bytes"'
+    )
+    assert first.headers["RateLimit"].startswith('"jobs";r=1, "job-bytes";r=10737')
+    assert service.post(make_graph(32)).headers["RateLimit"].startswith('"jobs";r=0')
+    refused = service.post(make_graph(16))
+    assert refused.status_code == 429
+    assert refused.headers["RateLimit"].startswith('"jobs";r=0')
+    assert int(refused.headers["Retry-After"]) > 0
+
+
 def test_a_caller_has_so_many_streams_open_at_once(start_service: Any, graph: bytes) -> None:
     service = start_service(num_workers=0, max_caller_streams=2)
     path = f"/v1/jobs/{service.post(graph).json()['id']}/events"

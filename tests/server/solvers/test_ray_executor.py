@@ -54,7 +54,7 @@ def test_a_solve_on_ray_reports_and_answers(here: RunningWorkers) -> None:
     job = here.await_job(here.submit("a", reports=3, seconds=0.5, answer='"done"'))
     assert job.state is JobState.SUCCEEDED
     assert job.progress == {"phase": "2"}
-    assert here.stores.jobs.result(job.id) == b'"done"'
+    assert here.result(job.id) == b'"done"'
 
 
 def test_a_solve_on_ray_over_its_memory_limit_fails_alone(here: RunningWorkers) -> None:
@@ -103,5 +103,5 @@ def test_a_ray_worker_that_is_killed_has_its_job_tried_again(here: RunningWorker
     os.kill(actor, signal.SIGKILL)
     job = here.await_job(job_id)
     assert (job.state, job.attempts) == (JobState.SUCCEEDED, 2)
-    assert here.stores.jobs.result(job_id) == b'"in the end"'
+    assert here.result(job_id) == b'"in the end"'
     assert not is_running(solver)

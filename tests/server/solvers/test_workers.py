@@ -63,7 +63,7 @@ def test_a_database_that_goes_away_loses_no_work(postgres: Any) -> None:
         postgres.start()
         done = here.await_job(job_id)
         assert done.state is JobState.SUCCEEDED
-        assert here.stores.jobs.result(job_id) == b'"solved once"'
+        assert here.result(job_id) == b'"solved once"'
         assert here.starts(job_id) == 1
         assert here.workers.alive
         # And the next one is found without anybody's help.
@@ -91,7 +91,7 @@ def test_what_somebody_else_has_made_meanwhile_is_not_made_again() -> None:
     with running_workers(ProcessExecutor(SCRIPTED)) as here:
         here.stores.cache.put("validations", "known", b'"made before"')
         job = here.await_job(here.submit("known", answer='"made again"'))
-        assert here.stores.jobs.result(job.id) == b'"made before"'
+        assert here.result(job.id) == b'"made before"'
 
 
 def test_a_cache_that_cannot_be_read_costs_a_job_nothing(postgres: Any) -> None:

@@ -1,5 +1,6 @@
 """The state machine of jobs, in the database."""
 
+import random
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,7 @@ from autoshard_server.problems import ProblemType, ServerError
 from autoshard_server.store.database import migrate
 from autoshard_server.store.job_store import JobStore
 from autoshard_server.store.jobs import TRANSITIONS, Claim, EventKind, JobClass, JobState
+from autoshard_server.store.quotas import JobUsage
 from autoshard_solver_cache import open_engine
 
 PROBLEM = {"type": "x", "title": "x", "status": 500, "detail": "x"}
@@ -421,6 +423,57 @@ def test_a_caller_may_have_so_many_jobs_under_way(store: JobStore) -> None:
     ask("c", "y")
     store.cancel(first)
     ask("d", "x")
+
+
+def test_a_project_may_have_so_many_jobs_and_a_caller_so_many_bytes(store: JobStore) -> None:
+    def ask(plan: str, project: str, caller: str | None, size: int = 0) -> str:
+        # Random bytes, which do not become fewer when they are compressed.
+        graph = random.Random(plan).randbytes(size)
+        return store.submit(
+            plan,
+            "{}",
+            graph,
+            max_queued=99,
+            project=project,
+            caller=caller,
+            max_project=3,
+            max_bytes=5000,
+        ).id
+
+    large = ask("a", "p", "x", 4000)
+    with pytest.raises(ServerError, match=r"contain 4,0.*limit is 5,000.*MAX_CALLER_JOB_BYTES"):
+        ask("b", "p", "x", 2000)
+    ask("b", "p", "y", 2000)
+    ask("c", "p", None, 2000)
+    with pytest.raises(ServerError, match=r"your project.*limit is 3.*MAX_PROJECT_JOBS"):
+        ask("d", "p", "z")
+    ask("d", "q", "z")
+    claim = store.claim("me")
+    assert claim is not None
+    assert claim.id == large
+    assert store.usage("p", "x").jobs == 1
+    # A result that is not in the cache is in the job, and counts.
+    store.succeed(claim, random.Random(1).randbytes(4500))
+    usage = store.usage("p", "x")
+    assert usage.jobs == 0
+    assert 4500 <= usage.nbytes < 5000
+    with pytest.raises(ServerError, match="delete finished jobs"):
+        ask("e", "p", "x", 600)
+    assert store.delete(large)
+    assert store.usage("p", "x") == JobUsage(0, 0)
+    ask("e", "p", "x", 600)
+
+
+def test_the_age_of_the_oldest_queued_job_is_known(store: JobStore) -> None:
+    assert store.oldest_queued() == {}
+    jobs = [
+        store.submit(name, "{}", b"", max_queued=9, kind=kind)
+        for name, kind in (("a", "plan"), ("b", "plan"), ("c", "coverage"))
+    ]
+    expected = {JobClass.SOLVE: jobs[0].created_at, JobClass.QUICK: jobs[2].created_at}
+    assert store.oldest_queued() == expected
+    store.claim("me", (JobClass.SOLVE,))
+    assert store.oldest_queued() == {**expected, JobClass.SOLVE: jobs[1].created_at}
 
 
 def test_finished_jobs_are_forgotten_in_time(store: JobStore) -> None:

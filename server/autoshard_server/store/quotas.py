@@ -1,0 +1,108 @@
+"""Quotas of jobs: how many a queue, a project and a caller may have, and how many bytes."""
+
+from dataclasses import dataclass
+
+from sqlalchemy import ColumnElement, Connection, func, select
+
+from autoshard_server.problems import ProblemType, ServerError, limit_error
+from autoshard_server.store.jobs import JobState
+from autoshard_server.store.tables import has_bytes, is_active
+from autoshard_server.store.tables import jobs as _jobs
+
+_RETRY = {"Retry-After": "10"}
+
+
+@dataclass(frozen=True, slots=True)
+class JobLimits:
+    """Largest numbers of jobs and bytes; None for no limit.
+
+    Attributes:
+        queued: queued jobs of all callers together.
+        of_project: queued and running jobs of one project.
+        of_caller: queued and running jobs of one caller that has a key.
+        nbytes: compressed bytes of the graphs and results in the jobs of one caller.
+    """
+
+    queued: int
+    of_project: int | None = None
+    of_caller: int | None = None
+    nbytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class JobUsage:
+    """What a caller has of its quotas.
+
+    Attributes:
+        jobs: queued and running jobs.
+        nbytes: compressed bytes of the graphs and results in its jobs.
+    """
+
+    jobs: int
+    nbytes: int
+
+
+def job_usage(connection: Connection, project: str, caller: str | None) -> JobUsage:
+    """What a caller has of its quotas; reads two indexes."""
+    of_caller = (_jobs.c.project == project) & is_caller(caller)
+    jobs = select(func.count()).where(of_caller, is_active)
+    nbytes = select(func.coalesce(func.sum(_jobs.c.stored_bytes), 0)).where(of_caller, has_bytes)
+    return JobUsage(
+        int(connection.execute(jobs).scalar_one()), int(connection.execute(nbytes).scalar_one())
+    )
+
+
+def check_limits(
+    connection: Connection, project: str, caller: str | None, limits: JobLimits, nbytes: int
+) -> None:
+    """Refuse another job if there are too many, in the transaction that inserts it.
+
+    Args:
+        connection: of the transaction.
+        project: of the caller.
+        caller: name of the key; None without keys.
+        limits: of the queue.
+        nbytes: of the new job.
+
+    Raises:
+        ServerError: TOO_MANY_JOBS.
+    """
+    usage = job_usage(connection, project, caller)
+    queued = _count(connection, _jobs.c.state == JobState.QUEUED)
+    of_project = _count(connection, _jobs.c.project == project)
+    checks = [
+        (queued, limits.queued, "queued", "max_queued_jobs"),
+        (of_project, limits.of_project, "queued or running for your project", "max_project_jobs"),
+    ]
+    if caller is not None:
+        state = "queued or running for your key"
+        checks.append((usage.jobs, limits.of_caller, state, "max_caller_jobs"))
+    for count, limit, state, setting in checks:
+        if limit is not None and count >= limit:
+            detail = (
+                f"{count} jobs are {state}, and the limit is {limit}; retry later, or cancel one"
+            )
+            raise limit_error(ProblemType.TOO_MANY_JOBS, detail, setting, limit, headers=_RETRY)
+    if limits.nbytes is not None and usage.nbytes + nbytes > limits.nbytes:
+        raise _too_many_bytes(usage.nbytes, nbytes, limits.nbytes)
+
+
+def is_caller(name: str | None) -> ColumnElement[bool]:
+    """True for the jobs that a caller submitted first."""
+    return _jobs.c.caller.is_(None) if name is None else _jobs.c.caller == name
+
+
+def _count(connection: Connection, where: ColumnElement[bool]) -> int:
+    query = select(func.count()).select_from(_jobs).where(is_active, where)
+    return int(connection.execute(query).scalar_one())
+
+
+def _too_many_bytes(used: int, nbytes: int, limit: int) -> ServerError:
+    return limit_error(
+        ProblemType.TOO_MANY_JOBS,
+        f"your jobs contain {used:,} bytes of graphs and results, this one has {nbytes:,}, and the "
+        f"limit is {limit:,}; retry when a job has finished, or delete finished jobs",
+        "max_caller_job_bytes",
+        limit,
+        headers=_RETRY,
+    )
