@@ -14,6 +14,7 @@ from autoshard.mesh import make_mesh
 from autoshard.plan import Plan
 from autoshard.planner import make_plan
 from autoshard_server import ProcessExecutor, Settings
+from autoshard_server.store.database import Stores
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +51,20 @@ def test_solver_processes_share_blocks(
     assert_fresh(shallow, archives[3])
     assert_fresh(deep, archives[5])
     assert service.app.state.service.cache.stats("blocks").num_entries > 0
+
+
+def test_projects_share_no_blocks(
+    start_service: Any, archives: dict[int, bytes], tmp_path: Path
+) -> None:
+    url = f"sqlite:///{tmp_path / 'store.sqlite3'}"
+    stores = Stores(Settings(store_url=url))
+    tokens = {name: stores.api_keys.create("me", ["plan"], project=name)[1] for name in "ab"}
+    stores.close()
+    service = start_service(store_url=url, auth="required")
+    for project, token in tokens.items():
+        with Client(service.url, api_key=token, cache=False) as client:
+            assert counts(client.plan(archives[3], mesh=(2, 2)))[0] == 0
+        assert service.app.state.service.cache.stats(f"{project}_blocks").num_entries > 0
 
 
 def test_a_killed_solver_leaves_the_blocks_usable(

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import random
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -9,10 +10,14 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine, text
 
+from autoshard_server import Settings
 from autoshard_server.callers import Caller, Scope
 from autoshard_server.problems import ServerError
+from autoshard_server.projects import is_project_name, split_namespace, stored_namespace
 from autoshard_server.store.api_keys import ApiKeyStore
 from autoshard_server.store.artifacts import PLANS, GraphStore, PlanIndex
+from autoshard_server.store.audit import AuditAction, AuditLog
+from autoshard_server.store.caches import open_cache
 from autoshard_server.store.idempotency import IdempotencyRecord, IdempotencyStore
 from autoshard_server.store.topologies import TopologyStore
 from autoshard_solver_cache import SolverCache
@@ -247,3 +252,51 @@ def test_many_that_open_an_empty_database_at_once_make_its_tables_once(postgres:
     assert sum(cache.put("plans", "k", b"body") for cache in caches) == 1
     for cache in caches:
         cache.close()
+
+
+def test_a_project_that_stores_much_evicts_only_its_own(engine: Engine) -> None:
+    cache = open_cache(engine, Settings(store_url="sqlite://", cache_max_bytes=100_000))
+    graphs = GraphStore(cache)
+    small, _ = graphs.put("modest", random.Random(0).randbytes(20_000))
+    for i in range(1, 21):
+        graphs.put("greedy", random.Random(i).randbytes(20_000))
+    assert graphs.info("modest", small.key) is not None
+    usage = cache.usage()
+    assert usage["modest_graphs"].num_entries == 1
+    assert sum(used.nbytes for used in usage.values()) <= 100_000
+    # A budget for each project applies also if all together have enough.
+    limited = Settings(store_url="sqlite://", project_max_bytes=50_000)
+    open_cache(engine, limited).enforce_budget()
+    assert cache.usage()["greedy_graphs"].nbytes <= 50_000
+    assert graphs.info("modest", small.key) is not None
+
+
+def test_the_audit_log_is_deleted_in_time(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    audit = AuditLog(engine)
+    for _ in range(3):
+        audit.add(ME, AuditAction.DELETE, "/v1/plans/1", {"request_id": "r"})
+    later = time.time() + 60
+    monkeypatch.setattr(time, "time", lambda: later)
+    audit.add(ME, AuditAction.CREATE, "/v1/graphs/2")
+    (newest, *_), after = audit.page("default", limit=1)
+    assert (newest.caller, newest.action, newest.request_id) == ("me", AuditAction.CREATE, None)
+    assert [event.request_id for event in audit.page("default", after=after)[0]] == ["r"] * 3
+    assert audit.page("other") == ([], None)
+    assert audit.purge(30) == 3
+    assert len(audit.page("default")[0]) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        *((good, True) for good in ("default", "a", "vision-2", "7", "a" * 32)),
+        *((bad, False) for bad in ("", "A", "a_b", "-a", "a-", "a" * 33, "a/b", "a\n", "é")),
+    ],
+)
+def test_names_of_projects(name: str, expected: bool) -> None:
+    assert is_project_name(name) is expected
+
+
+@pytest.mark.parametrize("project", ["default", "red", "plans", "vision-2"])
+def test_namespaces_of_projects_are_different(project: str) -> None:
+    assert split_namespace(stored_namespace(project, "plans")) == (project, "plans")
