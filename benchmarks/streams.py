@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from threading import Thread
 from urllib.parse import urlsplit
 
 import psutil
@@ -108,8 +109,6 @@ def _port(service: subprocess.Popen[str]) -> int:
 
 def _drain(service: subprocess.Popen[str]) -> None:
     """Read the log in a thread, so that the service does not wait for its reader."""
-    from threading import Thread  # noqa: PLC0415
-
     assert service.stderr is not None
     Thread(target=service.stderr.read, daemon=True).start()
 
