@@ -1,6 +1,5 @@
 """Integers of documents: at most 64 bits, so that nothing that is computed from them overflows."""
 
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,8 +12,10 @@ MAX_BYTES = 1 << 62
 """Largest number of bytes of a document; exact as a floating-point number too."""
 _MAX_UINT64 = (1 << 64) - 1
 _MIN_INT64 = -(1 << 63)
-_MAYBE_LARGE = re.compile(rb"[0-9]{20}")
-"""The digits of an integer of more than 64 bits; they may also be part of a text."""
+_LONG_DIGITS = 20
+"""Least digits of an integer of more than 64 bits."""
+_TO_ZEROS = bytes.maketrans(b"123456789", b"000000000")
+_CHUNK = 1 << 20
 _MAX_SHOWN_BITS = 128
 
 
@@ -28,11 +29,20 @@ def check_integers(text: str | bytes, document: object, error: type[InputError],
         what: what the document is, for the message.
     """
     encoded = text.encode() if isinstance(text, str) else text
-    if _MAYBE_LARGE.search(encoded) is None:
+    if not _may_have_large(encoded):
         return
     for path, number in _large_integers(document, ()):
         place = ".".join(map(str, path)) or what
         raise error(f"{place} is {format_integer(number)}; integers have at most 64 bits")
+
+
+def _may_have_large(text: bytes) -> bool:
+    """True if a text has so many digits in a row; much faster than a regular expression."""
+    wanted = b"0" * _LONG_DIGITS
+    return any(
+        wanted in text[start : start + _CHUNK + _LONG_DIGITS].translate(_TO_ZEROS)
+        for start in range(0, len(text), _CHUNK)
+    )
 
 
 def has_64_bits(number: int) -> bool:

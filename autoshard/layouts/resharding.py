@@ -521,7 +521,7 @@ class ReshardingTable:
             fixed_dims=self._fixed_dims,
         )
 
-    @property
+    @cached_property
     def _examples(self) -> list[Step]:
         """One step of each class."""
         return [self._step(i) for i in self._step_table.examples.tolist()]

@@ -199,10 +199,19 @@ class Strategy:
         return f"{' '.join(map(str, self.inputs))} -> {' '.join(map(str, self.outputs))}"
 
 
-def axis_rules(rule: OperatorRule, parts: int, interleaved: Interleaved = ()) -> Iterator[AxisRule]:
-    """All options of one axis of `parts` ranks for an operator."""
+def axis_rules(
+    rule: OperatorRule, parts: int, interleaved: Interleaved = (), *, has_gradients: bool = True
+) -> Iterator[AxisRule]:
+    """All options of one axis for an operator.
+
+    Args:
+        rule: the operator's rule.
+        parts: number of ranks of the axis.
+        interleaved: the interleaved types that the tensors may have.
+        has_gradients: False if no tensor has a gradient, so that `I` stands for `R` too.
+    """
     num_inputs, num_outputs = len(rule.inputs), len(rule.outputs)
-    for same in (I, R):
+    for same in (I, R) if has_gradients else (I,):
         yield AxisRule((same,) * num_inputs, (same,) * num_outputs)
     for letter in rule.sizes:
         if rule.can_shard(letter, parts):
@@ -357,6 +366,7 @@ def strategies(
     *,
     partial: Collection[int] | None = None,
     interleaved: Interleaved = (),
+    has_gradients: bool = True,
 ) -> tuple[Strategy, ...]:
     """All strategies of an operator on a mesh, each combination of layouts once.
 
@@ -370,12 +380,15 @@ def strategies(
             with one of them: making replicated tensors partial never pays, since the same work
             on replicated tensors needs no reduction afterwards.
         interleaved: the interleaved types that the tensors may have.
+        has_gradients: False if no tensor has a gradient; then only one of the strategies that
+            differ by `I` and `R` is offered.
     """
     if partial is not None:
         linear = tuple(group for group in rule.linear if not group.isdisjoint(partial))
         rule = replace(rule, linear=linear)
     found: dict[Strategy, None] = {}
-    for sequence, local in _sequences(_Options(rule, interleaved), rule, axis_sizes, ()):
+    options_of_axes = _Options(rule, interleaved, has_gradients=has_gradients)
+    for sequence, local in _sequences(options_of_axes, rule, axis_sizes, ()):
         count_made()
         order = tuple(axis for axis, _ in sequence)
         options = [option for _, option in sorted(sequence, key=lambda pair: pair[0])]
@@ -393,8 +406,11 @@ _Sequence = tuple[tuple[int, AxisRule], ...]
 class _Options:
     """The options of axes for the shares of an operator, computed once per share."""
 
-    def __init__(self, rule: OperatorRule, interleaved: Interleaved) -> None:
+    def __init__(
+        self, rule: OperatorRule, interleaved: Interleaved, *, has_gradients: bool
+    ) -> None:
         self.interleaved = interleaved
+        self._has_gradients = has_gradients
         self._letters = tuple(rule.sizes)
         self._known: dict[tuple[int, ...], tuple[tuple[AxisRule, OperatorRule], ...]] = {}
 
@@ -405,7 +421,9 @@ class _Options:
         if key not in self._known:
             self._known[key] = tuple(
                 (option, share.sharded(option.letter, parts) if option.letter else share)
-                for option in axis_rules(share, parts, self.interleaved)
+                for option in axis_rules(
+                    share, parts, self.interleaved, has_gradients=self._has_gradients
+                )
             )
         return self._known[key]
 

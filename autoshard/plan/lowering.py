@@ -12,8 +12,9 @@ runs.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import NamedTuple
 
 from autoshard.errors import LayoutError, PlanError
@@ -229,10 +230,15 @@ def count_collectives(
     Raises:
         PlanError: a stage is inconsistent or does not fit its program.
     """
+    return summed_collectives(map(lower, stages, graphs))
+
+
+def summed_collectives(lowerings: Iterable[Lowering]) -> tuple[CollectiveCount, ...]:
+    """The collectives of one step of lowered stages, summed by kind, axis and direction."""
     count: Counter[tuple[str, str, Direction]] = Counter()
     nbytes: Counter[tuple[str, str, Direction]] = Counter()
-    for stage, graph in zip(stages, graphs, strict=True):
-        for kind, axis, direction, size, runs in lower(stage, graph).collectives():
+    for lowering in lowerings:
+        for kind, axis, direction, size, runs in lowering.collectives():
             count[kind, axis, direction] += runs
             nbytes[kind, axis, direction] += runs * size
     return tuple(
@@ -269,6 +275,7 @@ class _Lowerer:
         self._reshardings = {c.use: c for c in stage.reshardings}  # those that have not run yet
         self._resharded = {c.value for c in stage.reshardings}
         self._waiting = list(buckets_of(stage, graph, self._again)) if bucketed else []
+        self._next_bucket = -inf  # the first node before which one of them may begin
         self._pending: dict[Use, tuple[Bucket, int]] = {}  # begun buckets, and their slots
         self._ended: dict[Use, int] = {}  # slots of the results of ended buckets
         self._instructions: list[Instruction] = []
@@ -420,6 +427,8 @@ class _Lowerer:
 
     def _begin_buckets(self, number: int) -> None:
         """Begin the buckets that are scheduled before a node, in the current checkpoint if any."""
+        if number < self._next_bucket:
+            return
         waiting, self._waiting = self._waiting, []
         for bucket in waiting:
             if bucket.begins > number or bucket.checkpoint != self._checkpoint:
@@ -432,6 +441,7 @@ class _Lowerer:
                 BeginBucket(sources, (pending,), bucket, self._checkpoint, again)
             )
             self._pending.update(dict.fromkeys(bucket.uses, (bucket, pending)))
+        self._next_bucket = min((bucket.begins for bucket in self._waiting), default=inf)
 
     def _end_bucket(self, use: Use) -> None:
         """End the bucket of a use, if it has begun and not ended."""

@@ -306,7 +306,13 @@ class Prices:
         values = (self.graph.values[value] for value in (*node.inputs, *node.outputs))
         types = tuple(self.interleaved.get(tensor.shape, ()) for tensor in values)
         interleaved = types if any(types) else ()
-        found = strategies(rule, self._axes.sizes, partial=partial, interleaved=interleaved)
+        found = strategies(
+            rule,
+            self._axes.sizes,
+            partial=partial,
+            interleaved=interleaved,
+            has_gradients=any(flags),
+        )
         seen = [_without_gradient(s, flags, backward=backward) for s in found]
         times = self.micro_batches * self._times(node, found, backward=backward)
         if rule.communicates:

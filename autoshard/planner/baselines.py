@@ -26,7 +26,7 @@ from autoshard.plan.constraints import (
     sharding_axes,
 )
 from autoshard.plan.document import Plan, Stage
-from autoshard.plan.lowering import count_collectives
+from autoshard.plan.lowering import summed_collectives
 from autoshard.plan.nontrivial_axes import NontrivialAxes
 from autoshard.plan.option_restrictions import option_label, restrictions, without_restrictions
 from autoshard.plan.options import Pattern, PlanOptions, to_options
@@ -236,7 +236,7 @@ class _Baselines:
             certificate=outcome_certificate(outcome, own, self.mesh),
             costs=outcome.plan.costs,
             memory=outcome.plan.memory,
-            collectives=count_collectives((stage,), [self.graph]),
+            collectives=summed_collectives([outcome.plan.lowering]),
             remarks=self._remarks(pattern),
         )
 

@@ -6,6 +6,7 @@ from math import isinf
 
 from autoshard.arrays import BoolArray, IntArray
 from autoshard.plan.document import Stage
+from autoshard.plan.lowering import Lowering
 from autoshard.plan.predictions import Costs, Memory
 from autoshard.planner.stage_builder import Decisions
 from autoshard.planner.time_points import BackwardPoint
@@ -17,9 +18,10 @@ _SAME_LIMIT = 3e-3
 
 @dataclass(frozen=True)
 class StagePlan:
-    """A finished plan: its only stage, its costs, and its memory from the timeline."""
+    """A finished plan: its only stage, lowered too, its costs, and its memory from the timeline."""
 
     stage: Stage
+    lowering: Lowering
     costs: Costs
     memory: Memory
 

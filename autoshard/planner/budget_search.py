@@ -335,7 +335,7 @@ class BudgetSearch:
                 if formulation.use_key(formulation.uses[i]) in memory.unneeded
             }
             return self.build(replace(decisions, regathered=decisions.regathered - idle))
-        return StagePlan(stage, builder.costs(stage), builder.memory(memory))
+        return StagePlan(stage, memory.lowering, builder.costs(stage), builder.memory(memory))
 
     def _negligible(self, memory_budget: int) -> float:
         """Maximum total bytes of the values that are not counted."""

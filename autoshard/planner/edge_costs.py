@@ -95,10 +95,14 @@ class EdgeCosts:
         """Exposed seconds per training step of each resharding, inf if impossible, shape [R, C]."""
         if frequency in self._seconds:
             return self._seconds[frequency]
-        communication = self._communication(frequency)
-        seconds = communication.seconds()
-        if self.compute is not None:
-            seconds = seconds - communication.overlapped(self.compute)
+        if self.micro_batches == 1 and self.compute is None:
+            # The parts of each pass do not matter.
+            seconds = self.table.cost[self._pairs]
+        else:
+            communication = self._communication(frequency)
+            seconds = communication.seconds()
+            if self.compute is not None:
+                seconds = seconds - communication.overlapped(self.compute)
         if frequency is Frequency.STEP and self.accumulation_time:
             growth = self.target_bytes[None, :] - self.source_bytes[:, None]
             seconds = seconds + self.accumulation_time * growth

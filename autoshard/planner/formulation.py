@@ -135,6 +135,8 @@ class Formulation:
         self._compute: dict[int, ForwardBackward[FloatArray]] = {}
         self._edge_costs: dict[tuple[object, ...], EdgeCosts] = {}
         self._path_costs: dict[int, ShortestPathCost] = {}
+        self._kinds: dict[Use, tuple[object, ...]] = {}
+        self._last_uses = _last_uses(graph)
         self._build()
 
     @classmethod
@@ -244,14 +246,17 @@ class Formulation:
 
     def kind_of(self, use: Use) -> tuple[object, ...]:
         """A key that is equal for uses with equal costs."""
-        source, target = (self.variables[i].strategies for i in (use.source, use.target))
-        # Variables that share their strategies have tensors of equal shapes and dtypes.
-        return (
-            *(id(source), use.output, id(target), use.position, use.gradient),
-            *(self._overlap_share(use), use.value in self._ragged),
-            *(self.fill_factors.get(use.value), self.constraints.forbidden(use.value)),
-            self.graph.reduced_dtype(use.value),
-        )
+        known = self._kinds.get(use)
+        if known is None:
+            source, target = (self.variables[i].strategies for i in (use.source, use.target))
+            # Variables that share their strategies have tensors of equal shapes and dtypes.
+            known = self._kinds[use] = (
+                *(id(source), use.output, id(target), use.position, use.gradient),
+                *(self._overlap_share(use), use.value in self._ragged),
+                *(self.fill_factors.get(use.value), self.constraints.forbidden(use.value)),
+                self.graph.reduced_dtype(use.value),
+            )
+        return known
 
     def edge_costs(self, use: Use) -> EdgeCosts:
         """Costs of the reshardings of a use."""
@@ -426,7 +431,7 @@ class Formulation:
     def _add_operator(self, time: int, node: Node) -> None:
         partial = frozenset(i for i, v in enumerate(node.inputs) if v in self._partial)
         prices = self.prices.operator(time, partial)
-        interval = (time, _last_use(self.graph, time) + 1)
+        interval = (time, self._last_uses[time] + 1)
         target = self._add(
             Variable(
                 Role.OPERATOR, node.name, prices.strategies, prices.time, prices.usage, interval
@@ -547,13 +552,16 @@ def _min_bytes(variable: Variable) -> int:
     return int(allowed.min()) if allowed.size else 0
 
 
-def _last_use(graph: Graph, number: int) -> int:
-    """Number of the last node that reads a result of a node, directly or through views."""
-    node = graph.nodes[number]
-    if any(output.name in node.outputs for output in graph.outputs):
-        return len(graph.nodes) - 1
-    last = number
-    for reader in (i for value in node.outputs for i, _ in graph.consumers[value]):
-        views = is_view(graph.nodes[reader].operator)
-        last = max(last, _last_use(graph, reader) if views else reader)
+def _last_uses(graph: Graph) -> list[int]:
+    """For each node, the last node that reads a result of it, directly or through views."""
+    returned = {output.name for output in graph.outputs}
+    views = [is_view(node.operator) for node in graph.nodes]
+    last = list(range(len(graph.nodes)))
+    for number in reversed(range(len(graph.nodes))):
+        for value in graph.nodes[number].outputs:
+            if value in returned:
+                last[number] = len(graph.nodes) - 1
+                break
+            for reader, _ in graph.consumers[value]:
+                last[number] = max(last[number], last[reader] if views[reader] else reader)
     return last

@@ -25,7 +25,7 @@ from autoshard.plan.document import (
     RepeatedBlock,
     Stage,
 )
-from autoshard.plan.lowering import count_collectives
+from autoshard.plan.lowering import summed_collectives
 from autoshard.plan.options import PlanOptions
 from autoshard.plan.predictions import Certificate
 from autoshard.plan.problem_size import ProblemSize
@@ -250,7 +250,7 @@ def plan_document(
         options=options,
         costs=plan.costs if plan else None,
         memory=plan.memory if plan else None,
-        collectives=count_collectives(stages, [graph] * len(stages)),
+        collectives=summed_collectives([plan.lowering] if plan else []),
         stages=stages,
         provenance=Provenance(
             versions={name: version(name) for name in _DEPENDENCIES},

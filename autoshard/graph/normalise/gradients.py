@@ -7,7 +7,7 @@ differentiable, an input of its operator requires one, and autograd differentiat
 from dataclasses import replace
 from functools import lru_cache
 
-from autoshard.graph.ir import Graph, Node
+from autoshard.graph.ir import Graph, Node, Tensor
 
 _NOT_DIFFERENTIABLE = frozenset(
     {
@@ -47,11 +47,15 @@ def _is_differentiable(operator: str) -> bool:
 def propagate_gradients(graph: Graph) -> Graph:
     """Return the graph with `requires_grad` of every value recomputed from the inputs."""
     values = dict(graph.values)
+    made: dict[tuple[Tensor, bool], Tensor] = {}
     for node in graph.nodes:
         flows = is_differentiable(node) and any(values[n].requires_grad for n in node.inputs)
         for name in node.outputs:
             tensor = values[name]
             wanted = flows and tensor.dtype.is_differentiable
             if tensor.requires_grad != wanted:
-                values[name] = replace(tensor, requires_grad=wanted)
+                key = (tensor, wanted)
+                if key not in made:
+                    made[key] = replace(tensor, requires_grad=wanted)
+                values[name] = made[key]
     return replace(graph, values=values)

@@ -34,15 +34,15 @@ def replace_refs(argument: Argument, rename: Callable[[str], Argument]) -> Argum
 
 def rewire(node: Node, rename: Callable[[str], Argument]) -> Node:
     """Replace every reference of a node; returns the same node if nothing changes."""
-    # Fast path: most nodes do not change.
-    if all(_stays(name, rename(name)) for name in node.inputs):
+    # Most nodes do not change.
+    for name in node.inputs:
+        renamed = rename(name)
+        if not isinstance(renamed, Ref) or renamed.name != name:
+            break
+    else:
         return node
     arguments = tuple((key, replace_refs(value, rename)) for key, value in node.arguments)
     return Node(node.name, node.operator, arguments, node.outputs, node.module, node.part)
-
-
-def _stays(name: str, argument: Argument) -> bool:
-    return isinstance(argument, Ref) and argument.name == name
 
 
 T = TypeVar("T")
