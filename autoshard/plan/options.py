@@ -275,7 +275,14 @@ class PlanOptions(_Options):
             "operators that read the parameters; then only the rest of them costs time."
         ),
     )
-    time_limit: float = Field(default=60.0, gt=0, description="time limit of the solver, seconds.")
+    time_limit: float = Field(
+        default=60.0,
+        gt=0,
+        description=(
+            "time limit, seconds, of listing the strategies and of solving; the solver has at "
+            "least half of it."
+        ),
+    )
     relative_gap: float = Field(
         default=1e-3,
         ge=0,

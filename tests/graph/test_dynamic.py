@@ -129,8 +129,9 @@ def altered(graph: Graph, *path: Any, to: Any) -> dict[str, Any]:
     [
         (("symbols", 0, "planned"), 5, "is not 5"),
         (("symbols", 0, "planned"), "4", "planned: Input should be a valid integer"),
-        (("symbols", 0, "planned"), 10**4000, "limited to 63 bits"),
-        (("sizes", 0, 0, 0, 0), 10**4000, "limited to 63 bits"),
+        (("symbols", 0, "planned"), 2**63, "limited to 63 bits"),
+        (("symbols", 0, "planned"), 10**4000, "at most 64 bits"),
+        (("sizes", 0, 0, 0, 0), 10**4000, "at most 64 bits"),
         (("symbols", 0, "name"), "other", "unknown symbol"),
         (("sizes", 0, 0, 0, 0), 3, "is not"),
         (("sizes", 0, 0, 0), [1], r"sizes\.0\.0\.0\.1: Field required"),
