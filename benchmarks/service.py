@@ -3,16 +3,28 @@
 The service runs in another process with an empty cache. "answer" is the time of the HTTP request;
 "plan" is the time until a new client has read the plan, and "again" that of a repeated request of
 the same client.
+
+With a number of `workers`, plans that are not cached are measured instead: one at a time, and many
+at once. Each is for another bandwidth, so that no solved block is in the cache either.
 """
 
+import hashlib
+import itertools
 import json
+import os
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import httpx2
+import psutil
 
 from autoshard.cli.demo import service
 from autoshard.client import Client
@@ -75,10 +87,91 @@ def _answer_seconds(
     return seconds, cached, len(response.content)
 
 
+def measure_misses(case: dict[str, Any]) -> dict[str, Any]:
+    """Plans that are not cached: seconds of one by its parts, and plans per second.
+
+    Args:
+        case: `archive`, a path; `mesh`; `options`; the number of `workers` of the service, of
+            `clients` at once, and of `requests`.
+    """
+    data = Path(case["archive"]).read_bytes()
+    digest = hashlib.sha256(data).hexdigest()
+    os.environ["AUTOSHARD_NUM_WORKERS"] = str(case["workers"])
+    requests = _requests(digest, case)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        service(Path(folder)) as url,
+        httpx2.Client(base_url=url, timeout=600.0) as http,
+    ):
+        _seconds(lambda: http.put(f"/v1/graphs/{digest}", content=data))
+        upload = _seconds(lambda: http.put(f"/v1/graphs/{digest}", content=data))
+        parts = [_miss(http, next(requests)) for _ in range(1 + case["requests"])][1:]
+        several = list(itertools.islice(requests, case["requests"]))
+        (process,) = (p for p in psutil.Process().children() if "autoshard_server" in p.cmdline())
+        before = _processor_seconds(process)
+        start = time.perf_counter()
+        with ThreadPoolExecutor(case["clients"]) as pool:
+            list(pool.map(lambda request: _miss(http, request), several))
+        wall = time.perf_counter() - start
+        used = _processor_seconds(process) - before
+    return {
+        "upload": upload,
+        **{name: median(part[name] for part in parts) for name in parts[0]},
+        "rate": len(several) / wall,
+        "processor": used / len(several),
+    }
+
+
+def _requests(digest: str, case: dict[str, Any]) -> Iterator[str]:
+    """Requests that differ in the bandwidth within a node."""
+    for number in itertools.count():
+        bandwidths = {"intra_bandwidth": 4e11 + number * 1e6, "inter_bandwidth": 5e10}
+        mesh = {"shape": case["mesh"], **bandwidths}
+        yield json.dumps({"graph_sha256": digest, "mesh": mesh, "options": case["options"]})
+
+
+def _miss(http: httpx2.Client, request: str) -> dict[str, float]:
+    """Seconds of a request whose plan is not cached, and of its parts."""
+    headers = {"Content-Type": "application/json"}
+    start = time.perf_counter()
+    accepted = http.post("/v1/plans", content=request, headers=headers)
+    submitted = time.perf_counter()
+    if accepted.status_code != httpx2.codes.ACCEPTED:
+        raise AutoshardError(f"expected a job, got {accepted.status_code}: {accepted.text[:200]}")
+    made = http.post("/v1/plans", content=request, headers={**headers, "Prefer": "wait=60"})
+    end = time.perf_counter()
+    if made.status_code != httpx2.codes.OK:
+        raise AutoshardError(f"expected a plan, got {made.status_code}: {made.text[:200]}")
+    job = http.get(accepted.headers["Location"]).json()
+    created, started, finished = (
+        datetime.fromisoformat(job[f"{name}_at"]) for name in ("created", "started", "finished")
+    )
+    run, waiting = (finished - started).total_seconds(), (started - created).total_seconds()
+    parse = submitted - start
+    others = end - start - parse - waiting - run
+    return {"total": end - start, "parse": parse, "wait": waiting, "run": run, "others": others}
+
+
+def _processor_seconds(process: psutil.Process) -> float:
+    """Processor time of a process, its descendants, and those that have ended."""
+    used = 0.0
+    for each in (process, *process.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):
+            used += sum(each.cpu_times()[:4])
+    return used
+
+
+def _seconds(action: Callable[[], httpx2.Response]) -> float:
+    start = time.perf_counter()
+    action().raise_for_status()
+    return time.perf_counter() - start
+
+
 def main() -> int:
     """Measure the case of the only argument, and print the result."""
     try:
-        result = measure(json.loads(sys.argv[1]))
+        case = json.loads(sys.argv[1])
+        result = measure_misses(case) if "workers" in case else measure(case)
     except AutoshardError as error:
         result = {"error": f"{type(error).__name__}: {error}"}
     print(json.dumps(result), flush=True)

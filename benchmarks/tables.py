@@ -28,6 +28,16 @@ SMALL = (
     "mixtral-8x7b",
     "deepseek-v3-6-layers",
 )
+_WORKERS = (1, 2, 4)
+_CLIENTS = 8
+_PARTS = {
+    "upload": "upload of the graph, with its parsing",
+    "parse": "request until the job is submitted: parsing of the graph and the plan's id",
+    "wait": "job in the queue",
+    "run": "job in a solver process: parsing, planning, plan in the cache",
+    "others": "response",
+    "total": "request until the plan is there, without the upload",
+}
 _DEPTHS = ("llama3-8b-8-layers", LLAMA, "llama3-8b-128-layers")
 _BUDGETS = (30, 20, 12)
 _PHASES = ("load", "formulate", "solve", "find conflict", "assemble", "check")
@@ -178,6 +188,27 @@ def service(settings: Settings, _: Selection) -> str:
     return rows(header, lines)
 
 
+def misses(settings: Settings, _: Selection) -> str:
+    """Plans of GPT-2 that are not cached: one by its parts, and plans per second."""
+    try:
+        path = archive("gpt2", settings.folder / "models")
+    except ExportFailedError as error:
+        return f"**Failed**: gpt2 cannot be exported: {error}"
+    lines, got = [], {}
+    for workers in _WORKERS:
+        _log(f"misses: {workers} workers")
+        options = {"time_limit": settings.time_limit, "relative_gap": settings.relative_gap}
+        case = {"archive": str(path), "mesh": [2, 4], "options": options, "workers": workers}
+        request = {**case, "clients": _CLIENTS, "requests": 2 * settings.repetitions}
+        got = run_module("benchmarks.service", request, timeout=settings.timeout)
+        if "error" in got:
+            return f"**Failed**: {got['error']}"
+        lines.append((str(workers), f"{got['rate']:.2f}", f"{got['processor']:.2f}"))
+    header = ("workers", "plans per second", "of the processors for one plan, s")
+    parts = [(name, f"{got[key]:.3f}") for key, name in _PARTS.items()]
+    return rows(header, lines) + "\n\n" + rows(("one plan at a time", "seconds"), parts)
+
+
 def startup(settings: Settings, _: Selection) -> str:
     """Seconds until commands and imports are done, by `benchmarks/startup.py`."""
     _log("startup")
@@ -217,6 +248,7 @@ TABLES: Mapping[str, Table] = MappingProxyType(
         "memory": memory,
         "budgets": budgets,
         "service": service,
+        "misses": misses,
         "startup": startup,
         "random": random,
         "contest": contest,
