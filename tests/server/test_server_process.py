@@ -34,6 +34,8 @@ def test_it_serves_logs_json_and_ends_in_peace(tmp_path: Path, graph: bytes) -> 
                 break
         url = json.loads(lines[-1]).get("url", "")
         assert re.fullmatch(r"http://127\.0\.0\.1:\d+", url), lines
+        rebound = httpx2.get(f"{url}/v1/jobs", headers={"Host": "rebound.example"})
+        assert rebound.status_code == 403
         with Client(url) as client:
             first = client.request_plan(graph, mesh=(2,))
             second = client.request_plan(graph, mesh=(2,))
@@ -146,6 +148,7 @@ def job_count(http: httpx2.Client) -> float:
     [
         (["--log-level", "loud"], "loud"),
         (["--port", "0", "--store-url", "sqlite:////proc/nowhere/s.sqlite3"], "/proc/nowhere"),
+        (["--port", "0", "--store-url", "postgresql://me:secret@127.0.0.1:9/x"], "startup_failed"),
     ],
 )
 def test_what_cannot_work_ends_with_a_message(flags: list[str], word: str) -> None:
@@ -153,3 +156,5 @@ def test_what_cannot_work_ends_with_a_message(flags: list[str], word: str) -> No
     ended = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603  ours
     assert ended.returncode != 0
     assert word in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert "secret" not in ended.stderr

@@ -148,6 +148,20 @@ def test_pages_of_other_sites_cannot_ask(
         assert "--auth" in answer.json()["detail"]
 
 
+def test_pages_of_allowed_origins_can_ask(start_service: Any) -> None:
+    origin = "https://ml.example.com"
+    service = start_service(cors_origins=f"{origin}, https://other.example", num_workers=0)
+    asked = {"Origin": origin, "Access-Control-Request-Method": "POST"}
+    asked["Access-Control-Request-Headers"] = "authorization, content-type, prefer"
+    allowed = service.http.options("/v1/plans", headers=asked)
+    assert (allowed.status_code, allowed.headers["Access-Control-Allow-Origin"]) == (200, origin)
+    answer = service.http.get("/v1/jobs", headers={"Origin": origin})
+    assert (answer.status_code, answer.headers["Access-Control-Allow-Origin"]) == (200, origin)
+    assert "Location" in answer.headers["Access-Control-Expose-Headers"]
+    evil = service.http.get("/v1/jobs", headers={"Origin": "https://evil.example"})
+    assert (evil.status_code, "Access-Control-Allow-Origin" in evil.headers) == (403, False)
+
+
 def test_whoever_wants_no_keys_is_asked_for_nothing(start_service: Any) -> None:
     service = start_service(auth="off", num_workers=0)
     assert service.http.get("/v1/jobs", headers={"Host": "planner.example"}).status_code == 200
