@@ -64,7 +64,7 @@ def conform(max_examples: int, *, phases: str = _PHASES, seed: int = 1) -> Confo
 def _key(store: str) -> str:
     stores = Stores(Settings(store_url=store))
     try:
-        return stores.api_keys.create("conformance", ["admin"])[1]
+        return stores.api_keys.create("conformance", ["admin", "metrics"])[1]
     finally:
         stores.close()
 
