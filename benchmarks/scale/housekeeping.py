@@ -73,16 +73,9 @@ def _steps(
     yield "enforce the cache's budget: it is met", cache.enforce_budget
     nbytes = sum(used.nbytes for used in cache.usage().values())
     yield "enforce the cache's budget", lambda: cache.evict(max_bytes=int(nbytes * _OLD))
-    yield "refresh the index of plans: it is complete", lambda: _refresh(stores)
+    yield "refresh the index of plans: it is complete", stores.plans.refresh
     _remove_from_index(stores)
-    yield "refresh the index of plans", lambda: _refresh(stores)
-
-
-def _refresh(stores: Stores) -> int:
-    rows = 0
-    while done := stores.plans.refresh():
-        rows += done
-    return rows
+    yield "refresh the index of plans", stores.plans.refresh
 
 
 def _remove_from_index(stores: Stores) -> None:

@@ -52,10 +52,14 @@ class _Caller:
     filled: Filled
     random: random.Random
 
+    def __post_init__(self) -> None:
+        """Choose the rows that are read: each is read once, and is in no memory."""
+        finished = range(0, self.filled.rows - QUEUED, len(CALLERS))
+        self._numbers = iter(self.random.sample(finished, len(finished)))
+
     def number(self) -> int:
-        """The number of a finished row of the caller, which has every twentieth."""
-        finished = self.filled.rows - QUEUED
-        return self.random.randrange(finished // len(CALLERS)) * len(CALLERS)
+        """The number of another finished row of the caller, which has every twentieth."""
+        return next(self._numbers)
 
     def deep(self) -> str:
         """A token of a page in the middle of a list."""

@@ -3,13 +3,15 @@
 import time
 from collections.abc import Callable
 
-_TARGET = 0.02
+_TARGET = 0.01
 """Seconds that a batch should take."""
 
-_FIRST, _LARGEST = 50, 2000
-"""Rows of the first batch, and of the largest one."""
+_FIRST, _SMALLEST, _LARGEST = 50, 20, 2000
+"""Rows of the first batch, and of the smallest and the largest one.
 
-_MAX_GROWTH = 2.0
+The times of smaller ones are those of waiting for the disk or a processor, whatever their size."""
+
+_MAX_GROWTH = 1.5
 
 _MAX_PAUSE = 0.25
 
@@ -41,6 +43,6 @@ def in_batches(step: Callable[[int], int], *, is_over: Callable[[], bool] = neve
             break
         total += done
         took = max(time.monotonic() - started, 1e-4)
-        size = max(1, min(_LARGEST, int(size * min(_TARGET / took, _MAX_GROWTH))))
+        size = max(_SMALLEST, min(_LARGEST, int(size * min(_TARGET / took, _MAX_GROWTH))))
         time.sleep(min(took, _MAX_PAUSE))
     return total

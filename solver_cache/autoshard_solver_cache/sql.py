@@ -186,7 +186,7 @@ class SolverCache(Cache):
 
     def _evict_older(self, used_at: float, namespaces: Collection[str] | None, limit: int) -> int:
         oldest = self._least_recently_used(namespaces, limit)
-        return self._evict([row for row in oldest if row.used_at < used_at])
+        return self._evict([row for row in _of_size(oldest) if row.used_at < used_at])
 
     def _evict_excess(self, max_bytes: int, namespaces: Collection[str] | None, limit: int) -> int:
         used = self.usage()
@@ -194,10 +194,7 @@ class SolverCache(Cache):
         excess = sum(used[name].nbytes for name in names) - max_bytes
         if excess <= 0:
             return 0
-        oldest = self._least_recently_used(namespaces, limit)
-        before = accumulate((row.stored_size for row in oldest), initial=0)
-        most = min(excess, _MAX_BATCH_BYTES)
-        return self._evict([row for row, size in zip(oldest, before, strict=False) if size < most])
+        return self._evict(_of_size(self._least_recently_used(namespaces, limit), excess))
 
     def _least_recently_used(
         self, namespaces: Collection[str] | None, limit: int
@@ -220,15 +217,24 @@ class SolverCache(Cache):
         for row in rows:
             keys[row.namespace].append(row.key)
             used_at = max(used_at, row.used_at)
+        if not keys:
+            return 0
         deleted = 0
-        for namespace, some in keys.items():
-            chosen = (_entries.c.namespace == namespace) & _entries.c.key.in_(some)
-            with self._engine.begin() as connection:
-                # Two processes that delete the same entries could wait for each other.
-                lock(connection, "autoshard eviction")
-                statement = delete(_entries).where(chosen, _entries.c.used_at <= used_at)
-                deleted += connection.execute(statement).rowcount
+        unused = delete(_entries).where(_entries.c.used_at <= used_at)
+        with self._engine.begin() as connection:
+            # Two processes that delete the same entries could wait for each other.
+            lock(connection, "autoshard eviction")
+            for namespace, some in sorted(keys.items()):
+                same = (_entries.c.namespace == namespace) & _entries.c.key.in_(some)
+                deleted += connection.execute(unused.where(same)).rowcount
         return deleted
+
+
+def _of_size(rows: Sequence[Row[Any]], nbytes: int = _MAX_BATCH_BYTES) -> list[Row[Any]]:
+    """The first entries that have a number of bytes together, but not too many for a batch."""
+    most = min(nbytes, _MAX_BATCH_BYTES)
+    before = accumulate((row.stored_size for row in rows), initial=0)
+    return [row for row, size in zip(rows, before, strict=False) if size < most]
 
 
 def _is(namespace: str, key: str) -> ColumnElement[bool]:

@@ -52,7 +52,7 @@ def test_batches_end_when_nothing_is_left_or_when_told_to(monkeypatch: pytest.Mo
 
     assert in_batches(step, is_over=lambda: len(sizes) == 3) == sum(sizes)
     assert in_batches(step) + sum(sizes[:3]) == 5000
-    assert (left, sizes[:3]) == (0, [50, 100, 200])
+    assert (left, sizes[:3]) == (0, [50, 75, 112])
 
 
 def test_slow_batches_get_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,14 +60,14 @@ def test_slow_batches_get_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def step(limit: int) -> int:
         nonlocal clock
-        clock += 0.0019 * limit
+        clock += 0.0007 * limit
         sizes.append(limit)
         return limit if len(sizes) < 9 else 0
 
     monkeypatch.setattr(time, "monotonic", lambda: clock)
     monkeypatch.setattr(time, "sleep", lambda _: None)
     in_batches(step)
-    assert sizes == [50, *[10] * 8]
+    assert sizes == [50, *[20] * 8]
 
 
 def test_eviction_takes_from_whoever_has_most() -> None:

@@ -364,8 +364,7 @@ class Workers:
         self._stores.audit.purge(self._settings.audit_retention, is_over=is_over)
         self._stores.cache.evict(max_age=self._settings.cache_max_age, is_over=is_over)
         self._stores.cache.enforce_budget(is_over=is_over)
-        while not is_over() and self._stores.plans.refresh():
-            pass
+        self._stores.plans.refresh(is_over=is_over)
 
 
 def _roles(settings: Settings) -> list[_Role]:

@@ -4,18 +4,35 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
 from pydantic import Field
-from sqlalchemy import ColumnElement, Engine, RowMapping, Table, delete, insert, select, update
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Engine,
+    RowMapping,
+    Table,
+    delete,
+    insert,
+    select,
+    update,
+)
 from sqlalchemy.exc import IntegrityError
 
 from autoshard.client import results
 from autoshard_server.projects import stored_namespace
 from autoshard_server.store.tables import Cursor, newest_first, plans, unindexed_plans
-from autoshard_solver_cache import Cache, EntryInfo, StoreUnavailableError, reader
+from autoshard_solver_cache import (
+    Cache,
+    EntryInfo,
+    StoreUnavailableError,
+    in_batches,
+    never,
+    reader,
+)
 from autoshard_solver_cache.tables import entries
 
 _log = logging.getLogger(__name__)
@@ -26,8 +43,8 @@ GRAPHS = "graphs"
 PLANS = "plans"
 """Namespace of plan documents in the cache, by plan id."""
 
-_BATCH = 100
-"""Plans that one call of `refresh` adds."""
+_BATCH = 10
+"""Plans that one batch of `refresh` reads and adds."""
 
 _RELEASE = version("autoshard")
 
@@ -105,19 +122,7 @@ class PlanIndex:
         Raises:
             StoreUnavailableError: the database cannot be used now.
         """
-        try:
-            values = _columns(plan_id, document)
-            self._insert({"project": project, **values})
-        except IntegrityError:
-            # Another process was faster.
-            return
-        except StoreUnavailableError:
-            raise
-        except Exception as error:  # noqa: BLE001  other plans must still be listed
-            statement = update(unindexed_plans).where(_is(unindexed_plans, project, plan_id))
-            with self._engine.begin() as connection:
-                connection.execute(statement.values(tried_by=_RELEASE))
-            _log.warning("the plan %r cannot be listed: %s", plan_id, type(error).__name__)
+        self._add([(project, plan_id, document)])
 
     def page(
         self,
@@ -145,33 +150,65 @@ class PlanIndex:
         next_page = Cursor(rows[-1]["created_at"], rows[-1]["id"]) if more else None
         return [_entry(row) for row in rows], next_page
 
-    def refresh(self) -> int:
-        """Add some plans that were added to the cache without the index; return their number."""
+    def refresh(self, *, is_over: Callable[[], bool] = never) -> int:
+        """Add the plans that were added to the cache without the index; return their number."""
+        return in_batches(self._refresh, is_over=is_over)
+
+    def _refresh(self, limit: int) -> int:
         missing = select(unindexed_plans.c.project, unindexed_plans.c.id)
         # A plan that this release cannot read may be one of a newer release.
         untried = unindexed_plans.c.tried_by.is_distinct_from(_RELEASE)
         with self._reader.begin() as connection:
-            rows = connection.execute(missing.where(untried).limit(_BATCH)).all()
-        for project, plan_id in rows:
-            document = self._cache.read(stored_namespace(project, PLANS), plan_id)
-            # Reading a damaged plan has deleted it, here too.
-            if document is not None:
-                self.add(project, plan_id, document)
+            rows = connection.execute(missing.where(untried).limit(min(limit, _BATCH))).all()
+        read = ((p, key, self._cache.read(stored_namespace(p, PLANS), key)) for p, key in rows)
+        # Reading a damaged plan has deleted it, here too.
+        self._add([(p, key, document) for p, key, document in read if document is not None])
         return len(rows)
 
-    def _insert(self, values: Mapping[str, Any]) -> None:
-        project, plan_id = values["project"], values["id"]
-        namespace = stored_namespace(project, PLANS)
-        cached = (entries.c.namespace == namespace) & (entries.c.key == plan_id)
-        # The lock (on SQLite, the transaction) keeps the cache from dropping it meanwhile.
-        in_cache = select(entries.c.key).where(cached).with_for_update(read=True, key_share=True)
+    def _add(self, documents: Sequence[tuple[str, str, bytes]]) -> None:
+        """Add plans, in one transaction; those that cannot be indexed are only logged."""
+        rows = [(p, key, _columns_or_error(p, key, document)) for p, key, document in documents]
         with self._engine.begin() as connection:
-            indexed = select(plans.c.id).where(_is(plans, project, plan_id))
+            for project, plan_id, values in rows:
+                error = values if isinstance(values, Exception) else _insert(connection, values)
+                if error is not None:
+                    noted = update(unindexed_plans).where(_is(unindexed_plans, project, plan_id))
+                    connection.execute(noted.values(tried_by=_RELEASE))
+                    _log.warning("the plan %r cannot be listed: %s", plan_id, type(error).__name__)
+
+
+def _columns_or_error(project: str, plan_id: str, document: bytes) -> dict[str, Any] | Exception:
+    try:
+        return {"project": project, **_columns(plan_id, document)}
+    except Exception as error:  # noqa: BLE001  other plans must still be listed
+        return error
+
+
+def _insert(connection: Connection, values: Mapping[str, Any]) -> Exception | None:
+    """Insert a plan, unless it is in the index, or not in the cache any more.
+
+    Returns:
+        the error of values that the database does not accept.
+    """
+    project, plan_id = values["project"], values["id"]
+    namespace = stored_namespace(project, PLANS)
+    cached = (entries.c.namespace == namespace) & (entries.c.key == plan_id)
+    # The lock (on SQLite, the transaction) keeps the cache from dropping it meanwhile.
+    in_cache = select(entries.c.key).where(cached).with_for_update(read=True, key_share=True)
+    indexed = select(plans.c.id).where(_is(plans, project, plan_id))
+    try:
+        with connection.begin_nested():
             if connection.execute(in_cache).first() and not connection.execute(indexed).first():
                 connection.execute(insert(plans).values(values))
-            connection.execute(
-                delete(unindexed_plans).where(_is(unindexed_plans, project, plan_id))
-            )
+    except IntegrityError:
+        # Another process was faster.
+        pass
+    except StoreUnavailableError:
+        raise
+    except Exception as error:  # noqa: BLE001  as above
+        return error
+    connection.execute(delete(unindexed_plans).where(_is(unindexed_plans, project, plan_id)))
+    return None
 
 
 def _is(table: Table, project: str, plan_id: str) -> ColumnElement[bool]:
