@@ -27,7 +27,7 @@ from benchmarks.hostile.target import Outcome, Target, Watched, target, watching
 from benchmarks.scale.rows import fill
 
 _DOCUMENT = Path(__file__).parents[2] / "docs" / "reliability.md"
-_ROWS = 200_000
+_ROWS = 20_000
 _MEMORY = 600_000_000
 _LATENCY = 0.1
 _TOGETHER = "all attacks at the same time"
