@@ -115,7 +115,7 @@ def test_digest_does_not_depend_on_the_order_of_values() -> None:
         (("outputs", 0, "updates"), "x", "must follow the results"),
         (("outputs",), [{"name": "x", "updates": "x"}], "'x', not a buffer"),
         (("outputs",), [{"name": "x", "updates": "gone"}], "'gone', not a buffer"),
-        (("values", "x", "shape"), [-3], r"values\['x'\]: shape .* negative"),
+        (("values", "x", "shape"), [-3], r"values\['x'\]: the shape .* negative"),
         (("values", "x", "dtype"), "int3", r"values\.x\.dtype: Input should be 'uint8'"),
         (
             ("values", "y"),
