@@ -546,7 +546,8 @@ class JobStore:
 
 
 def _delete_events(connection: Connection, of_jobs: ColumnElement[bool]) -> None:
-    ids = select(_jobs.c.id).where(of_jobs)
+    # With the query in the statement, PostgreSQL may read all events.
+    ids = connection.execute(select(_jobs.c.id).where(of_jobs)).scalars().all()
     connection.execute(delete(job_events).where(job_events.c.job_id.in_(ids)))
 
 
