@@ -94,9 +94,14 @@ class ProcessExecutor:
         return ProcessSolver(self._start, limit)
 
     def _start(self) -> Child:
-        if self.command is None:
-            return fork("solve", self.environment)
-        return SpawnedChild(self.command, self.environment)
+        if self.command is not None:
+            return SpawnedChild(self.command, self.environment)
+        child = fork("solve", self.environment)
+        # Waits for the fork server's own start: a worker that has claimed a job sends heartbeats.
+        if child.pid is None:
+            child.close()
+            raise OSError("the fork server ended before it had started a solver; see the log")
+        return child
 
 
 @dataclass(frozen=True)

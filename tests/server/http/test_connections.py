@@ -73,7 +73,7 @@ def problem_of(response: bytes) -> dict[str, Any]:
 def edge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Edge]:
     url = f"sqlite:///{tmp_path_factory.mktemp('edge') / 'store.sqlite3'}"
     stores = Stores(Settings(store_url=url))
-    _, key = stores.api_keys.create("ann", ["admin"])
+    _, key = stores.api_keys.create("ann", ["admin", "metrics"])
     stores.close()
     limits = {
         "auth": "required",
