@@ -110,6 +110,9 @@ def main() -> None:
     options = parser.parse_args()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)  # threads of a product that wait for a processor take time of others
+    # A build of torch for CUDA without a GPU: the first backward after an export would start
+    # threads for a pretended device, and then none could run in the forks of this process.
+    torch.ones(1, requires_grad=True).sum().backward()
     known = load_cases(options.file)
     cases = [(name, known[name]) for name in options.case]
     unprepared = {n: _outcome(c.prepare) for n, c in cases if isinstance(c, Prepared)}
