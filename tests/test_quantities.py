@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
 from autoshard.errors import InputError
+from autoshard.integers import MAX_BYTES
 from autoshard.plan import PlanOptions
 from autoshard.quantities import (
     Bandwidth,
@@ -21,6 +22,8 @@ from autoshard.quantities import (
     parse_rate,
     unit_hint,
 )
+
+TOO_MANY = "more than any memory has"
 
 BYTES: TypeAdapter[int] = TypeAdapter(ByteCount)
 BANDWIDTH: TypeAdapter[float] = TypeAdapter(Bandwidth)
@@ -80,9 +83,17 @@ def test_whole_numbers_stay_as_they_are() -> None:
             parse_bytes(wrong)
 
 
-@given(st.integers(1, 10**17), st.sampled_from([("GB", 10**9), ("GiB", 2**30), ("", 1)]))
+@given(st.integers(1, 2**62), st.sampled_from([("GB", 10**9), ("GiB", 2**30), ("", 1)]))
 def test_whole_amounts_are_exact(number: int, unit: tuple[str, int]) -> None:
-    assert parse_bytes(f"{number}{unit[0]}") == number * unit[1]
+    whole = min(number, MAX_BYTES // unit[1])
+    assert parse_bytes(f"{whole}{unit[0]}") == whole * unit[1]
+
+
+def test_more_bytes_than_any_memory_has_are_refused() -> None:
+    assert parse_bytes(MAX_BYTES) == MAX_BYTES
+    for wrong in (MAX_BYTES + 1, "1e10GB"):
+        with pytest.raises(InputError, match=TOO_MANY):
+            parse_bytes(wrong)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +141,10 @@ SCHEMAS: dict[str, Any] = {"bytes": BYTES.json_schema(), "rate": BANDWIDTH.json_
     st.from_regex(SCHEMAS["rate"]["anyOf"][1]["pattern"]),
 )
 def test_every_text_of_the_schema_is_read(amount: str, rate: str) -> None:
-    assert parse_bytes(amount) >= 1
+    try:
+        assert parse_bytes(amount) >= 1
+    except InputError as error:
+        assert TOO_MANY in str(error)  # noqa: PT017  most texts are read
     assert 0 < parse_rate(rate) < 1e200
 
 
@@ -140,14 +154,15 @@ def test_what_is_read_is_in_the_schema(text: str) -> None:
         pattern = SCHEMAS[kind]["anyOf"][1]["pattern"]
         try:
             parse(text)
-        except InputError:
-            assert not re.search(pattern, text)
+        except InputError as error:
+            assert TOO_MANY in str(error) or not re.search(pattern, text)  # noqa: PT017  some are read
         else:
             assert re.search(pattern, text.strip())
 
 
 def test_an_answer_has_numbers_only() -> None:
-    assert BYTES.json_schema(mode="serialization") == {"exclusiveMinimum": 0, "type": "integer"}
+    limits = {"exclusiveMinimum": 0, "maximum": MAX_BYTES}
+    assert BYTES.json_schema(mode="serialization") == {"type": "integer", **limits}
     assert BANDWIDTH.json_schema(mode="serialization") == {"type": "number"}
 
 

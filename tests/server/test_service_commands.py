@@ -1,8 +1,10 @@
 """The commands of docs/service.md, run against a service."""
 
+import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,11 @@ def test_the_page_runs(start_service: Any, graph: bytes, tmp_path: Path) -> None
     blocks = re.findall(r"^```bash\n(.*?)^```$", PAGE.read_text("utf-8"), re.MULTILINE | re.DOTALL)
     assert len(blocks) == 6
     script = f"set -eux\nURL={service.url}\n" + "".join(blocks)
+    programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(  # noqa: S603  our own page
         ["bash", "-c", script],  # noqa: S607  whichever there is
         cwd=tmp_path,
+        env={**os.environ, "PATH": programs},
         capture_output=True,
         text=True,
         check=False,

@@ -49,9 +49,10 @@ def test_a_parser_over_a_limit_is_stopped_and_replaced(
 ) -> None:
     parsers = Parsers(Settings(**STORE, **limit))
     parsers.start()
+    slow = deep(7 << 20)
     for _ in range(3):
         with pytest.raises(ServerError, match=name) as raised:
-            parsers.run("measure_graph", {}, graph)
+            parsers.run("measure_graph", {}, slow)
         assert raised.value.kind is ProblemType.LIMIT
         assert raised.value.extensions["limit_name"] == name
     parsers.close()
