@@ -2,6 +2,7 @@
 
 import json
 import zipfile
+from collections.abc import Iterator
 from functools import partial
 from io import BytesIO
 from typing import Any
@@ -30,6 +31,14 @@ LARGE = partial(custom_operators.mixer, batch=64, sequence=256, features=512)
 def exported(case: Case) -> bytes:
     model, kwargs = case
     return export_model(model, (), kwargs)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def enough_time() -> Iterator[None]:
+    """Other tests of the machine may take the time that a call usually needs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("autoshard.discovery.program._TIME_PER_CALL", 600.0)
+        yield
 
 
 @pytest.fixture(scope="module")
