@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx2
 
-from autoshard_server.http.parameters import token_of
+from autoshard_server.http.paging import token_of
 from autoshard_server.store.tables import Cursor
 from benchmarks.faults.harness import Service, graph_of
 from benchmarks.scale.rows import CALLERS, QUEUED, Filled, graph_digest, job_id, plan_id

@@ -1,16 +1,13 @@
 """Parameters of routes: paths, pages, bodies and headers."""
 
-import json
-import math
 import re
-from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections.abc import Callable
 from functools import partial
 from io import BytesIO
 from typing import Annotated, TypeVar, cast
 
 import anyio.to_thread
-from fastapi import Depends, Path, Query
+from fastapi import Depends, Path
 from pydantic import BaseModel, ValidationError
 from starlette.convertors import StringConvertor, register_url_convertor
 from starlette.datastructures import FormData, UploadFile
@@ -22,7 +19,6 @@ from autoshard_server.problems import ProblemType, ServerError, limit_error
 from autoshard_server.requests import CreatePlanRequest, check_limit
 from autoshard_server.service import Service
 from autoshard_server.settings import Settings
-from autoshard_server.store.tables import Cursor
 
 _Model = TypeVar("_Model", bound=BaseModel)
 
@@ -32,16 +28,8 @@ JSON = "application/json"
 _PARTS = ("graph", "request")
 _WAIT = re.compile(r"(?:^|[,;\s])wait\s*=\s*\"?(\d{1,9})\"?(?=$|[,;\s])", re.IGNORECASE)
 
-_MAX_PAGE = 250
-"""Entries of a page: writing more of them as JSON would delay other responses."""
-
-_DEFAULT_PAGE = 50
-
 _QUICK_BYTES = 4096
 """JSON that is validated at once; that of usual requests is shorter."""
-
-_ID = re.compile(r"[0-9a-f]{1,64}")
-"""Ids of jobs and plans."""
 
 
 class _Segment(StringConvertor):
@@ -63,51 +51,6 @@ GraphDigest = Annotated[
     str, Path(pattern="^[0-9a-f]{64}$", description="sha256 of the graph's bytes, in hex")
 ]
 JobId = Annotated[str, Path(pattern="^[0-9a-f]{32}$", description="id of a job")]
-PageSize = Annotated[
-    int,
-    Query(
-        ge=0,
-        le=2**31 - 1,
-        description=f"largest number of entries; 0 means {_DEFAULT_PAGE}, at most {_MAX_PAGE}",
-    ),
-]
-PageToken = Annotated[
-    str,
-    Query(max_length=512, description="next_page_token of the previous page; empty at first"),
-]
-
-
-def page_limit(page_size: int) -> int:
-    """Entries of a page (AIP-158): a page size that is too large is reduced."""
-    return min(page_size or _DEFAULT_PAGE, _MAX_PAGE)
-
-
-def token_of(cursor: Cursor | None) -> str:
-    """The opaque token of a cursor; empty at the end of the list."""
-    return "" if cursor is None else urlsafe_b64encode(json.dumps(cursor).encode()).decode()
-
-
-def cursor_of(token: str) -> Cursor | None:
-    """The cursor of a token; None for the first page.
-
-    Raises:
-        ServerError: REQUEST, if the token is invalid.
-    """
-    if not token:
-        return None
-    try:
-        created_at, key = json.loads(urlsafe_b64decode(token.encode()))
-        is_time = isinstance(created_at, float) and math.isfinite(created_at)
-        if is_time and isinstance(key, str) and _ID.fullmatch(key):
-            return Cursor(created_at, key)
-    except (ValueError, TypeError):
-        pass
-    found = [{"pointer": "/query/page_token", "detail": "not a page token"}]
-    raise ServerError(
-        ProblemType.REQUEST,
-        "page_token is invalid; send next_page_token of the previous page unchanged",
-        extensions={"errors": found},
-    )
 
 
 async def read_upload(request: Request, settings: Settings) -> tuple[CreatePlanRequest, bytes]:

@@ -7,24 +7,17 @@ from http import HTTPStatus
 from typing import Annotated
 
 import anyio.to_thread
-from fastapi import APIRouter, Depends, Header, Query, Request, Response
+from fastapi import APIRouter, Depends, Header, Query, Response
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 
 from autoshard_server.callers import Scope
 from autoshard_server.http.auth import Planner, Reader
 from autoshard_server.http.documents import JobDocument, JobEntry, JobPage
-from autoshard_server.http.parameters import (
-    JobId,
-    PageSize,
-    PageToken,
-    ServiceParameter,
-    cursor_of,
-    page_limit,
-    token_of,
-)
+from autoshard_server.http.paging import PagingParameter
+from autoshard_server.http.parameters import JobId, ServiceParameter
 from autoshard_server.http.specification import describe
 from autoshard_server.problems import ProblemType, ServerError
-from autoshard_server.routes.responses import job_response, link_pages
+from autoshard_server.routes.responses import job_response
 from autoshard_server.store.audit import AuditAction
 from autoshard_server.store.jobs import Job, JobState
 
@@ -38,13 +31,10 @@ _RETRY = 2000
 
 @router.get("/v1/jobs", **describe(ProblemType.REQUEST, answers={200: ("A page of jobs.", "Link")}))
 async def list_jobs(
-    request: Request,
-    response: Response,
     service: ServiceParameter,
     caller: Reader,
+    paging: PagingParameter,
     *,
-    page_size: PageSize = 0,
-    page_token: PageToken = "",
     state: Annotated[
         list[JobState] | None, Query(max_length=10, description="only jobs in one of these")
     ] = None,
@@ -56,16 +46,15 @@ async def list_jobs(
     """
     read = partial(
         service.jobs.page,
-        after=cursor_of(page_token),
+        after=paging.after,
         project=caller.project,
         caller=None if Scope.ADMIN in caller.scopes else caller.name,
         states=tuple(state or ()),
-        limit=page_limit(page_size),
+        limit=paging.limit,
     )
     found, cursor = await anyio.to_thread.run_sync(read)
-    page = JobPage(jobs=[JobEntry.of(job) for job in found], next_page_token=token_of(cursor))
-    link_pages(request, response, page.next_page_token)
-    return page
+    entries = [JobEntry.of(job) for job in found]
+    return JobPage(jobs=entries, next_page_token=paging.next_token(cursor))
 
 
 @router.get(

@@ -16,21 +16,17 @@ from autoshard.planner import Explanation
 from autoshard_server.callers import Caller
 from autoshard_server.http.auth import Planner, Reader
 from autoshard_server.http.documents import KnownPlan, PlanPage
+from autoshard_server.http.paging import PagingParameter
 from autoshard_server.http.parameters import (
     JSON,
     MULTIPART_FORM,
-    PageSize,
-    PageToken,
     PlanId,
     ServiceParameter,
-    cursor_of,
     media_type,
-    page_limit,
     parse_json,
     read_bytes,
     read_json,
     read_upload,
-    token_of,
 )
 from autoshard_server.http.specification import (
     BODY_PROBLEMS,
@@ -55,7 +51,6 @@ from autoshard_server.requests import (
 from autoshard_server.routes.responses import (
     DEFAULT_WAIT,
     REVALIDATE,
-    link_pages,
     result_response,
     run_once,
     tagged_response,
@@ -144,13 +139,10 @@ async def look_up_plan(
     "/v1/plans", **describe(ProblemType.REQUEST, answers={200: ("A page of plans.", "Link")})
 )
 async def list_plans(
-    request: Request,
-    response: Response,
     service: ServiceParameter,
     caller: Reader,
+    paging: PagingParameter,
     *,
-    page_size: PageSize = 0,
-    page_token: PageToken = "",
     graph_digest: Annotated[
         str | None,
         Query(pattern="^[0-9a-f]{64}$", description="only plans of this canonical program"),
@@ -160,14 +152,12 @@ async def list_plans(
     read = partial(
         service.stores.plans.page,
         caller.project,
-        after=cursor_of(page_token),
+        after=paging.after,
         graph_digest=graph_digest,
-        limit=page_limit(page_size),
+        limit=paging.limit,
     )
     found, cursor = await anyio.to_thread.run_sync(read)
-    page = PlanPage(plans=found, next_page_token=token_of(cursor))
-    link_pages(request, response, page.next_page_token)
-    return page
+    return PlanPage(plans=found, next_page_token=paging.next_token(cursor))
 
 
 @router.get(

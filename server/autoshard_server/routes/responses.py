@@ -4,7 +4,6 @@ import hashlib
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from http import HTTPStatus
-from urllib.parse import urlencode
 
 import anyio.to_thread
 import structlog
@@ -93,25 +92,6 @@ def tagged_response(
     if is_not_modified(request, tag):
         return Response(status_code=HTTPStatus.NOT_MODIFIED, headers=headers)
     return Response(body, media_type=media_type, headers=headers)
-
-
-def link_pages(request: Request, response: Response, next_page_token: str) -> None:
-    """Add the header `Link` (RFC 8288) of a page: addresses of the first page and of the next.
-
-    They are relative to the request's, so that they also hold behind a reverse proxy.
-
-    Args:
-        request: of the page.
-        response: with the page.
-        next_page_token: of the page; empty at the end of the list.
-    """
-    query = [item for item in request.query_params.multi_items() if item[0] != "page_token"]
-    links = {"first": query}
-    if next_page_token:
-        links["next"] = [*query, ("page_token", next_page_token)]
-    response.headers["Link"] = ", ".join(
-        f'<?{urlencode(parameters)}>; rel="{relation}"' for relation, parameters in links.items()
-    )
 
 
 async def run_once(
