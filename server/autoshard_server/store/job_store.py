@@ -59,6 +59,7 @@ from autoshard_server.store.jobs import (
     JobState,
     JobStatus,
 )
+from autoshard_server.store.leases import Leases
 from autoshard_server.store.quotas import (
     JobLimits,
     JobUsage,
@@ -118,8 +119,8 @@ class JobStore:
     ) -> None:
         self._engine = engine
         self._reader = reader(engine)
-        self._leases = _Leases(lease)
-        self._releases = _Leases(lease)
+        self._leases = Leases(lease)
+        self._releases = Leases(lease)
         self._release = release
         self._is_ours = _jobs.c.release.is_(None) | (_jobs.c.release == release)
         self._fair = {job_class: FairOrder(weights) for job_class in JobClass}
@@ -196,7 +197,7 @@ class JobStore:
                 continue
 
     def usage(self, project: str, caller: str | None) -> JobUsage:
-        """What a caller has of its quotas."""
+        """Use of the quotas of a caller."""
         with self._reader.begin() as connection:
             return job_usage(connection, project, caller)
 
@@ -549,38 +550,6 @@ def _delete_events(connection: Connection, of_jobs: ColumnElement[bool]) -> None
     # With the query in the statement, PostgreSQL may read all events.
     ids = connection.execute(select(_jobs.c.id).where(of_jobs)).scalars().all()
     connection.execute(delete(job_events).where(job_events.c.job_id.in_(ids)))
-
-
-class _Leases:
-    """Measures for how long each running job's heartbeat number has not changed.
-
-    Time is measured by the observer's monotonic clock, and between two observations at most half a
-    lease counts: if the observer or the database was not available, workers have time to send a
-    heartbeat before their jobs are requeued.
-    """
-
-    def __init__(self, lease: float) -> None:
-        self._lease = lease
-        self._idle: dict[str, tuple[int, float]] = {}
-        self._observed_at: float | None = None
-
-    def expired(self, beats: Mapping[str, int], now: float) -> dict[str, int]:
-        """Jobs whose worker is considered dead, with their heartbeat numbers.
-
-        Args:
-            beats: the heartbeat number of each running job.
-            now: seconds by a monotonic clock.
-        """
-        passed = 0.0
-        if self._observed_at is not None:
-            passed = min(now - self._observed_at, self._lease / 2)
-        self._observed_at = now
-        idle: dict[str, tuple[int, float]] = {}
-        for job_id, beat in beats.items():
-            before, seconds = self._idle.get(job_id, (None, 0.0))
-            idle[job_id] = beat, seconds + passed if beat == before else 0.0
-        self._idle = idle
-        return {job_id: beat for job_id, (beat, s) in idle.items() if s >= self._lease}
 
 
 def _add_event(connection: Connection, job_id: str, state: JobState, **more: Any) -> None:
