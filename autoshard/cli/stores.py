@@ -29,7 +29,6 @@ from autoshard_solver_cache import (
 
 if TYPE_CHECKING:
     from autoshard_server.store.api_keys import ApiKey, ApiKeyStore
-    from autoshard_server.store.database import Stores
 
 cache = typer.Typer(
     no_args_is_help=True,
@@ -214,7 +213,7 @@ def create(
         from autoshard_server.callers import Scope  # noqa: PLC0415  an extra
         from autoshard_server.projects import is_project_name  # noqa: PLC0415  an extra
 
-    with _open_stores(store) as stores:
+    with _open_keys(store) as opened:
         scopes = scope or [Scope.PLAN.value]
         unknown = sorted(set(scopes) - {known.value for known in Scope})
         if unknown:
@@ -226,9 +225,9 @@ def create(
                 f"the project {project!r} has no valid name; give up to 32 lower-case letters, "
                 "digits and hyphens, such as 'vision-2'"
             )
-        _check_active_keys(stores.api_keys, project, name)
+        _check_active_keys(opened, project, name)
         expires = None if days is None else time.time() + days * _DAY
-        made = stores.api_keys.create(name, scopes, project=project, expires_at=expires)
+        made = opened.create(name, scopes, project=project, expires_at=expires)
     key, token = made
     scopes_text = ", ".join(sorted(key.scopes))
     console.print(f"key {key.id}: {scopes_text} in project {key.project}", highlight=False)
@@ -239,8 +238,8 @@ def create(
 @options.expand_groups
 def list_keys(*, store: KeyStore = None, output: options.Output) -> None:
     """List all keys, also revoked and expired ones; secrets are not stored."""
-    with _open_stores(store) as stores:
-        found = stores.api_keys.list()
+    with _open_keys(store) as opened:
+        found = opened.list()
     names = ("id", "project", "name", "scopes", "created", "state")
     table = Table("keys", "", tuple(Column(name) for name in names))
     now = time.time()
@@ -253,8 +252,8 @@ def list_keys(*, store: KeyStore = None, output: options.Output) -> None:
 @keys.command()
 def revoke(key: KeyId, *, store: KeyStore = None) -> None:
     """Revoke a key; running services notice within two seconds."""
-    with _open_stores(store) as stores:
-        if not stores.api_keys.revoke(key):
+    with _open_keys(store) as opened:
+        if not opened.revoke(key):
             raise _no_active_key(key)
     console.print(f"revoked {key}", highlight=False)
 
@@ -267,8 +266,7 @@ def rotate(
     store: KeyStore = None,
 ) -> None:
     """Replace a key by a new one with the same scopes; print the new secret."""
-    with _open_stores(store) as stores:
-        opened = stores.api_keys
+    with _open_keys(store) as opened:
         old = next((known for known in opened.list() if known.id == key), None)
         if old is None:
             raise _no_active_key(key)
@@ -298,7 +296,7 @@ def _open_cache(folder: Path | None, store: str | None) -> Iterator[Cache]:
 
 
 @contextmanager
-def _open_stores(url: str | None) -> "Iterator[Stores]":
+def _open_keys(url: str | None) -> "Iterator[ApiKeyStore]":
     with from_extra("server"):
         from autoshard_server.environment import load_settings  # noqa: PLC0415  an extra
         from autoshard_server.store.database import Stores  # noqa: PLC0415  an extra
@@ -307,7 +305,7 @@ def _open_stores(url: str | None) -> "Iterator[Stores]":
     with _as_input_error(StoreUnavailableError):
         stores = Stores(load_settings(store_url=url))
     with closing(stores):
-        yield stores
+        yield stores.api_keys
 
 
 @contextmanager
