@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import inf
 from typing import Protocol
 
@@ -17,6 +17,9 @@ from autoshard.outcome import SolveStatus
 
 MAX_MADE = 2_000_000
 """Default of the maximum number of strategies and layouts, which take about 1 KB each."""
+
+_MAX_ENTRIES = 100_000_000
+"""Maximum number of pairs of layouts of a tensor, of which tables have about 50 bytes each."""
 
 
 class CancelToken(Protocol):
@@ -55,10 +58,9 @@ class Limits:
     cancel: CancelToken | None = None
     most: int = MAX_MADE
     made: int = 0
-    _outer: "Limits | None" = field(default=None, init=False)
 
     def check(self) -> None:
-        """Raise if the computation, or one that it is a part of, must stop.
+        """Raise if the computation must stop.
 
         Raises:
             LimitReached: it must.
@@ -69,11 +71,10 @@ class Limits:
             raise LimitReached(SolveStatus.TIMED_OUT, self.made)
         if self.made > self.most:
             raise LimitReached(None, self.made)
-        if self._outer is not None:
-            self._outer.check()
 
 
-_CURRENT: ContextVar[Limits | None] = ContextVar("limits", default=None)
+_CURRENT: ContextVar[tuple[Limits, ...]] = ContextVar("limits", default=())
+"""The limits of the block of code that runs, and then those of the blocks around it."""
 
 
 @contextmanager
@@ -83,8 +84,7 @@ def limited(limits: Limits) -> Iterator[None]:
     Raises:
         LimitReached: from inside the block.
     """
-    limits._outer = _CURRENT.get()  # noqa: SLF001
-    before = _CURRENT.set(limits)
+    before = _CURRENT.set((limits, *_CURRENT.get()))
     try:
         yield
     finally:
@@ -97,10 +97,11 @@ def count_made(number: int = 1) -> None:
     Raises:
         LimitReached: the computation must stop.
     """
-    limits = _CURRENT.get()
-    if limits is not None:
-        limits.made += number
-        limits.check()
+    current = _CURRENT.get()
+    if current:
+        current[0].made += number
+        for limits in current:
+            limits.check()
 
 
 def count_entries(number: int) -> None:
@@ -109,12 +110,8 @@ def count_entries(number: int) -> None:
     Raises:
         LimitReached: it is too large for the memory, or the computation must stop.
     """
-    limits = _CURRENT.get()
-    if limits is not None:
-        if number > _MAX_ENTRIES:
-            raise LimitReached(None, limits.made)
+    current = _CURRENT.get()
+    if current and number > _MAX_ENTRIES:
+        raise LimitReached(None, current[0].made)
+    for limits in current:
         limits.check()
-
-
-_MAX_ENTRIES = 100_000_000
-"""Maximum number of pairs of layouts of a tensor, of which tables have about 50 bytes each."""

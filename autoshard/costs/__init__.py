@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from autoshard.costs.micro_batches import (
         StepCommunication,
         inputs_held,
+        most_held,
         num_waiting,
         runs_per_step,
     )
@@ -55,6 +56,7 @@ __all__ = [
     "efficiency_key",
     "halo_bytes",
     "inputs_held",
+    "most_held",
     "num_waiting",
     "operator_times",
     "optimizer_time",

@@ -48,6 +48,12 @@ def inputs_held(kind: InputKind, micro_batches: int, in_flight: int) -> int:
     return micro_batches if kind is InputKind.USER and in_flight > 1 else 1
 
 
+def most_held(micro_batches: int, in_flight: int) -> int:
+    """Largest number of micro-batches for which anything is in memory, with these arguments."""
+    kinds = (InputKind.RECEIVED, InputKind.USER)
+    return max(inputs_held(kind, micro_batches, in_flight) for kind in kinds)
+
+
 def runs_per_step(
     forward: Sequence[str], frequency: Frequency, micro_batches: int
 ) -> list[tuple[int, int]]:

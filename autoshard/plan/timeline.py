@@ -46,6 +46,7 @@ from autoshard.costs import (
     Frequency,
     OptimizerSpec,
     inputs_held,
+    most_held,
     parameter_bytes,
 )
 from autoshard.graph import DType, Graph, InputKind, check_total_bytes
@@ -154,8 +155,7 @@ def timeline(
         PlanError: the stage is inconsistent or does not fit its program.
         SchemaError: the program has more bytes than can be summed.
     """
-    held = max(stage.in_flight, stage.micro_batches) if stage.in_flight > 1 else 1
-    check_total_bytes(graph, held)
+    check_total_bytes(graph, most_held(stage.micro_batches, stage.in_flight))
     gradients = Gradients(graph, training=training)
     memory = StageMemory(lower(stage, graph), gradients)
     lifetimes = _Lifetimes(memory, _Schedule(memory, training=training))

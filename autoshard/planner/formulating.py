@@ -4,6 +4,7 @@ import time
 from math import inf, prod
 
 from autoshard.collection import collection_paused
+from autoshard.costs import most_held
 from autoshard.errors import GraphError, OptionError
 from autoshard.graph import Graph, InputKind, check_total_bytes
 from autoshard.limits import CancelToken, LimitReached, Limits, limited
@@ -53,8 +54,7 @@ def formulated(
         OptionError: an option is invalid, or the problem has too many strategies.
         LimitReached: the time is over, or the request is cancelled.
     """
-    held = max(options.in_flight, options.micro_batches) if options.in_flight > 1 else 1
-    check_total_bytes(graph, held)
+    check_total_bytes(graph, most_held(options.micro_batches, options.in_flight))
     try:
         with limited(limits):
             formulation = Formulation.of(graph, mesh, options)
@@ -128,7 +128,7 @@ def _num_axes(mesh: Mesh) -> int:
 
 
 def _fewer_strategies(mesh: Mesh) -> str:
-    """What reduces the number of strategies."""
+    """Advice on how to get fewer strategies."""
     if _num_axes(mesh) <= _USUAL_AXES:
         return "plan for fewer axes or a smaller graph"
     inner = 1

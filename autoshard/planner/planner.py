@@ -221,11 +221,22 @@ def plan_without_stages(
         memory=None,
         collectives=(),
         stages=(),
-        provenance=Provenance(
-            versions={name: version(name) for name in _DEPENDENCIES},
-            wall_time=dict(seconds),
-            statistics={},
-        ),
+        provenance=provenance(seconds),
+    )
+
+
+def provenance(
+    seconds: Mapping[str, float],
+    *,
+    statistics: Mapping[str, float] | None = None,
+    blocks: tuple[RepeatedBlock, ...] = (),
+) -> Provenance:
+    """How a plan was made: installed versions, seconds of each phase, the solver's statistics."""
+    return Provenance(
+        versions={name: version(name) for name in _DEPENDENCIES},
+        wall_time=dict(seconds),
+        statistics=dict(statistics or {}),
+        blocks=blocks,
     )
 
 
@@ -252,9 +263,8 @@ def plan_document(
         memory=plan.memory if plan else None,
         collectives=summed_collectives([plan.lowering] if plan else []),
         stages=stages,
-        provenance=Provenance(
-            versions={name: version(name) for name in _DEPENDENCIES},
-            wall_time=seconds,
+        provenance=provenance(
+            seconds,
             statistics=_statistics(outcome),
             blocks=tuple(_blocks(formulation, outcome)),
         ),

@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from importlib.metadata import version
 from math import inf, log2
 from typing import Any, NamedTuple
 
@@ -13,7 +12,7 @@ from autoshard.graph import Graph, GraphLike, StageCutter, to_graph
 from autoshard.mesh import Mesh, MeshLike, to_mesh
 from autoshard.outcome import SolveStatus, relative_gap
 from autoshard.plan.certificate import with_statement
-from autoshard.plan.document import GraphSummary, Plan, Provenance
+from autoshard.plan.document import GraphSummary, Plan
 from autoshard.plan.lowering import count_collectives
 from autoshard.plan.options import PlanOptions, to_options
 from autoshard.plan.predictions import Certificate, Costs
@@ -45,12 +44,12 @@ from autoshard.planner.planner import (
     make_stage_plan,
     plan_id,
     plan_without_stages,
+    provenance,
     without_memory,
 )
 from autoshard.planner.stored_state import StoredState
 from autoshard.solve import CancelToken, KeyValueStore, Progress
 
-_DEPENDENCIES = ("autoshard", "highspy", "numpy")
 _USUAL_RANKS = 8
 """A number of pipeline ranks that is often best; those that are close to it are tried first."""
 _MAX_ROUNDS = 4
@@ -427,7 +426,12 @@ class _Document:
             bound=bound,
             gap=gap,
         )
-        return self._plan(
+        return Plan(
+            id=plan_id(self.graph, self.mesh, self.options),
+            graph=GraphSummary.of(self.graph),
+            mesh=self.mesh,
+            options=self.options,
+            provenance=provenance(self.seconds),
             certificate=with_statement(certificate, self.options, self.mesh, proof),
             costs=costs,
             memory=rank_memory(stages, schedule.ranks, budget),
@@ -445,21 +449,6 @@ class _Document:
             reason=reason,
             status=status,
             seconds=self.seconds,
-        )
-
-    def _plan(self, **members: Any) -> Plan:
-        graph = self.graph
-        return Plan(
-            id=plan_id(graph, self.mesh, self.options),
-            graph=GraphSummary.of(graph),
-            mesh=self.mesh,
-            options=self.options,
-            provenance=Provenance(
-                versions={name: version(name) for name in _DEPENDENCIES},
-                wall_time=dict(self.seconds),
-                statistics={},
-            ),
-            **members,
         )
 
 
