@@ -83,7 +83,7 @@ class Release:
 
 @dataclass
 class Step:
-    """What happened to the requests of one step.
+    """Outcomes of the requests of one step.
 
     Attributes:
         name: for the table.

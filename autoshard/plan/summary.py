@@ -136,7 +136,7 @@ def _predictions(plan: Plan) -> Iterator[str]:
 
 
 def _restriction_cost(plan: Plan) -> Iterator[str]:
-    """What a step takes without the restrictions of the options, if the plan says so."""
+    """Time of a step without the restrictions of the options, if the plan says so."""
     free = plan.unrestricted
     if free is None or plan.costs is None:
         return

@@ -1,4 +1,4 @@
-"""What is tried on a service that nobody attacks at the same time."""
+"""Rows that are measured on a service that nobody attacks at the same time."""
 
 import hashlib
 import os

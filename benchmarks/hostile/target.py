@@ -25,7 +25,7 @@ _SAMPLE = 0.25
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a row of the table got.
+    """Outcome of a row of the table.
 
     Attributes:
         text: for the table.
@@ -94,7 +94,7 @@ def target(
 
 @dataclass
 class Watched:
-    """What was measured while attacks ran.
+    """Measurements of a service while attacks ran.
 
     Attributes:
         liveness: seconds of each response of /livez.

@@ -246,7 +246,7 @@ def _insert_chunk(
 
 
 def _settle(engine: Engine) -> None:
-    """What a database does in the background: statistics, and the end of its log."""
+    """Background work of a database: statistics, and the end of its log."""
     with engine.begin() as connection:
         # The plans are in the index already.
         connection.execute(delete(tables.unindexed_plans))

@@ -44,7 +44,7 @@ _CORS: dict[str, Any] = {
         *("Preference-Applied", "RateLimit", "RateLimit-Policy", "Retry-After", "X-Request-ID"),
     ],
 }
-"""What pages of allowed origins may send, and read; keys are sent explicitly, not as cookies."""
+"""Methods and headers for pages of allowed origins; keys are sent explicitly, not as cookies."""
 
 
 def create_app(settings: Settings | None = None, *, executor: Executor | None = None) -> FastAPI:

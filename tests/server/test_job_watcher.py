@@ -68,7 +68,7 @@ async def watching(
 
 
 class Followers:
-    """Requests that follow a job and keep what they are told."""
+    """Requests that follow a job and record its events."""
 
     def __init__(self, watcher: JobWatcher, job: Job, count: int, after: int = 0) -> None:
         self.told: list[list[int]] = [[] for _ in range(count)]

@@ -56,7 +56,7 @@ _log = structlog.get_logger(__name__)
 
 
 class _Phase(Enum):
-    """What a connection waits for."""
+    """State of a connection, by what it waits for."""
 
     IDLE = "the next request"
     HEADER = "the rest of a header"

@@ -81,6 +81,6 @@ def _network(address: str) -> str:
         found = ipaddress.ip_address(address)
     except ValueError:
         return address
-    if found.version == 4:  # noqa: PLR2004  the protocol's number
+    if isinstance(found, ipaddress.IPv4Address):
         return address
     return str(ipaddress.ip_network((found, _IPV6_NETWORK), strict=False))

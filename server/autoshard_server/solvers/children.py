@@ -24,7 +24,7 @@ NUM_DESCRIPTORS = 4
 """File descriptors of a request to the fork server."""
 
 Program = Literal["solve", "parse"]
-"""What a forked child runs."""
+"""Program that a forked child runs."""
 
 _LOST = 1
 """Exit status of a child whose fork server has died."""

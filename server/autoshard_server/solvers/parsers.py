@@ -15,7 +15,7 @@ from autoshard_server.solvers.executor import MemoryLimit, ProcessSolver
 from autoshard_server.solvers.messages import Died, Failed, Solved, SolverInput
 
 ParserTask = Literal["measure_graph", "identify_plan", "check_search", "compare", "export", "trace"]
-"""What a parser process does."""
+"""Task of a parser process."""
 
 
 class Parsers:

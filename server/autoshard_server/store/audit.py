@@ -20,7 +20,7 @@ _log = structlog.get_logger("autoshard_server.audit")
 
 
 class AuditAction(StrEnum):
-    """What was done to a resource."""
+    """Kind of a change of a resource."""
 
     CREATE = "create"
     """Jobs, graphs, topologies and keys."""

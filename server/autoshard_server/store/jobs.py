@@ -116,7 +116,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class JobStatus:
-    """What followers of a job look at.
+    """State of a job, and the number of its last event.
 
     Attributes:
         state: of the job.

@@ -31,7 +31,7 @@ class JobLimits:
 
 @dataclass(frozen=True, slots=True)
 class JobUsage:
-    """What a caller has of its quotas.
+    """Use of the quotas of a caller.
 
     Attributes:
         jobs: queued and running jobs.
@@ -43,7 +43,7 @@ class JobUsage:
 
 
 def job_usage(connection: Connection, project: str, caller: str | None) -> JobUsage:
-    """What a caller has of its quotas; reads two indexes."""
+    """Use of the quotas of a caller; reads two indexes."""
     of_caller = (_jobs.c.project == project) & is_caller(caller)
     jobs = select(func.count()).where(of_caller, is_active)
     nbytes = select(func.coalesce(func.sum(_jobs.c.stored_bytes), 0)).where(of_caller, has_bytes)

@@ -33,7 +33,7 @@ class Edge:
         return socket.create_connection(("127.0.0.1", self.port), 10, (source, 0))
 
     def send(self, data: bytes, *, source: str = "127.0.0.1") -> bytes:
-        """What the service sends until it closes the connection."""
+        """All bytes that the service sends until it closes the connection."""
         with self.open(source=source) as connection:
             send(connection, data)
             return read_all(connection)

@@ -63,7 +63,7 @@ def upgrade(engine: Engine, revision: str) -> None:
 
 
 def migrate_as_newer(engine: Engine, needed: str) -> None:
-    """What a newer release does, that has one more migration."""
+    """Migrate a database as a newer release with one more migration does."""
     with engine.begin() as connection:
         connection.execute(text("ALTER TABLE jobs ADD COLUMN colour VARCHAR(8)"))
         connection.execute(text("UPDATE alembic_version SET version_num = '9999'"))
