@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from autoshard.planner.pipeline.pipeline_planner import make_plan
     from autoshard.planner.pipeline.request_size import problem_size
     from autoshard.planner.planner import (
+        GraphIdentity,
+        identity_of,
         plan_id,
         torch_version,
     )
@@ -39,6 +41,7 @@ __all__ = [
     "Alternative",
     "Candidate",
     "Explanation",
+    "GraphIdentity",
     "JointPlans",
     "MicroBatches",
     "SearchProgress",
@@ -47,6 +50,7 @@ __all__ = [
     "compare_baselines",
     "cut_names",
     "explain",
+    "identity_of",
     "make_plan",
     "make_plans",
     "plan_id",

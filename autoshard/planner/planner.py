@@ -5,6 +5,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from math import isfinite
 
@@ -44,15 +45,34 @@ _LEAST_SHARE = 0.5
 """Share of the time limit that the solver has at least, however long the formulation took."""
 
 
-def plan_id(graph: Graph, mesh: Mesh, options: PlanOptions) -> str:
+@dataclass(frozen=True, slots=True)
+class GraphIdentity:
+    """All that the id of a plan needs to know of the graph.
+
+    Attributes:
+        digest: of the graph, 64 hex digits.
+        lacks_rules: true if it has operators without a rule, which may be discovered.
+    """
+
+    digest: str
+    lacks_rules: bool
+
+
+def identity_of(graph: Graph) -> GraphIdentity:
+    """The identity of a graph with its rules."""
+    return GraphIdentity(graph_digest(graph), _lacks_rules(graph))
+
+
+def plan_id(graph: Graph | GraphIdentity, mesh: Mesh, options: PlanOptions) -> str:
     """The digest that identifies the plan of a request, 64 hex digits.
 
     It includes the version of torch if rules are discovered by running operators.
     """
+    identity = identity_of(graph) if isinstance(graph, Graph) else graph
     discovery = {"torch": torch_version(), "rules_version": RULES_VERSION}
     request = {
-        **(discovery if _lacks_rules(graph) else {}),
-        "graph": graph_digest(graph),
+        **(discovery if identity.lacks_rules else {}),
+        "graph": identity.digest,
         "mesh": mesh_to_json(mesh),
         "options": options.model_dump(mode="json"),
         "plan_version": PLAN_VERSION,

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib.metadata import version
@@ -31,7 +31,7 @@ from autoshard.mesh import (
     topology_to_json,
 )
 from autoshard.plan import PLAN_VERSION, PlanOptions
-from autoshard.planner import candidate_meshes, torch_version
+from autoshard.planner import GraphIdentity, candidate_meshes, plan_id, torch_version
 from autoshard.quantities import Bandwidth
 from autoshard_server.problems import ProblemType, limit_error
 from autoshard_server.settings import Settings
@@ -278,6 +278,25 @@ class Task:
     graph_sha256: str = ""
 
 
+class GraphDescription(BaseModel):
+    """What requests need to know of a graph, so that it is read only once."""
+
+    num_nodes: int
+    num_edges: int
+    num_parameters: int
+    identity: GraphIdentity
+
+    @staticmethod
+    def key(sha256: str, rules: Sequence[Mapping[str, Any]], settings: Settings) -> str:
+        """Key in the cache of the description of a graph with the rules of a request.
+
+        With lower limits the graph may be refused, so it is read again.
+        """
+        limits = {**settings.archive_limits, "values": settings.max_model_values}
+        limits["edges"] = settings.max_edges
+        return _digest(*_versions(), sha256, rules, limits)
+
+
 class PlanQuery:
     """A request to plan a graph; everything but the graph is checked.
 
@@ -316,6 +335,10 @@ class PlanQuery:
         Two exports of the same program can have different digests and the same plan id.
         """
         return _digest(*_versions(), self.graph_sha256, *self.fields.values())
+
+    def plan_id(self, identity: GraphIdentity) -> str:
+        """The id of the plan of a graph."""
+        return plan_id(identity, self.mesh, self.options)
 
     def task(self, plan_id: str, graph: bytes | None, *, validate_only: bool = False) -> Task:
         """The job that makes the plan, or only measures its problem."""

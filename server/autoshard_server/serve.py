@@ -91,8 +91,7 @@ def serve(
     with unix_listener(uds) if uds else nullcontext(tcp_listeners(host, port)) as listeners:
         configure_logging(log_level)
         start_tracing()
-        if settings.auth == "required":
-            _require_keys(uds or host, settings)
+        _check_database(uds or host, settings)
         app = create_app(settings)
         # Made before there are requests, which would wait for it: it takes a third of a second.
         app.state.specification()
@@ -232,15 +231,15 @@ def _auth_mode(uds: str | None, host: str, settings: Settings, *, auth: bool | N
     return "auto" if uds is None and is_loopback(host) else "required"
 
 
-def _require_keys(address: str, settings: Settings) -> None:
-    """Refuse to start without a valid key: every request would be refused."""
+def _check_database(address: str, settings: Settings) -> None:
+    """Refuse to start without the database, or without a valid key if every request needs one."""
     try:
         stores = Stores(settings)
     except StoreUnavailableError as error:
         _fail_startup(str(error))
     try:
         now = time.time()
-        if any(key.is_valid(now) for key in stores.api_keys.list()):
+        if settings.auth != "required" or any(k.is_valid(now) for k in stores.api_keys.list()):
             return
     finally:
         stores.close()

@@ -2,7 +2,8 @@
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -13,6 +14,7 @@ import anyio
 import anyio.to_thread
 import structlog
 from cachetools import TTLCache
+from pydantic import ValidationError
 
 from autoshard.errors import MeshError
 from autoshard.mesh import (
@@ -28,7 +30,7 @@ from autoshard_server.job_watcher import JobWatcher, StreamQuota
 from autoshard_server.problems import ProblemType, ServerError
 from autoshard_server.projects import stored_namespace
 from autoshard_server.rate_limits import Quota, rate_limit_headers
-from autoshard_server.requests import PlanQuery, SearchRequest, Task
+from autoshard_server.requests import GraphDescription, PlanQuery, SearchRequest, Task
 from autoshard_server.settings import Settings
 from autoshard_server.solvers.executor import Executor
 from autoshard_server.solvers.parsers import Parsers, ParserTask
@@ -45,6 +47,9 @@ T = TypeVar("T")
 
 _QUERIES = "questions"
 """Namespace of plan ids in the cache, by the digest of the query."""
+
+_DESCRIPTIONS = "descriptions"
+"""Namespace of descriptions of graphs in the cache."""
 
 _MAX_CHECKS = 2
 """Requests checked in threads at once: checking blocks the interpreter lock, and other routes must
@@ -158,12 +163,43 @@ class Service:
         project = caller.project
         known = await self._known_id(project, query)
         if known is None:
-            if graph is None:
-                graph = await self.stored_graph(project, query.graph_sha256)
-            known = (await self.parse("identify_plan", query.fields, graph)).decode()
-            namespace = stored_namespace(project, _QUERIES)
-            await anyio.to_thread.run_sync(self.cache.put, namespace, query.digest, known.encode())
+            rules = query.fields["rules"]
+            described = await self.describe(project, query.graph_sha256, graph, rules=rules)
+            known = query.plan_id(described.identity)
+            await self._write(project, _QUERIES, query.digest, known.encode())
         return await self.run(query.task(known, graph, validate_only=validate_only), caller)
+
+    async def describe(
+        self,
+        project: str,
+        sha256: str,
+        graph: bytes | None,
+        *,
+        rules: Sequence[Mapping[str, Any]] = (),
+    ) -> GraphDescription:
+        """The size and identity of a graph of a project, which is read at its first use.
+
+        Args:
+            project: that sends the graph, or has stored it.
+            sha256: digest of the graph's bytes.
+            graph: the bytes; None for a stored graph.
+            rules: for operators of the graph.
+
+        Raises:
+            GraphError: the graph cannot be read.
+            ServerError: the graph is not stored or too large.
+        """
+        key = GraphDescription.key(sha256, rules, self.settings)
+        known = await self._read(project, _DESCRIPTIONS, key)
+        if known is not None:
+            # A damaged entry counts as missing.
+            with suppress(ValidationError):
+                return GraphDescription.model_validate_json(known)
+        if graph is None:
+            graph = await self.stored_graph(project, sha256)
+        found = await self.parse("describe_graph", {"rules": rules}, graph)
+        await self._write(project, _DESCRIPTIONS, key, found)
+        return GraphDescription.model_validate_json(found)
 
     async def run(self, task: Task, caller: Caller) -> Result | Job:
         """The result of a task from the cache, or the job that makes it.
@@ -346,6 +382,10 @@ class Service:
                 self._lru.put(namespace, key, body)
         return body
 
+    async def _write(self, project: str, kind: str, key: str, body: bytes) -> None:
+        namespace = stored_namespace(project, kind)
+        await anyio.to_thread.run_sync(self.cache.put, namespace, key, body)
+
     def _read_topology(self, project: str, name: str) -> Topology:
         document = self.stores.topologies.get(project, name)
         if document is None:
@@ -383,7 +423,6 @@ class Service:
             context=context,
         )
         self._workers.wake()
-        self.stores.audit.add(caller, AuditAction.CREATE, f"/v1/jobs/{job.id}", context)
         return job
 
 

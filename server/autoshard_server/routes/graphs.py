@@ -1,7 +1,6 @@
 """Routes of graphs: uploads by digest, operator coverage."""
 
 import hashlib
-import json
 from functools import partial
 from http import HTTPStatus
 
@@ -67,14 +66,14 @@ async def put_graph(
             ProblemType.DIGEST_MISMATCH,
             f"the sha256 of the body is {found}, but the path has {digest}",
         )
-    size = json.loads(await service.parse("measure_graph", {}, body))
+    described = await service.describe(caller.project, digest, body)
     put = partial(service.stores.graphs.put, caller.project, body)
     info, is_new = await anyio.to_thread.run_sync(put)
     if is_new:
         await service.record(caller, AuditAction.CREATE, f"/v1/graphs/{digest}")
         response.status_code = HTTPStatus.CREATED
         response.headers["Location"] = f"/v1/graphs/{digest}"
-    return UploadedGraph.of(info, **size)
+    return UploadedGraph.of(info, **described.model_dump(exclude={"identity"}))
 
 
 @router.get(

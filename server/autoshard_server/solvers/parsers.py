@@ -14,7 +14,7 @@ from autoshard_server.solvers.children import Child, fork
 from autoshard_server.solvers.executor import MemoryLimit, ProcessSolver
 from autoshard_server.solvers.messages import Died, Failed, Solved, SolverInput
 
-ParserTask = Literal["measure_graph", "identify_plan", "check_search", "compare", "export", "trace"]
+ParserTask = Literal["describe_graph", "check_search", "compare", "export", "trace"]
 """Task of a parser process."""
 
 

@@ -4,7 +4,7 @@ Documents that a caller has made can take much time and memory to read; here bot
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -13,11 +13,16 @@ from autoshard import plan as plans
 from autoshard.client.core import load_request_graph
 from autoshard.errors import ArchiveError
 from autoshard.graph import ArchiveLimits, Graph
-from autoshard.mesh import mesh_from_json, topology_from_json
-from autoshard.plan import Plan, PlanDifference, PlanOptions
-from autoshard.planner import plan_id
+from autoshard.mesh import topology_from_json
+from autoshard.plan import Plan, PlanDifference
+from autoshard.planner import identity_of
 from autoshard_server.problems import ProblemType, limit_error
-from autoshard_server.requests import SearchRequest, check_limit, search_task
+from autoshard_server.requests import (
+    GraphDescription,
+    SearchRequest,
+    check_limit,
+    search_task,
+)
 from autoshard_server.settings import Settings
 from autoshard_server.solvers.child_program import Report, run_job
 from autoshard_server.solvers.messages import Solved, SolverInput
@@ -35,22 +40,16 @@ _SETTINGS = {
 _DIFFERENCE = TypeAdapter(PlanDifference)
 
 
-def _measure_graph(request: Mapping[str, Any], graph: bytes, settings: Settings) -> bytes:
-    """The size of a graph."""
-    read = _read_graph(request, graph, settings)
-    size = {
-        "num_nodes": len(read.nodes),
-        "num_edges": _num_edges(read),
-        "num_parameters": sum(read.values[p.name].numel for p in read.parameters),
-    }
-    return json.dumps(size).encode()
-
-
-def _identify_plan(request: Mapping[str, Any], graph: bytes, settings: Settings) -> bytes:
-    """The id of the plan of a graph, a mesh and options."""
-    mesh = mesh_from_json(json.dumps(request["mesh"]))
-    options = PlanOptions.model_validate(request["options"])
-    return plan_id(_read_graph(request, graph, settings), mesh, options).encode()
+def _describe_graph(request: Mapping[str, Any], graph: bytes, settings: Settings) -> bytes:
+    """The size and the identity of a graph."""
+    read = _read_graph(request["rules"], graph, settings)
+    described = GraphDescription(
+        num_nodes=len(read.nodes),
+        num_edges=_num_edges(read),
+        num_parameters=sum(read.values[p.name].numel for p in read.parameters),
+        identity=identity_of(read),
+    )
+    return described.model_dump_json().encode()
 
 
 def _check_search(request: Mapping[str, Any], submitted: bytes, settings: Settings) -> bytes:
@@ -81,8 +80,7 @@ def _trace(_request: Mapping[str, Any], plan: bytes, _settings: Settings) -> byt
 
 
 _TASKS: Mapping[ParserTask, Callable[[Mapping[str, Any], bytes, Settings], bytes]] = {
-    "measure_graph": _measure_graph,
-    "identify_plan": _identify_plan,
+    "describe_graph": _describe_graph,
     "check_search": _check_search,
     "compare": _compare,
     "export": _export,
@@ -90,10 +88,10 @@ _TASKS: Mapping[ParserTask, Callable[[Mapping[str, Any], bytes, Settings], bytes
 }
 
 
-def _read_graph(request: Mapping[str, Any], graph: bytes, settings: Settings) -> Graph:
+def _read_graph(rules: Sequence[Mapping[str, Any]], graph: bytes, settings: Settings) -> Graph:
     limits = ArchiveLimits(**settings.archive_limits, values=settings.max_model_values)
     try:
-        read = load_request_graph(graph, request.get("rules", []), limits)
+        read = load_request_graph(graph, rules, limits)
     except ArchiveError as error:
         if not error.limit:
             raise

@@ -48,7 +48,7 @@ class AuditEvent(BaseModel):
 def insert_event(
     connection: Connection, project: str, action: AuditAction, resource: str, **fields: str | None
 ) -> None:
-    """Insert an event in the transaction that changes the resource.
+    """Insert an event in the transaction that changes the resource; `log_event` it afterwards.
 
     Args:
         connection: with the transaction.
@@ -59,6 +59,18 @@ def insert_event(
     """
     values = {"id": uuid4().hex, "project": project, "created_at": time.time(), **fields}
     connection.execute(insert(audit_events).values(action=action, resource=resource, **values))
+
+
+def log_event(project: str, action: AuditAction, resource: str, **fields: str | None) -> None:
+    """Write an event, which is in the database, into the service's log.
+
+    Args:
+        project: of the resource.
+        action: what was done.
+        resource: its path.
+        **fields: caller and request_id, if there are any.
+    """
+    _log.info("audit", action=action.value, resource=resource, project=project, **fields)
 
 
 class AuditLog:
@@ -91,7 +103,7 @@ class AuditLog:
         fields = {"caller": caller.name, "request_id": request_id}
         with self._engine.begin() as connection:
             insert_event(connection, caller.project, action, resource, **fields)
-        _log.info("audit", action=action.value, resource=resource, project=caller.project, **fields)
+        log_event(caller.project, action, resource, **fields)
 
     def page(
         self, project: str, *, after: Cursor | None = None, limit: int = 50

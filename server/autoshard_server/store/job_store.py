@@ -46,6 +46,7 @@ from sqlalchemy.exc import IntegrityError
 
 from autoshard_server.problems import ProblemType, problem_document
 from autoshard_server.projects import DEFAULT_PROJECT
+from autoshard_server.store.audit import AuditAction, insert_event, log_event
 from autoshard_server.store.expiry import delete_expired
 from autoshard_server.store.fair_order import FairOrder, QueuedJobs
 from autoshard_server.store.jobs import (
@@ -142,7 +143,7 @@ class JobStore:
         max_bytes: int | None = None,
         context: Mapping[str, str] | None = None,
     ) -> Job:
-        """Return the project's active job for this result, or insert one.
+        """Return the project's active job for this result, or insert one and an audit event.
 
         Args:
             plan_id: id of the result.
@@ -180,6 +181,8 @@ class JobStore:
         }
         last = select(func.coalesce(func.max(_jobs.c.number), 0) + 1).scalar_subquery()
         of_result = (_jobs.c.project == project) & (_jobs.c.plan_id == plan_id) & is_active
+        resource = f"/v1/jobs/{row['id']}"
+        by = {"caller": caller, "request_id": (context or {}).get("request_id")}
         while True:
             try:
                 with self._engine.begin() as connection:
@@ -189,12 +192,14 @@ class JobStore:
                     check_limits(connection, project, caller, limits, len(packed))
                     connection.execute(insert(_jobs).values(row | {"number": last}))
                     _add_event(connection, row["id"], JobState.QUEUED)
+                    insert_event(connection, project, AuditAction.CREATE, resource, **by)
                     inserted = _find(connection, _jobs.c.id == row["id"])
-                    assert inserted is not None
-                    return inserted
             except IntegrityError:
                 # A concurrent writer inserted it first.
                 continue
+            log_event(project, AuditAction.CREATE, resource, **by)
+            assert inserted is not None
+            return inserted
 
     def usage(self, project: str, caller: str | None) -> JobUsage:
         """Use of the quotas of a caller."""

@@ -1,5 +1,6 @@
 """Quotas of jobs: how many a queue, a project and a caller may have, and how many bytes."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from sqlalchemy import ColumnElement, Connection, func, select
@@ -44,12 +45,8 @@ class JobUsage:
 
 def job_usage(connection: Connection, project: str, caller: str | None) -> JobUsage:
     """Use of the quotas of a caller; reads two indexes."""
-    of_caller = (_jobs.c.project == project) & is_caller(caller)
-    jobs = select(func.count()).where(of_caller, is_active)
-    nbytes = select(func.coalesce(func.sum(_jobs.c.stored_bytes), 0)).where(of_caller, has_bytes)
-    return JobUsage(
-        int(connection.execute(jobs).scalar_one()), int(connection.execute(nbytes).scalar_one())
-    )
+    active = _active_jobs(connection)
+    return JobUsage(_of_caller(active, project, caller), _num_bytes(connection, project, caller))
 
 
 def check_limits(
@@ -67,24 +64,27 @@ def check_limits(
     Raises:
         ServerError: TOO_MANY_JOBS.
     """
-    usage = job_usage(connection, project, caller)
-    queued = _count(connection, _jobs.c.state == JobState.QUEUED)
-    of_project = _count(connection, _jobs.c.project == project)
+    active = _active_jobs(connection)
+    queued = sum(n for (_, _, state), n in active.items() if state == JobState.QUEUED)
+    of_project = sum(n for (name, _, _), n in active.items() if name == project)
     checks = [
         (queued, limits.queued, "queued", "max_queued_jobs"),
         (of_project, limits.of_project, "queued or running for your project", "max_project_jobs"),
     ]
     if caller is not None:
         state = "queued or running for your key"
-        checks.append((usage.jobs, limits.of_caller, state, "max_caller_jobs"))
+        of_caller = _of_caller(active, project, caller)
+        checks.append((of_caller, limits.of_caller, state, "max_caller_jobs"))
     for count, limit, state, setting in checks:
         if limit is not None and count >= limit:
             detail = (
                 f"{count} jobs are {state}, and the limit is {limit}; retry later, or cancel one"
             )
             raise limit_error(ProblemType.TOO_MANY_JOBS, detail, setting, limit, headers=_RETRY)
-    if limits.nbytes is not None and usage.nbytes + nbytes > limits.nbytes:
-        raise _too_many_bytes(usage.nbytes, nbytes, limits.nbytes)
+    if limits.nbytes is not None:
+        used = _num_bytes(connection, project, caller)
+        if used + nbytes > limits.nbytes:
+            raise _too_many_bytes(used, nbytes, limits.nbytes)
 
 
 def is_caller(name: str | None) -> ColumnElement[bool]:
@@ -92,9 +92,26 @@ def is_caller(name: str | None) -> ColumnElement[bool]:
     return _jobs.c.caller.is_(None) if name is None else _jobs.c.caller == name
 
 
-def _count(connection: Connection, where: ColumnElement[bool]) -> int:
-    query = select(func.count()).select_from(_jobs).where(is_active, where)
-    return int(connection.execute(query).scalar_one())
+_ActiveJobs = Mapping[tuple[str, str | None, str], int]
+"""Numbers of queued and running jobs by project, caller and state."""
+
+
+def _active_jobs(connection: Connection) -> _ActiveJobs:
+    # Grouped in the index of active jobs, which are few. With a condition on the project, SQLite
+    # reads all of the project's jobs instead, also those that are finished.
+    group = (_jobs.c.project, _jobs.c.caller, _jobs.c.state)
+    query = select(*group, func.count()).where(is_active).group_by(*group)
+    return {(project, name, state): n for project, name, state, n in connection.execute(query)}
+
+
+def _of_caller(active: _ActiveJobs, project: str, caller: str | None) -> int:
+    return sum(n for (*owner, _), n in active.items() if owner == [project, caller])
+
+
+def _num_bytes(connection: Connection, project: str, caller: str | None) -> int:
+    of_caller = (_jobs.c.project == project) & is_caller(caller)
+    nbytes = select(func.coalesce(func.sum(_jobs.c.stored_bytes), 0)).where(of_caller, has_bytes)
+    return int(connection.execute(nbytes).scalar_one())
 
 
 def _too_many_bytes(used: int, nbytes: int, limit: int) -> ServerError:

@@ -52,21 +52,21 @@ def test_a_parser_over_a_limit_is_stopped_and_replaced(
     slow = deep(7 << 20)
     for _ in range(3):
         with pytest.raises(ServerError, match=name) as raised:
-            parsers.run("measure_graph", {}, slow)
+            parsers.run("describe_graph", {"rules": []}, slow)
         assert raised.value.kind is ProblemType.LIMIT
         assert raised.value.extensions["limit_name"] == name
     parsers.close()
     allowed = Parsers(Settings(**STORE))
-    assert json.loads(allowed.run("measure_graph", {}, graph))["num_nodes"] > 0
+    assert json.loads(allowed.run("describe_graph", {"rules": []}, graph))["num_nodes"] > 0
     allowed.close()
 
 
 def test_a_parser_that_dies_is_replaced(graph: bytes) -> None:
     parsers = Parsers(Settings(**STORE, num_parsers=1))
     parsers.start()
-    assert parsers.run("measure_graph", {}, graph)
+    assert parsers.run("describe_graph", {"rules": []}, graph)
     os.kill(fork_server().pid, signal.SIGKILL)
-    assert parsers.run("measure_graph", {}, graph)
+    assert parsers.run("describe_graph", {"rules": []}, graph)
     parsers.close()
 
 
