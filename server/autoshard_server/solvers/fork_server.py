@@ -24,6 +24,8 @@ from contextlib import suppress
 from importlib import import_module
 from typing import NoReturn
 
+from pydantic import BaseModel
+
 from autoshard import plan, planner, solve
 from autoshard_server.solvers import parsing, solving
 from autoshard_server.solvers.children import (
@@ -147,6 +149,13 @@ def _run(program: Program, environment: Mapping[str, str], streams: Sequence[int
         os._exit(status)
 
 
+def _complete_models(base: type[BaseModel]) -> None:
+    """Build the validators that pydantic otherwise builds when a model is first used."""
+    for model in base.__subclasses__():
+        model.model_rebuild()
+        _complete_models(model)
+
+
 def _send(owner: socket.socket, number: int) -> None:
     with suppress(OSError):
         owner.sendall(NUMBER.pack(number))
@@ -158,6 +167,7 @@ def main() -> None:
         # Some modules are otherwise imported when they are first used.
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             import_module(module.name)
+    _complete_models(BaseModel)
     # The children share these objects: without collections their pages are not copied.
     gc.collect()
     gc.freeze()

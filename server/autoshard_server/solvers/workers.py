@@ -184,6 +184,9 @@ class Workers:
         while not self._stopping.is_set():
             try:
                 solver = solver or self._prepare(health)
+                if solver is None:
+                    self._stopping.wait(_IDLE)
+                    continue
                 # Preparing takes time, in which the workers may have been drained.
                 claim = None if self._stopping.is_set() else self._claim(owner, role, preferred)
                 backoff.reset()
@@ -218,11 +221,16 @@ class Workers:
             self._free.discard(owner)
         return claim
 
-    def _prepare(self, health: SolverHealth) -> Solver:
+    def _prepare(self, health: SolverHealth) -> Solver | None:
+        """A solver that waits for a job; None if it cannot be started now."""
         if health.delay:
             self._stopping.wait(health.delay)
         try:
             solver = self._executor.prepare()
+        except OSError as error:
+            health.lost()
+            _log.warning("solver_not_started", reason=str(error))
+            return None
         except Exception:
             health.lost()
             raise
