@@ -10,8 +10,13 @@ from typing import Any
 import psutil
 import pytest
 
+from autoshard.graph import load_graph
+from autoshard.mesh import make_mesh
+from autoshard.plan import PlanOptions
+from autoshard.planner import plan_id
 from autoshard_server import Settings
 from autoshard_server.problems import ProblemType, ServerError
+from autoshard_server.service import Service
 from autoshard_server.solvers.parsers import Parsers
 
 STORE = {"store_url": "sqlite://"}
@@ -90,6 +95,34 @@ def test_the_service_never_reads_an_upload_itself(
     assert service.http.get(f"/v1/plans/{plan}/trace").status_code == 200
     pair = {"before": plan, "after": plan}
     assert service.http.post("/v1/plans:compare", json=pair).status_code == 200
+
+
+def test_a_graph_is_read_once(
+    start_service: Any, make_graph: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tasks: list[str] = []
+    parse = Service.parse
+
+    async def counted(self: Service, task: Any, request: Any, payload: bytes) -> bytes:
+        tasks.append(task)
+        return await parse(self, task, request, payload)
+
+    monkeypatch.setattr(Service, "parse", counted)
+    service = start_service()
+    graph = make_graph(96)
+    digest = hashlib.sha256(graph).hexdigest()
+    first, again = put(service, graph), put(service, graph)
+    assert (first.status_code, again.status_code) == (201, 200)
+    assert first.json()["num_parameters"] == again.json()["num_parameters"] > 0
+    found = set()
+    for mesh in ([2], [4], [2, 2]):
+        request = {"graph_sha256": digest, "mesh": {"shape": mesh}}
+        made = service.http.post("/v1/plans", json=request, headers={"Prefer": "wait=60"})
+        assert made.status_code == 200, made.text
+        options = PlanOptions.model_validate(made.json()["options"])
+        assert made.json()["id"] == plan_id(load_graph(graph), make_mesh(mesh), options)
+        found.add(made.json()["id"])
+    assert (len(found), tasks) == (3, ["describe_graph"])
 
 
 def test_many_values_and_high_ratios_are_refused_by_name(start_service: Any) -> None:
