@@ -79,6 +79,7 @@ def measure(url: str, rows: int) -> Measured:
     """Fill a database, and measure requests and housekeeping."""
     settings = Settings(store_url=url)
     filled = fill(settings, rows)
+    print(f"filled in {filled.seconds:.0f} s", flush=True)
     nbytes = _size(url)
     with closing(Stores(settings)) as stores:
         _, token = stores.api_keys.create(CALLERS[0], ["admin", "plan", "read", "metrics"])
