@@ -196,9 +196,10 @@ class Planning:
     forbid: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="COLLECTIVE[@AXIS]",
+            metavar="COLLECTIVE[:OF][@AXIS]",
             rich_help_panel=_CONSTRAINTS,
-            help="Forbid a collective, on one axis or on all: all_to_all@tp. Repeatable.",
+            help="Forbid a collective, OF parameters, activations or both, on one axis or on all: "
+            "all_gather:activations@tp. Repeatable.",
         ),
     ] = None
     batch_axis: Annotated[str | None, _described("batch_axis", _CONSTRAINTS, metavar="AXIS")] = None
@@ -477,8 +478,9 @@ def _read_pins(texts: Sequence[str]) -> dict[str, dict[str, str]]:
 
 
 def _read_forbidden(text: str) -> dict[str, Any]:
-    kind, _, axis = text.partition("@")
-    return {"kind": kind, "axis": axis or None}
+    collective, _, axis = text.partition("@")
+    kind, _, of = collective.partition(":")
+    return {"kind": kind, "of": of or None, "axis": axis or None}
 
 
 def _origin(url: str) -> tuple[str, str | None, int | None]:

@@ -16,6 +16,7 @@ Algorithm = Literal["optimal", "ddp", "fsdp2", "hsdp", "megatron", "megatron-sp"
 ExportableTo = Literal["fsdp2", "parallelize-module", "hf-tp-plan", "torchtitan"]
 Recomputing = Literal["auto", "never", "always"]
 StateDType = Literal["float32", "float16", "bfloat16"]
+Moved = Literal["parameters", "activations"]
 CollectiveKind = Literal[
     "all_gather", "all_reduce", "all_to_all", "halo_exchange", "reduce_scatter"
 ]
@@ -136,6 +137,14 @@ class ForbiddenCollective(_Options):
     """A collective that a plan may not run, forward or backward."""
 
     kind: CollectiveKind
+    of: Moved | None = Field(
+        default=None,
+        description=(
+            "parameters: forbid it only where it moves parameters, what is computed from one "
+            "parameter alone, or their gradients. activations: only where it moves other tensors "
+            "or their gradients, so that ZeRO remains possible. All tensors if null."
+        ),
+    )
     axis: str | None = Field(
         default=None,
         max_length=255,
@@ -143,7 +152,8 @@ class ForbiddenCollective(_Options):
     )
 
     def __str__(self) -> str:
-        return self.kind if self.axis is None else f"{self.kind}@{self.axis}"
+        of = "" if self.of is None else f":{self.of}"
+        return self.kind + of + ("" if self.axis is None else f"@{self.axis}")
 
 
 class PlanOptions(_Options):

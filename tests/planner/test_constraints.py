@@ -119,6 +119,36 @@ def test_a_forbidden_collective_does_not_run(planned: Planner, kind: str) -> Non
     assert kind not in kinds(only, "b")
 
 
+def moved(plan: Plan, kind: str) -> set[str]:
+    """The values that a collective of this kind reshards, forward or backward."""
+    (stage,) = plan.stages
+    return {
+        resharding.value
+        for resharding in stage.reshardings
+        if any(kind in (step.forward, step.backward) for step in resharding.steps)
+    }
+
+
+def test_a_collective_may_be_forbidden_of_parameters_or_of_activations(planned: Planner) -> None:
+    # Each parameter is stored sharded; with a small batch, activations would rather be gathered.
+    graph = graph_of(meta(mlp, 8, 512, 512, 512))
+    mesh = slow_devices(a=2, b=2)
+    pins = Pins(parameters={"*.weight": "S(0),S(0)"})
+    weights = {i.name for i in graph.parameters}
+    free = planned(graph, mesh, pins=pins)
+    assert moved(free, "all_gather") - weights
+    zero = planned(graph, mesh, pins=pins, forbid=[{"kind": "all_gather", "of": "activations"}])
+    assert moved(zero, "all_gather")
+    assert moved(zero, "all_gather") <= weights
+    kept = planned(graph, mesh, pins=pins, forbid=[{"kind": "all_gather", "of": "parameters"}])
+    assert moved(kept, "all_gather").isdisjoint(weights)
+    mixed = [{"kind": "all_gather", "of": "activations", "axis": "b"}]
+    on_one = planned(graph, mesh, pins=pins, forbid=mixed)
+    assert "all_gather" in kinds(on_one, "b")
+    assert free.certificate.objective <= on_one.certificate.objective
+    assert on_one.certificate.objective <= zero.certificate.objective
+
+
 def test_forbidding_what_a_plan_runs_makes_it_dearer(planned: Planner) -> None:
     graph = small_graph(gpt2)
     free = planned(graph, SLOW_2X2)
@@ -221,6 +251,10 @@ DISOBEYED: dict[str, tuple[dict[str, Any], str]] = {
     "output": ({"pins": {"outputs": {"0": "S(0),S(1)"}}}, "pin of output"),
     "node": ({"pins": {"nodes": {"linear": "S(0),S(1)"}}}, "pin of node"),
     "collective": ({"forbid": [{"kind": "all_reduce"}]}, "against the forbidden all_reduce"),
+    "collective of activations": (
+        {"forbid": [{"kind": "all_reduce", "of": "activations"}]},
+        "against the forbidden all_reduce:activations",
+    ),
     "batch": ({"batch_axis": "axis0"}, "does not obey the batch_axis"),
     "pattern": ({"algo": "megatron"}, "does not obey the algo"),
 }

@@ -98,8 +98,11 @@ def test_inference_runs_nothing_backward(planned: Planner) -> None:
 def test_nothing_that_is_forbidden_runs_inside(planned: Planner) -> None:
     scores = Pins(nodes={"linear_1": "S(0),S(1)"})
     assert inside(planned(head(), MESH, pins=scores), LOSS)
-    forbid = [{"kind": "all_reduce", "axis": "b"}]
-    assert not inside(planned(head(), MESH, pins=scores, forbid=forbid), LOSS)
+    forbid = {"kind": "all_reduce", "axis": "b"}
+    for of in (None, "activations"):
+        assert not inside(planned(head(), MESH, pins=scores, forbid=[{**forbid, "of": of}]), LOSS)
+    of_parameters = [{**forbid, "of": "parameters"}]
+    assert inside(planned(head(), MESH, pins=scores, forbid=of_parameters), LOSS)
 
 
 def test_a_pin_that_needs_what_is_forbidden_has_no_plan() -> None:
@@ -110,11 +113,12 @@ def test_a_pin_that_needs_what_is_forbidden_has_no_plan() -> None:
     assert "forbidden all_reduce@b" in " ".join(plan.conflict.options)
 
 
-def test_the_checker_sees_what_is_forbidden_inside(plan: Plan) -> None:
-    options = PlanOptions(forbid=[{"kind": "all_reduce", "axis": "b"}])
+@pytest.mark.parametrize("scope", ["", ":activations", ":parameters"])
+def test_the_checker_sees_what_is_forbidden_inside(plan: Plan, scope: str) -> None:
+    options = PlanOptions(forbid=[{"kind": "all_reduce", "of": scope[1:] or None, "axis": "b"}])
     claimed = plan.model_copy(update={"options": options})
-    finding = f"node {LOSS} runs all_reduce on b against the forbidden all_reduce@b"
-    assert finding in check_plan(claimed)
+    finding = f"node {LOSS} runs all_reduce on b against the forbidden all_reduce{scope}@b"
+    assert (finding in check_plan(claimed)) == (scope != ":parameters")
 
 
 def _changed(**changes: Any) -> Callable[[list[dict[str, Any]]], Any]:

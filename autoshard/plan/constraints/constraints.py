@@ -77,12 +77,14 @@ class Constraint:
         label: its name in messages.
         strategies: the constraint on the strategy of each variable that it concerns.
         collectives: forbidden collectives, each with the index of a non-trivial axis.
+        inside: further collectives that are forbidden inside operators.
         values: further collectives, by value, that are forbidden in the reshardings of the value.
     """
 
     label: str
     strategies: Mapping[ChoiceId, StrategyConstraint] = field(default_factory=dict)
     collectives: frozenset[Collective] = frozenset()
+    inside: frozenset[Collective] = frozenset()
     values: Mapping[str, frozenset[Collective]] = field(default_factory=dict)
 
 
@@ -96,6 +98,7 @@ class PlanConstraints:
     def __init__(self, constraints: Sequence[Constraint] = ()) -> None:
         self.constraints = tuple(constraints)
         self._forbidden = frozenset(c for x in self.constraints for c in x.collectives)
+        self._inside = self._forbidden.union(*(x.inside for x in self.constraints))
         self._forbidden_of: dict[str, frozenset[Collective]] = {}
         # Strategies and costs are stored with the result, so that their ids are not reused.
         self._applied: dict[
@@ -117,7 +120,7 @@ class PlanConstraints:
             OptionError: a single constraint forbids all strategies.
         """
         concerned = [c for c in self.constraints if choice in c.strategies]
-        communicates = self._forbidden and any(s.collectives for s in strategies)
+        communicates = self._inside and any(s.collectives for s in strategies)
         if not concerned and not communicates:
             return costs
         key = (id(strategies), id(costs), *(c.strategies[choice] for c in concerned))
@@ -173,11 +176,11 @@ class PlanConstraints:
             c.label
             for c in self.constraints
             if collective in c.collectives
-            or (value is not None and collective in c.values.get(value, ()))
+            or collective in (c.inside if value is None else c.values.get(value, ()))
         )
 
     def _runs_forbidden(self, strategy: Strategy) -> bool:
-        return any((c.operation.action, c.axis) in self._forbidden for c in strategy.collectives)
+        return any((c.operation.action, c.axis) in self._inside for c in strategy.collectives)
 
 
 UNCONSTRAINED = PlanConstraints()

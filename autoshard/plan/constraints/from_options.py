@@ -21,7 +21,7 @@ from autoshard.layouts import (
     shards_unevenly,
 )
 from autoshard.mesh import Mesh
-from autoshard.ops import Strategy, axis_rules, call_of, is_view, rule_for
+from autoshard.ops import Strategy, axis_rules, call_of, is_view, rule_for, weights_of
 from autoshard.plan.constraints.batch import batch_constraints
 from autoshard.plan.constraints.constraints import (
     ChoiceId,
@@ -52,7 +52,7 @@ def plan_constraints(graph: Graph, mesh: Mesh, options: PlanOptions) -> PlanCons
             cannot have.
     """
     axes = NontrivialAxes.of(mesh)
-    found = [*_pin_constraints(graph, axes, options), *_forbidden_collectives(axes, options)]
+    found = [*_pin_constraints(graph, axes, options), *_forbidden(graph, axes, options)]
     if options.batch_axis is not None:
         axis = _axis(axes, options.batch_axis, "batch_axis")
         strategies = batch_constraints(graph, axes, axis)
@@ -68,13 +68,21 @@ def plan_constraints(graph: Graph, mesh: Mesh, options: PlanOptions) -> PlanCons
     return PlanConstraints(found)
 
 
-def _forbidden_collectives(axes: NontrivialAxes, options: PlanOptions) -> Iterator[Constraint]:
+def _forbidden(graph: Graph, axes: NontrivialAxes, options: PlanOptions) -> Iterator[Constraint]:
+    weights = weights_of(graph)
     for forbidden in options.forbid:
         numbers: Sequence[int | None] = range(len(axes.sizes))
         if forbidden.axis is not None:
             numbers = [_axis(axes, forbidden.axis, "forbid")]
-        collectives = frozenset((forbidden.kind, axis) for axis in numbers if axis is not None)
-        yield Constraint(forbid_label(forbidden), collectives=collectives)
+        found = frozenset((forbidden.kind, axis) for axis in numbers if axis is not None)
+        label = forbid_label(forbidden)
+        if forbidden.of is None:
+            yield Constraint(label, collectives=found)
+        elif forbidden.of == "parameters":
+            yield Constraint(label, values=dict.fromkeys(weights, found))
+        else:
+            others = [value for value in graph.values if value not in weights]
+            yield Constraint(label, inside=found, values=dict.fromkeys(others, found))
 
 
 def _axis(axes: NontrivialAxes, name: str, option: str) -> int | None:
