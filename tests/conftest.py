@@ -10,7 +10,11 @@ from hypothesis import settings
 # A thread for each test process and each program that it starts: they share the processors.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from support.on_ranks import on_ranks, run_launch
+
 from benchmarks.faults.postgres import Cluster, binaries, running_cluster
+
+__all__ = ["on_ranks", "run_launch"]
 
 LONG = (
     *(

@@ -100,19 +100,27 @@ def _launch(
     folder = (settings.folder / "launch").resolve()
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    file = f"tests/zoo/test_zoo_on_{num_ranks}_ranks.py"
     cases = {name: f"{name} {precision} on {num_ranks}" for name in families}
-    command = [sys.executable, str(_LAUNCHER), file, str(folder), f"--ranks={num_ranks}"]
-    command += [f"--case={case}" for case in cases.values()]
-    with (folder / "log").open("w", encoding="utf-8") as log:
-        try:
-            subprocess.run(  # noqa: S603  a constant command
-                command, cwd=_ROOT, stderr=log, timeout=settings.timeout, check=True
-            )
-        except subprocess.TimeoutExpired:
-            return dict.fromkeys(families, f"launch stopped after {settings.timeout:g} s")
-        except subprocess.CalledProcessError as error:
-            return dict.fromkeys(families, f"launch ended with status {error.returncode}")
+    launch = {
+        "file": f"tests/zoo/test_zoo_on_{num_ranks}_ranks.py",
+        "folder": str(folder),
+        "num_ranks": num_ranks,
+        "names": list(cases.values()),
+        "timeout": settings.timeout,
+    }
+    done = subprocess.run(  # noqa: S603  our own program
+        [sys.executable, str(_LAUNCHER)],
+        input=json.dumps(launch),
+        stdout=subprocess.PIPE,
+        cwd=_ROOT,
+        text=True,
+        check=False,
+    )
+    status = done.stdout.strip() or str(done.returncode)
+    if status == "timeout":
+        return dict.fromkeys(families, f"launch stopped after {settings.timeout:g} s")
+    if status != "0":
+        return dict.fromkeys(families, f"launch ended with status {status}")
     outcomes: list[dict[str, str]] = json.loads((folder / "outcomes.json").read_text("utf-8"))
     return {name: first_error(outcomes, case) for name, case in cases.items()}
 

@@ -1,11 +1,10 @@
 """The program that runs test cases on ranks: failures are named, and other cases still run."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
-RANKS = Path(__file__).parents[1] / "support" / "ranks.py"
+from support.on_ranks import RunLaunch
+
 CASES = """
 import os
 import torch
@@ -32,15 +31,14 @@ CASES = {"first": sums, "dies": dies, "second": sums, "fails": fails, "third": s
 """
 
 
-def test_a_rank_that_dies_or_fails_is_named_and_the_other_cases_run(tmp_path: Path) -> None:
+def test_a_rank_that_dies_or_fails_is_named_and_the_other_cases_run(
+    tmp_path: Path, run_launch: RunLaunch
+) -> None:
     file = tmp_path / "a" / "b" / "cases.py"
     file.parent.mkdir(parents=True)
     file.write_text(CASES)
     names = ["first", "dies", "second", "fails", "third"]
-    command = [sys.executable, str(RANKS), str(file), str(tmp_path), "--ranks=2"]
-    subprocess.run(  # noqa: S603  our own program
-        [*command, *(f"--case={name}" for name in names)], check=True
-    )
+    run_launch(file, tmp_path, 2, names)
     outcomes = json.loads((tmp_path / "outcomes.json").read_text())
     assert [list(found) for found in outcomes] == [names, names]
     assert {n for n in names if any(found[n] for found in outcomes)} == {"dies", "fails"}

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,9 +21,15 @@ from autoshard.runtime import parallelize, record_collectives, summarize
 TOLERANCE = 1e-5
 
 
+@cache
+def mesh_of_ranks(sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """A mesh on this process group; cases that ask for the same one share its groups."""
+    return init_device_mesh("cpu", sizes, mesh_dim_names=names)
+
+
 def device_mesh(plan: Plan) -> DeviceMesh:
     """The mesh that a plan is for, on this process group."""
-    return init_device_mesh("cpu", plan.mesh.axis_sizes, mesh_dim_names=plan.mesh.axis_names)
+    return mesh_of_ranks(tuple(plan.mesh.axis_sizes), tuple(plan.mesh.axis_names))
 
 
 def whole(value: Any) -> Any:

@@ -1,9 +1,9 @@
-"""A fixture that runs the cases of a test file on gloo ranks."""
+"""Fixtures that run the cases of test files on gloo ranks."""
 
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,10 +11,36 @@ import pytest
 _RANKS = Path(__file__).with_name("ranks.py")
 _TIMEOUT = 1800
 
+RunLaunch = Callable[[Path, Path, int, list[str]], None]
+
+
+@pytest.fixture(scope="session")
+def run_launch() -> Iterator[RunLaunch]:
+    """Runs launches in forks of one process, started when the first test of a session asks."""
+    with subprocess.Popen(  # noqa: S603  our own program
+        [sys.executable, str(_RANKS)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+
+        def run(file: Path, folder: Path, num_ranks: int, names: list[str]) -> None:
+            given = {"file": str(file), "folder": str(folder), "num_ranks": num_ranks}
+            launch = json.dumps({**given, "names": names, "timeout": _TIMEOUT})
+            print(launch, file=process.stdin, flush=True)
+            status = process.stdout.readline().strip()
+            if status != "0":
+                log = (folder / "log").read_text()
+                pytest.fail(f"the ranks ended with {status}:\n{log}", pytrace=False)
+
+        yield run
+        process.stdin.close()
+
 
 @pytest.fixture(scope="module")
 def on_ranks(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    run_launch: RunLaunch,
 ) -> Callable[[str], None]:
     """Checks one case of the file's `CASES`; the first use runs all that were selected.
 
@@ -27,12 +53,11 @@ def on_ranks(
         and item.path == request.path
         and "on_ranks" in item.fixturenames
     ]
-    outcomes = _launch(
-        request.path,
-        list(dict.fromkeys(names)),
-        num_ranks=request.module.NUM_RANKS,
-        folder=tmp_path_factory.mktemp("ranks"),
-    )
+    folder = tmp_path_factory.mktemp("ranks")
+    selected = list(dict.fromkeys(names))
+    num_ranks = request.module.NUM_RANKS
+    run_launch(request.path, folder, num_ranks, selected)
+    outcomes: list[dict[str, str]] = json.loads((folder / "outcomes.json").read_text())
 
     def check(name: str) -> None:
         for rank, outcome in enumerate(outcomes):
@@ -40,15 +65,3 @@ def on_ranks(
                 pytest.fail(f"on rank {rank}:\n{error}", pytrace=False)
 
     return check
-
-
-def _launch(file: Path, names: list[str], *, num_ranks: int, folder: Path) -> list[dict[str, str]]:
-    command = [sys.executable, str(_RANKS), str(file), str(folder), f"--ranks={num_ranks}"]
-    command += [f"--case={name}" for name in names]
-    done = subprocess.run(  # noqa: S603  our own program
-        command, capture_output=True, text=True, timeout=_TIMEOUT, check=False
-    )
-    if done.returncode:
-        pytest.fail(f"the ranks ended with {done.returncode}:\n{done.stderr}", pytrace=False)
-    outcomes: list[dict[str, str]] = json.loads((folder / "outcomes.json").read_text())
-    return outcomes

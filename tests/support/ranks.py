@@ -1,22 +1,25 @@
-"""Runs the cases of a test file on real gloo ranks; started as a program by `on_ranks.py`.
+"""Runs the cases of test files on real gloo ranks; started as a program by `on_ranks.py`.
 
-Starting ranks takes far longer than most cases, so one launch runs all cases of a file. The
-file is imported once, and each rank is a fork of that process. After every case the ranks
-tell each other through a file how it went, so that a failed case is named, and the ones
-behind it run on new ranks; also where a rank has died of it.
+Starting ranks takes far longer than most cases. So the program imports once what most files
+need, and runs each file in a fork of itself. One launch runs all cases of a file: the file is
+imported once, and each rank is a fork of that process. After every case the ranks tell each
+other through a file how it went, so that a failed case is named, and the ones behind it run on
+new ranks; also where a rank has died of it.
 """
 
-import argparse
 import gc
+import importlib
 import importlib.util
 import json
 import multiprocessing
 import multiprocessing.process
 import os
+import signal
 import sys
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection
 from pathlib import Path
@@ -100,30 +103,64 @@ def _outcome(case: Callable[[], None]) -> str:
     return ""
 
 
+@dataclass
+class Launch:
+    """Cases of one file, run on ranks.
+
+    Attributes:
+        file: has the cases.
+        folder: for the rendezvous, the results, and what the ranks print.
+        num_ranks: of the process group.
+        names: of the cases.
+        timeout: seconds.
+    """
+
+    file: str
+    folder: str
+    num_ranks: int
+    names: list[str]
+    timeout: float
+
+    def run(self) -> None:
+        """Run the cases on forked ranks, on new ones after each case that failed."""
+        os.setsid()
+        folder = Path(self.folder)
+        with (folder / "log").open("w") as log:
+            os.dup2(log.fileno(), sys.stdout.fileno())
+            os.dup2(log.fileno(), sys.stderr.fileno())
+        known = load_cases(Path(self.file))
+        cases = [(name, known[name]) for name in self.names]
+        unprepared = {n: _outcome(c.prepare) for n, c in cases if isinstance(c, Prepared)}
+        failed = {name: error for name, error in unprepared.items() if error}
+        outcomes = [dict(failed) for _ in range(self.num_ranks)]
+        while remaining := [case for case in cases if case[0] not in outcomes[0]]:
+            attempt = folder / f"launch{len(outcomes[0])}"
+            attempt.mkdir()
+            for rank, found in enumerate(_launch(self.num_ranks, remaining, attempt)):
+                outcomes[rank].update(found)
+        (folder / "outcomes.json").write_text(json.dumps(outcomes))
+
+
 def main() -> None:
-    """Run the cases on forked ranks, on new ones after each case that failed."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("file", type=Path)
-    parser.add_argument("folder", type=Path, help="for the rendezvous and the results")
-    parser.add_argument("--ranks", type=int, required=True)
-    parser.add_argument("--case", action="append", required=True)
-    options = parser.parse_args()
+    """Run the launch that each line of the input describes; answer with its exit status."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)  # threads of a product that wait for a processor take time of others
     # A build of torch for CUDA without a GPU: the first backward after an export would start
     # threads for a pretended device, and then none could run in the forks of this process.
     torch.ones(1, requires_grad=True).sum().backward()
-    known = load_cases(options.file)
-    cases = [(name, known[name]) for name in options.case]
-    unprepared = {n: _outcome(c.prepare) for n, c in cases if isinstance(c, Prepared)}
-    failed = {name: error for name, error in unprepared.items() if error}
-    outcomes = [dict(failed) for _ in range(options.ranks)]
-    while remaining := [case for case in cases if case[0] not in outcomes[0]]:
-        folder = options.folder / f"launch{len(outcomes[0])}"
-        folder.mkdir()
-        for rank, found in enumerate(_launch(options.ranks, remaining, folder)):
-            outcomes[rank].update(found)
-    (options.folder / "outcomes.json").write_text(json.dumps(outcomes))
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    for name in ("support.comparison", "support.training", "support.transformer_plans"):
+        importlib.import_module(name)
+    for line in sys.stdin:
+        launch = Launch(**json.loads(line))
+        process = multiprocessing.get_context("fork").Process(target=launch.run)
+        process.start()
+        process.join(launch.timeout)
+        answer = "timeout" if process.is_alive() else str(process.exitcode)
+        if process.is_alive():
+            os.killpg(process.ident or 0, signal.SIGKILL)
+            process.join()
+        print(answer, flush=True)  # noqa: T201
 
 
 def _launch(

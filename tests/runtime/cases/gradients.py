@@ -1,28 +1,23 @@
 """What users do with gradients, where collectives of parameters run beside other work."""
 
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from support import models
 from support.comparison import close, device_mesh, whole
 from support.meshes import slow_devices
-from support.transformer_plans import OPTIONS
 from torch import nn
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.tensor import DTensor
 
 from autoshard.graph import graph_from_json
 from autoshard.plan import Plan, PlanOptions
 from autoshard.plan.buckets import buckets_of
 from autoshard.planner import make_plan
-from autoshard.runtime import CollectiveRecord, parallelize, record_collectives, rng_step, summarize
+from autoshard.runtime import parallelize
 
 ROWS = dict.fromkeys(("*.attn", "*.mlp", "*.c_*", "*.ln_*", "lm_head"), "S(0)")
 MLP = {"pins": {"parameters": {"*": "S(0)"}, "inputs": {"*": "S(0)"}, "nodes": {"*": "S(0)"}}}
@@ -46,19 +41,19 @@ class Case:
         options: of the plan.
         check: takes the model, the planned one, and what both are called with.
         build: makes the model.
+        ranks: that run it.
     """
 
     options: dict[str, Any]
     check: Callable[[nn.Module, nn.Module, dict[str, Any]], None]
     build: Callable[[], models.Case] = models.gpt2
+    ranks: int = 4
     plan: Plan = field(init=False)
 
     def prepare(self) -> None:
-        if self.check in (compiled, compiled_with_dropout):
-            _import_compiler()
         torch.manual_seed(0)
         graph = models.graph_of(self.build())
-        self.plan = make_plan(graph, slow_devices(dp=4), PlanOptions(**self.options))
+        self.plan = make_plan(graph, slow_devices(dp=self.ranks), PlanOptions(**self.options))
         stage = self.plan.stages[0]
         found = buckets_of(stage, graph_from_json(stage.program))
         assert any(len(bucket.reshardings) > 1 for bucket in found)
@@ -74,12 +69,12 @@ class Case:
         self.check(reference, planned, inputs)
 
 
-def _loss(model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
+def loss_of(model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
     result = model(**inputs)
     return result.square().sum() if isinstance(result, torch.Tensor) else result["loss"]
 
 
-def _compare(reference: nn.Module, planned: nn.Module, tolerance: float = 1e-5) -> None:
+def compare_gradients(reference: nn.Module, planned: nn.Module, tolerance: float = 1e-5) -> None:
     found = dict(planned.named_parameters())
     for name, parameter in reference.named_parameters():
         close(whole(found[name].grad), parameter.grad, name, tolerance)
@@ -89,11 +84,11 @@ def accumulated(reference: nn.Module, planned: nn.Module, inputs: dict[str, Any]
     """Two steps' gradients, then two passes over one graph, add up."""
     for model in (reference, planned):
         for _ in range(2):
-            _loss(model, inputs).backward()
-        loss = _loss(model, inputs)
+            loss_of(model, inputs).backward()
+        loss = loss_of(model, inputs)
         loss.backward(retain_graph=True)
         loss.backward()
-    _compare(reference, planned)
+    compare_gradients(reference, planned)
 
 
 def asked_for(reference: nn.Module, planned: nn.Module, inputs: dict[str, Any]) -> None:
@@ -101,13 +96,13 @@ def asked_for(reference: nn.Module, planned: nn.Module, inputs: dict[str, Any]) 
 
     So does a backward pass for some parameters with the others.
     """
-    given = torch.autograd.grad(_loss(planned, inputs), list(planned.parameters()))
+    given = torch.autograd.grad(loss_of(planned, inputs), list(planned.parameters()))
     assert all(parameter.grad is None for parameter in planned.parameters())
     first, *others = planned.parameters()
-    _loss(planned, inputs).backward(inputs=[first])
+    loss_of(planned, inputs).backward(inputs=[first])
     assert torch.equal(first.grad.to_local(), given[0].to_local())
     assert all(parameter.grad is None for parameter in others)
-    _loss(reference, inputs).backward()
+    loss_of(reference, inputs).backward()
     for gradient, (name, parameter) in zip(given, reference.named_parameters(), strict=True):
         close(whole(gradient), parameter.grad, name)
 
@@ -121,9 +116,9 @@ def hooked(reference: nn.Module, planned: nn.Module, inputs: dict[str, Any]) -> 
         )
     for model in (reference, planned):
         with torch.no_grad():
-            close(whole(_loss(model, inputs)), _loss(reference, inputs), "loss")
-        _loss(model, inputs).backward()
-    _compare(reference, planned)
+            close(whole(loss_of(model, inputs)), loss_of(reference, inputs), "loss")
+        loss_of(model, inputs).backward()
+    compare_gradients(reference, planned)
     for name, parameter in planned.named_parameters():
         assert torch.equal(seen[name], parameter.grad.to_local()), name
     norms = [
@@ -131,7 +126,7 @@ def hooked(reference: nn.Module, planned: nn.Module, inputs: dict[str, Any]) -> 
         for model in (reference, planned)
     ]
     close(norms[1], norms[0], "norm")
-    _compare(reference, planned)
+    compare_gradients(reference, planned)
 
 
 def scaled(reference: nn.Module, planned: nn.Module, inputs: dict[str, Any]) -> None:
@@ -142,7 +137,7 @@ def scaled(reference: nn.Module, planned: nn.Module, inputs: dict[str, Any]) -> 
         runs.append((model, optimizer, torch.amp.GradScaler("cpu", init_scale=1024.0)))
     for step in range(3):
         for model, optimizer, scaler in runs:
-            scaler.scale(_loss(model, inputs)).backward()
+            scaler.scale(loss_of(model, inputs)).backward()
             if step == 1:
                 _overflow(model.transformer.h[1].mlp.c_fc.weight.grad)
             scaler.unscale_(optimizer)
@@ -248,75 +243,16 @@ def copied(reference: nn.Module, planned: nn.Module, inputs: dict[str, Any]) -> 
             for parameter in model.parameters():
                 parameter.mul_(0.5)
     for model in (reference, planned):
-        _loss(model, inputs).backward()
-    _compare(reference, planned)
+        loss_of(model, inputs).backward()
+    compare_gradients(reference, planned)
     assert all(parameter.grad is None for parameter in twin.parameters())
     with torch.no_grad():
         for parameter in reference.parameters():
             parameter.mul_(2)
     reference.zero_grad()
     for model in (reference, twin):
-        _loss(model, inputs).backward()
-    _compare(reference, twin)
-
-
-def _import_compiler() -> None:
-    """Compile something once before there are ranks: most of the time of the first is imports."""
-    one = torch.compile(nn.Linear(1, 1), fullgraph=True, backend="aot_eager")
-    one(torch.ones(1, 1)).sum().backward()
-
-
-def compiled(reference: nn.Module, planned: nn.Module, inputs: dict[str, Any]) -> None:
-    """The planned model is one graph to `torch.compile`, compiled once, and computes the same."""
-    # The tracer makes an object of each function of autograd, which torch itself warns of.
-    warnings.filterwarnings("ignore", ".*autograd.function.Function", DeprecationWarning)
-    counter = CompileCounterWithBackend("aot_eager")
-    run = torch.compile(planned, fullgraph=True, backend=counter)
-    optimizers = [torch.optim.SGD(model.parameters(), lr=1e-3) for model in (planned, reference)]
-    for _ in range(20):
-        losses = [_loss(model, inputs) for model in (run, reference)]
-        close(whole(losses[0].detach()), losses[1].detach(), "loss")
-        for loss, optimizer in zip(losses, optimizers, strict=True):
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-    assert counter.frame_count == 1
-    _compare(reference, planned, 1e-4)
-
-
-def compiled_with_dropout(
-    _reference: nn.Module, planned: nn.Module, inputs: dict[str, Any]
-) -> None:
-    """Compiled once, the planned model draws the numbers that it draws uncompiled."""
-    warnings.filterwarnings("ignore", ".*autograd.function.Function", DeprecationWarning)
-    counter = CompileCounterWithBackend("aot_eager")
-    twin = deepcopy(planned)
-    models = (torch.compile(planned, fullgraph=True, backend=counter), twin)
-    optimizers = [torch.optim.SGD(model.parameters(), lr=1e-3) for model in (planned, twin)]
-    mesh = next(planned.parameters()).device_mesh
-    seen = []
-    for _ in range(20):
-        moved = []
-        for model, optimizer in zip(models, optimizers, strict=True):
-            optimizer.zero_grad()
-            with record_collectives(mesh) as recorder:
-                loss = _loss(model, inputs)
-                loss.backward()
-            optimizer.step()
-            seen.append(float(loss.detach()))
-            moved.append(_bytes_of(recorder.records))
-        assert moved[0] == moved[1]
-    assert counter.frame_count == 1
-    assert rng_step(planned).value == rng_step(twin).value == 20
-    assert seen[::2] == pytest.approx(seen[1::2], rel=1e-5)
-    assert max(seen) - min(seen) > 1e-3
-    for name, parameter in twin.named_parameters():
-        close(whole(planned.get_parameter(name).grad), whole(parameter.grad), name, 1e-4)
-
-
-def _bytes_of(records: Sequence[CollectiveRecord]) -> dict[tuple[str, str, str], int]:
-    """Bytes by kind, axis and direction; a compiled model runs those of a bucket one by one."""
-    return {(c.kind, c.axis, c.direction): c.nbytes for c in summarize(records)}
+        loss_of(model, inputs).backward()
+    compare_gradients(reference, twin)
 
 
 def _narrowed(parameters: str) -> dict[str, Any]:
@@ -346,11 +282,4 @@ CASES: dict[str, Callable[[], None]] = {
     "overflow in float16, parameters whole": Case(_narrowed("I"), scaled_narrow, narrow),
     "overflow in float16, parameters cut": Case(_narrowed("S(0)"), scaled_narrow, narrow),
     "copied, parameters cut": Case(MLP, copied, models.mlp),
-    "compiled, parameters cut": Case(MLP, compiled, models.mlp),
-    "compiled, parameters gathered in checkpoints": Case(
-        OPTIONS["fsdp of residuals"] | {"activation_checkpointing": "always"},
-        compiled,
-        models.residuals,
-    ),
-    "compiled with dropout": Case(MIXED, compiled_with_dropout, partial(models.gpt2, dropout=0.2)),
 }

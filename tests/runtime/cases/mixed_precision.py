@@ -1,7 +1,6 @@
 """Mixed precision: planned models compute what FSDP2 computes on one device under the policy."""
 
 import gc
-import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from copy import deepcopy
@@ -218,35 +217,6 @@ class Autocast:
             export_model(model, (), batch)
 
 
-@dataclass
-class Compiled:
-    """Under `torch.compile`, a step computes the same."""
-
-    plan: Plan = field(init=False)
-
-    def prepare(self) -> None:
-        mixed = Mixed({"a": 4}, MixedPrecisionPolicy(F32, F64), double=True)
-        mixed.prepare()
-        self.plan = mixed.plan
-        # Most of the time of the first is imports.
-        torch.compile(nn.Linear(1, 1), fullgraph=True, backend="aot_eager")(torch.ones(1))
-
-    def __call__(self) -> None:
-        # The tracer makes an object of each function of autograd, which torch itself warns of.
-        warnings.filterwarnings("ignore", ".*autograd.function.Function", DeprecationWarning)
-        torch.manual_seed(0)
-        model, batch = gpt2()
-        found = []
-        for compiles in (False, True):
-            planned = parallelize(deepcopy(model).double(), self.plan, device_mesh(self.plan))
-            run = torch.compile(planned, backend="aot_eager", fullgraph=True)
-            (run if compiles else planned)(**batch)["loss"].backward()
-            found.append({name: p.grad.full_tensor() for name, p in planned.named_parameters()})
-        for name, gradient in found[0].items():
-            assert found[1][name].dtype is F64
-            close(found[1][name], gradient, f"gradient of {name}", 2e-5)
-
-
 def sized() -> Case:
     return gpt2(batch=16, sequence=16, hidden=64)
 
@@ -294,5 +264,4 @@ CASES: dict[str, Callable[[], None]] = {
     "rounded to bfloat16": Rounded({"a": 4}, BF16),
     "not rounded": Rounded({"a": 4}, F32),
     "autocast": Autocast({"a": 4}),
-    "compiled": Compiled(),
 }

@@ -16,8 +16,9 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from support.comparison import mesh_of_ranks
 from support.prices import Prices
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.errors import PlanError
 from autoshard.layouts import (
@@ -80,7 +81,7 @@ def step(source: str, target: str, *, axis: str = "b", nbytes: int = 0) -> Plann
 
 
 def mesh(*shape: int) -> DeviceMesh:
-    return init_device_mesh("cpu", shape, mesh_dim_names=("a", "b")[: len(shape)])
+    return mesh_of_ranks(shape, ("a", "b")[: len(shape)])
 
 
 def gather(part: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:

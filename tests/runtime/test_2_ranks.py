@@ -1,13 +1,14 @@
-"""Pipelines of two stages on 2 ranks."""
+"""Pipelines of two stages, and compiled models, on 2 ranks."""
 
 from collections.abc import Callable
 
 import pytest
-from runtime.cases import pipeline_cuts
+from runtime.cases import compiled, pipeline_cuts
 from runtime.cases.pipelines import ON_2
+from support.ranks import joined
 
 NUM_RANKS = 2
-CASES = {**ON_2, **pipeline_cuts.CASES}
+CASES = {**ON_2, **pipeline_cuts.CASES, **joined(compiled)}
 
 
 @pytest.mark.ranks
