@@ -11,7 +11,8 @@ from autoshard.solve.block_cache import (
 from autoshard.solve.elimination import MinMarginals
 from autoshard.solve.iopddl import read_iopddl
 from autoshard.solve.minimum_usage import minimum_usage
-from autoshard.solve.problem import USAGE_TOLERANCE, Edge, Node, Problem, Repeat, ShortestPathCost
+from autoshard.solve.path_costs import ShortestPathCost
+from autoshard.solve.problem import USAGE_TOLERANCE, Edge, Node, Problem, Repeat, UsageLimit
 from autoshard.solve.reference import brute_force, solve_reference
 from autoshard.solve.restricted_problem import restrict
 from autoshard.solve.settings import SolverSettings
@@ -32,6 +33,7 @@ __all__ = [
     "Solution",
     "SolvedBlock",
     "SolverSettings",
+    "UsageLimit",
     "WarmStart",
     "brute_force",
     "content_key",

@@ -122,21 +122,24 @@ class Network:
 
     @classmethod
     def from_problem(cls, problem: Problem, *, limited: bool = True) -> Self:
-        """Make the network of a problem; without its usage limit if `limited` is false."""
+        """Make the network of a problem; without its usage limits if `limited` is false."""
+        assert not problem.using_edges, "see `without_edge_usage`"
         network = cls()
-        limited = limited and bool(np.isfinite(problem.usage_limit))
-        slack = problem.usage_limit + abs(problem.usage_limit) * USAGE_TOLERANCE
-        if limited:
-            network.capacity = np.full(len(problem.peak_times), slack)
-        spans = problem.peak_spans
+        limits = [x for x in problem.resources if limited and np.isfinite(x.limit)]
+        slacks = [x.limit + abs(x.limit) * USAGE_TOLERANCE for x in limits]
+        num_times, spans = len(problem.peak_times), problem.peak_spans
+        # Each limit has checkpoints of its own.
+        network.capacity = np.repeat(slacks, num_times)
         for v, node in enumerate(problem.nodes):
             first, last = spans[v].tolist()
-            variable = Variable(np.arange(node.num_strategies), node.cost)
-            if limited and first < last:
-                fits = node.usage <= slack
-                term = Term(first, last, np.where(fits, node.usage, 0.0))
-                variable = Variable(variable.labels, np.where(fits, node.cost, np.inf), (term,))
-            network.add(v, variable)
+            cost, terms = node.cost, []
+            for place, (limit, slack) in enumerate(zip(limits, slacks, strict=True)):
+                usage = limit.nodes.get(v)
+                if usage is not None and first < last:
+                    fits, start = usage <= slack, place * num_times
+                    terms.append(Term(start + first, start + last, np.where(fits, usage, 0.0)))
+                    cost = np.where(fits, cost, np.inf)
+            network.add(v, Variable(np.arange(node.num_strategies), cost, tuple(terms)))
         network.connect_all(problem.edges)
         network.ties = tuple(group for group in problem.ties if len(group) > 1)
         return network

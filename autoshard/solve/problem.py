@@ -2,129 +2,24 @@
 
 A problem is a graph. Every node picks one of its strategies, which has a cost and, while the node
 is alive, a usage of a limited resource. The cost of an edge is the entry of its matrix at the
-strategies of its two nodes. Tied nodes pick the same strategy index. The public contest format
-IOPDDL is a special case of this.
+strategies of its two nodes, and so is its usage. Tied nodes pick the same strategy index. The
+public contest format IOPDDL is a special case of this.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.sparse import csr_array
-from scipy.sparse.csgraph import dijkstra
 
 from autoshard.arrays import FloatArray, IntArray
 from autoshard.errors import ProblemError
+from autoshard.solve.path_costs import ShortestPathCost
 
 USAGE_TOLERANCE = 1e-9
 """Relative excess over a usage limit that counts as rounding."""
-
-
-class ShortestPathCost:
-    """A matrix of prices, shape [N, N]: the cheapest paths over steps from state to state.
-
-    With a few thousand states of a dozen steps each, a min-plus product with a vector is a hundred
-    times cheaper over the steps than with the dense matrix. Entries on the diagonal are 0.
-
-    Args:
-        num_states: N.
-        sources: state before each step, shape [A].
-        targets: state after it, shape [A].
-        prices: its price, not negative; inf forbids a step; shape [A].
-    """
-
-    def __init__(
-        self, num_states: int, sources: IntArray, targets: IntArray, prices: FloatArray
-    ) -> None:
-        self.num_states = num_states
-        self.steps = sources, targets, prices
-        self._rows: dict[int, FloatArray] = {}
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Rows and columns of the matrix."""
-        return self.num_states, self.num_states
-
-    @cached_property
-    def dense(self) -> FloatArray:
-        """The matrix, inf where there is no path."""
-        return self.between(np.arange(self.num_states), np.arange(self.num_states))
-
-    @cached_property
-    def max_price(self) -> float:
-        """Upper bound of the finite entries."""
-        end = np.full(self.num_states, np.inf)
-        end[0] = 0.0
-        # A path through one given state is at least as expensive as the cheapest path.
-        through = float(self.backwards(end).max() + self.forwards(end).max())
-        if np.isfinite(through):
-            return through
-        return float(self.dense[np.isfinite(self.dense)].max())
-
-    def between(self, rows: IntArray, cols: IntArray) -> FloatArray:
-        """The entries of some rows and columns, shape [R, C]."""
-        missing = np.array([r for r in rows.tolist() if r not in self._rows], dtype=np.intp)
-        if len(missing):
-            found = dijkstra(self._graph, indices=missing)
-            self._rows.update(zip(missing.tolist(), found, strict=True))
-        return np.stack([self._rows[r][cols] for r in rows.tolist()])
-
-    def price(self, row: int, col: int) -> float:
-        """One entry."""
-        if row not in self._rows:
-            self._rows[row] = dijkstra(self._graph, indices=np.array([row]))[0]
-        return float(self._rows[row][col])
-
-    def forwards(self, start: FloatArray) -> FloatArray:
-        """Least price of reaching each state, given the price of starting in each, shape [N]."""
-        return _relaxed(start, *self._into)
-
-    def backwards(self, end: FloatArray) -> FloatArray:
-        """Least price from each state to the end, given that of ending in each, shape [N]."""
-        return _relaxed(end, *self._out_of)
-
-    @cached_property
-    def _graph(self) -> csr_array:
-        sources, targets, prices = self.steps
-        return csr_array((prices, (sources, targets)), shape=self.shape)
-
-    @cached_property
-    def _into(self) -> tuple[IntArray, IntArray, IntArray, FloatArray]:
-        sources, targets, prices = self.steps
-        return _grouped(targets, sources, prices)
-
-    @cached_property
-    def _out_of(self) -> tuple[IntArray, IntArray, IntArray, FloatArray]:
-        return _grouped(*self.steps)
-
-
-def _grouped(
-    here: IntArray, there: IntArray, prices: FloatArray
-) -> tuple[IntArray, IntArray, IntArray, FloatArray]:
-    """Group steps by one end: its distinct states, offset of the steps of each, other ends, prices.
-
-    Offsets are those of the other ends and prices.
-    """
-    order = np.argsort(here, kind="stable")
-    states, starts = np.unique(here[order], return_index=True)
-    return states, starts, there[order], prices[order]
-
-
-def _relaxed(
-    price: FloatArray, states: IntArray, starts: IntArray, there: IntArray, steps: FloatArray
-) -> FloatArray:
-    """Bellman-Ford over all states at once; paths are short, so a few rounds suffice."""
-    price = price.copy()
-    while len(states):
-        before = price[states]
-        after = np.minimum(before, np.minimum.reduceat(price[there] + steps, starts))
-        if (after == before).all():
-            break
-        price[states] = after
-    return price
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +58,9 @@ class Edge:
         prices: distinct prices, shape [R, C]; `inf` forbids a pair.
         rows: row of each strategy of the source, shape [S_source].
         cols: column of each strategy of the target, shape [S_target].
+        usage: usage of the limited resource by each entry of `prices` while alive, shape [R, C];
+            None if the edge uses nothing.
+        interval: half-open span of time [first, last) in which the edge is alive.
     """
 
     source: int
@@ -170,6 +68,8 @@ class Edge:
     prices: FloatArray | ShortestPathCost
     rows: IntArray
     cols: IntArray
+    usage: FloatArray | None = None
+    interval: tuple[int, int] = (0, 0)
 
     @property
     def cost(self) -> FloatArray:
@@ -194,16 +94,35 @@ class Repeat:
     instances: tuple[tuple[int, ...], ...]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class UsageLimit:
+    """A limit on the usage of one resource, summed over the nodes and edges alive at any time.
+
+    Attributes:
+        limit: upper bound of the usage.
+        nodes: usage by each strategy, shape [S], of nodes by index; other nodes use nothing.
+        edges: usage by each entry of the matrix, shape [R, C], of edges by index; other edges use
+            nothing.
+    """
+
+    limit: float
+    nodes: Mapping[int, FloatArray]
+    edges: Mapping[int, FloatArray] = field(default_factory=dict)
+
+
 @dataclass(frozen=True)
 class Problem:
-    """Minimise node costs plus edge costs under ties and a usage limit.
+    """Minimise node costs plus edge costs under ties and usage limits.
 
     Attributes:
         nodes: the choices.
         edges: prices on pairs; parallel edges are allowed and add up.
         ties: disjoint groups of nodes that must pick the same strategy index.
-        usage_limit: upper bound of the usage summed over the nodes alive at any time.
+        usage_limit: upper bound of the usage summed over the nodes and edges alive at any time.
         repeats: disjoint hints of repeated structure.
+        further_limits: limits on the usage of other resources.
+        cutoff: upper bound of the objective; a problem all of whose choices cost more is
+            infeasible.
     """
 
     nodes: tuple[Node, ...]
@@ -211,6 +130,8 @@ class Problem:
     ties: tuple[tuple[int, ...], ...] = ()
     usage_limit: float = np.inf
     repeats: tuple[Repeat, ...] = ()
+    further_limits: tuple[UsageLimit, ...] = ()
+    cutoff: float = np.inf
 
     def __post_init__(self) -> None:
         _validate_nodes(self.nodes)
@@ -218,6 +139,10 @@ class Problem:
         _validate_ties(self.nodes, self.ties)
         if np.isnan(self.usage_limit):
             raise ProblemError("usage_limit is NaN; give a number, or leave it out for no limit")
+        if np.isnan(self.cutoff):
+            raise ProblemError("cutoff is NaN; give a number, or leave it out for no cut-off")
+        for number, limit in enumerate(self.further_limits):
+            _validate_limit(self, limit, f"further limit {number}")
 
     def objective(self, choice: Sequence[int] | IntArray) -> float:
         """Price of a choice per node; ties and the usage limit are not checked."""
@@ -257,13 +182,23 @@ class Problem:
     @cached_property
     def min_price(self) -> float:
         """Lower bound of the price of every choice: the least price of each node and edge."""
+        return sum(self._least_prices)
+
+    @cached_property
+    def min_negative_price(self) -> float:
+        """Lower bound of the sum of the negative prices of every choice; at most 0."""
+        return sum(min(price, 0.0) for price in self._least_prices)
+
+    @cached_property
+    def _least_prices(self) -> tuple[float, ...]:
+        """The least price of each node and then of each edge."""
         arrays = [*(node.cost for node in self.nodes), *(edge.prices for edge in self.edges)]
         # Arrays that are shared are checked once; paths have no negative price.
         known = {
             id(a): 0.0 if isinstance(a, ShortestPathCost) else float(a.min(initial=np.inf))
             for a in arrays
         }
-        return sum(known[id(array)] for array in arrays)
+        return tuple(known[id(array)] for array in arrays)
 
     @cached_property
     def max_price(self) -> float:
@@ -308,7 +243,9 @@ class Problem:
         Usage only grows at the start of an interval, so the starts suffice; of several starts with
         no end between them only the last is needed.
         """
-        spans = [n.interval for n in self.nodes if n.interval[0] < n.interval[1]]
+        intervals = [node.interval for node in self.nodes]
+        intervals += [self.edges[i].interval for i in self.using_edges]
+        spans = [(first, last) for first, last in intervals if first < last]
         starts = np.unique(np.array([first for first, _ in spans], dtype=np.intp))
         ends = np.array([last for _, last in spans], dtype=np.intp)
         ends_per_start = np.bincount(
@@ -319,8 +256,26 @@ class Problem:
     @cached_property
     def peak_spans(self) -> IntArray:
         """Span [first, last) of each node in `peak_times`, shape [N, 2]."""
-        intervals = np.array([n.interval for n in self.nodes], dtype=np.intp).reshape(-1, 2)
-        return np.searchsorted(self.peak_times, intervals)
+        return self._spans(node.interval for node in self.nodes)
+
+    def _spans(self, intervals: Iterable[tuple[int, int]]) -> IntArray:
+        """Spans in `peak_times` of some intervals, shape [n, 2]."""
+        listed = np.array([*intervals], dtype=np.intp).reshape(-1, 2)
+        return np.searchsorted(self.peak_times, listed)
+
+    @cached_property
+    def resources(self) -> tuple[UsageLimit, ...]:
+        """Every limited resource: that of `usage_limit`, then those of `further_limits`."""
+        nodes = {i: node.usage for i, node in enumerate(self.nodes)}
+        edges = {i: edge.usage for i, edge in enumerate(self.edges) if edge.usage is not None}
+        return (UsageLimit(self.usage_limit, nodes, edges), *self.further_limits)
+
+    @cached_property
+    def using_edges(self) -> tuple[int, ...]:
+        """The edges that use a resource, ascending."""
+        used = {i for limit in self.further_limits for i in limit.edges}
+        used |= {i for i, edge in enumerate(self.edges) if edge.usage is not None}
+        return tuple(sorted(used))
 
     @cached_property
     def live_sets(self) -> tuple[tuple[int, ...], ...]:
@@ -331,7 +286,41 @@ class Problem:
 
     def peak_usage(self, choice: Sequence[int] | IntArray) -> float:
         """Largest usage over time, of a choice per node; 0 where nothing is alive."""
-        return self._peak(self.uses(choice))
+        if self.using_edges:
+            return self._peak_of(self.resources[0], *self._entries_of(choice))
+        return _peak(self.uses(choice), self.peak_spans, len(self.peak_times))
+
+    def peaks(self, choice: Sequence[int] | IntArray) -> FloatArray:
+        """Largest usage over time of each of `resources`, of a choice per node."""
+        entries = self._entries_of(choice)
+        further = [self._peak_of(limit, *entries) for limit in self.further_limits]
+        return np.array([self.peak_usage(choice), *further])
+
+    def _entries_of(
+        self, choice: Sequence[int] | IntArray
+    ) -> tuple[Callable[[int, FloatArray], float], Callable[[int, FloatArray], float]]:
+        """Functions that look up the entry of a choice in the usage of a node, and of an edge."""
+
+        def of_edge(i: int, usage: FloatArray) -> float:
+            edge = self.edges[i]
+            return float(usage[edge.rows[choice[edge.source]], edge.cols[choice[edge.target]]])
+
+        return lambda i, usage: float(usage[choice[i]]), of_edge
+
+    def _peak_of(
+        self,
+        limit: UsageLimit,
+        of_node: Callable[[int, FloatArray], float],
+        of_edge: Callable[[int, FloatArray], float],
+    ) -> float:
+        """Largest usage of a resource over time, given what each node and edge uses."""
+        spans = (
+            self.peak_spans[[*limit.nodes]].reshape(-1, 2),
+            self._spans(self.edges[i].interval for i in limit.edges),
+        )
+        uses = [of_node(i, usage) for i, usage in limit.nodes.items()]
+        uses += [of_edge(i, usage) for i, usage in limit.edges.items()]
+        return _peak(np.array(uses), np.concatenate(spans), len(self.peak_times))
 
     def uses(self, choice: Sequence[int] | IntArray) -> FloatArray:
         """Usage of each node while it is alive, of a choice per node, shape [N]."""
@@ -344,33 +333,38 @@ class Problem:
 
     @cached_property
     def can_bind(self) -> bool:
-        """True if some choice exceeds the usage limit."""
-        if np.isinf(self.usage_limit):
-            return False
-        return self._peak(np.array([node.usage.max() for node in self.nodes])) > self.usage_limit
+        """True if some choice exceeds a usage limit."""
 
-    def _peak(self, use: FloatArray) -> float:
-        """Largest usage over time, of the usage of each node, shape [N]."""
-        first, last = self.peak_spans.T
-        alive = first < last
-        if not alive.any():
-            return 0.0
-        if np.isinf(use[alive]).any():
-            return float("inf")
-        size = len(self.peak_times) + 1
-        grows = np.bincount(first[alive], weights=use[alive], minlength=size)
-        falls = np.bincount(last[alive], weights=use[alive], minlength=size)
-        return float(np.cumsum(grows - falls)[:-1].max())
+        def largest(_: int, usage: FloatArray) -> float:
+            return float(usage.max())
 
-    def is_feasible(
-        self, choice: Sequence[int] | IntArray, *, rtol: float = USAGE_TOLERANCE
-    ) -> bool:
-        """True if a choice satisfies the ties and the usage limit and has a finite price."""
+        limited = (x for x in self.resources if x.limit < np.inf)
+        return any(self._peak_of(x, largest, largest) > x.limit for x in limited)
+
+    def is_feasible(self, choice: Sequence[int] | IntArray) -> bool:
+        """True if a choice satisfies the ties and all limits, and has a finite price."""
+        return self.fits(choice) and self.objective(choice) <= self.cutoff
+
+    def fits(self, choice: Sequence[int] | IntArray, *, rtol: float = USAGE_TOLERANCE) -> bool:
+        """True if a choice satisfies the ties and the usage limits, and has a finite price."""
         tied = all(len({int(choice[i]) for i in group}) == 1 for group in self.ties)
         if not tied or not np.isfinite(self.objective(choice)):
             return False
-        slack = self.usage_limit + abs(self.usage_limit) * rtol
-        return self.peak_usage(choice) <= slack
+        limits = np.array([x.limit for x in self.resources])
+        return bool((self.peaks(choice) <= limits + np.abs(limits) * rtol).all())
+
+
+def _peak(uses: FloatArray, spans: IntArray, num_times: int) -> float:
+    """Largest sum over time of amounts, shape [n], that are each alive in a span, shape [n, 2]."""
+    first, last = spans.T
+    alive = first < last
+    if not alive.any():
+        return 0.0
+    if np.isinf(uses[alive]).any():
+        return float("inf")
+    grows = np.bincount(first[alive], weights=uses[alive], minlength=num_times + 1)
+    falls = np.bincount(last[alive], weights=uses[alive], minlength=num_times + 1)
+    return float(np.cumsum(grows - falls)[:-1].max())
 
 
 def _largest(prices: FloatArray) -> float:
@@ -468,6 +462,8 @@ def _validate_edges(nodes: Sequence[Node], edges: Sequence[Edge]) -> None:
         if shared not in sound:
             _validate_prices(edge, _where(i, edge))
             sound.add(shared)
+        if edge.usage is not None:
+            _validate_edge_usage(edge, edge.usage, _where(i, edge))
 
 
 def _validate_prices(edge: Edge, where: str) -> None:
@@ -478,6 +474,38 @@ def _validate_prices(edge: Edge, where: str) -> None:
     # The least entry is NaN if any entry is; these matrices can be large.
     if not given.min(initial=np.inf) > -np.inf:
         raise ProblemError(f"{where} has a NaN or -inf cost; costs are numbers or +inf")
+
+
+def _validate_edge_usage(edge: Edge, usage: FloatArray, where: str) -> None:
+    if isinstance(edge.prices, ShortestPathCost):
+        raise ProblemError(
+            f"{where} has a usage but no matrix of prices; give its prices as a matrix, "
+            "`ShortestPathCost.dense`"
+        )
+    if usage.shape != edge.prices.shape:
+        raise ProblemError(
+            f"{where} has prices of shape {edge.prices.shape} but usage of shape {usage.shape}"
+        )
+    if not (usage >= 0).all():
+        raise ProblemError(f"{where} has a negative or NaN usage; usage is at least 0")
+
+
+def _validate_limit(problem: Problem, limit: UsageLimit, where: str) -> None:
+    if np.isnan(limit.limit):
+        raise ProblemError(f"{where} is NaN; give a number, or leave it out for no limit")
+    for items, what in ((limit.nodes, "node"), (limit.edges, "edge")):
+        size = len(problem.nodes) if what == "node" else len(problem.edges)
+        missing = [i for i in items if not 0 <= i < size]
+        if missing:
+            raise ProblemError(f"{where} names {what} {missing[0]}, which does not exist")
+    for i, usage in limit.nodes.items():
+        if usage.shape != problem.nodes[i].cost.shape or not (usage >= 0).all():
+            raise ProblemError(
+                f"{where} needs a usage of at least 0 for each of the "
+                f"{problem.nodes[i].num_strategies} strategies of node {i}"
+            )
+    for i, usage in limit.edges.items():
+        _validate_edge_usage(problem.edges[i], usage, f"{where} of {_where(i, problem.edges[i])}")
 
 
 def _where(i: int, edge: Edge) -> str:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoshard.arrays import FloatArray, IntArray
-from autoshard.solve.problem import ShortestPathCost
+from autoshard.solve.path_costs import ShortestPathCost
 from autoshard.solve.quotient_graph import QuotientGraph
 from autoshard.solve.settings import DEFAULT_EFFORT, Effort
 

@@ -11,9 +11,10 @@ from scipy import sparse
 from autoshard.arrays import FloatArray, IntArray
 from autoshard.errors import OptionError
 from autoshard.outcome import SolveStatus
+from autoshard.solve.edge_usage import without_edge_usage
 from autoshard.solve.linear_program import LinearModel, linear_model
 from autoshard.solve.network import Network
-from autoshard.solve.problem import USAGE_TOLERANCE, Problem
+from autoshard.solve.problem import USAGE_TOLERANCE, Problem, UsageLimit
 from autoshard.solve.state import Solution
 
 MAX_CHOICES = 1 << 21
@@ -37,8 +38,10 @@ def brute_force(problem: Problem) -> Solution:
     for edge in problem.edges:
         rows, cols = edge.rows[choices[:, edge.source]], edge.cols[choices[:, edge.target]]
         prices = prices + edge.cost[rows, cols]
-    slack = problem.usage_limit + abs(problem.usage_limit) * USAGE_TOLERANCE
-    prices = np.where(_peaks(problem, choices) <= slack, prices, np.inf)
+    for limit in problem.resources:
+        slack = limit.limit + abs(limit.limit) * USAGE_TOLERANCE
+        prices = np.where(_peaks(problem, limit, choices) <= slack, prices, np.inf)
+    prices = np.where(prices <= problem.cutoff, prices, np.inf)
     best = int(prices.argmin())
     value, elapsed = float(prices[best]), time.perf_counter() - start
     if not np.isfinite(value):
@@ -63,14 +66,17 @@ def _all_choices(problem: Problem) -> IntArray:
     return grid[place].T
 
 
-def _peaks(problem: Problem, choices: IntArray) -> FloatArray:
-    """Largest usage over time of each choice, shape [number of choices]."""
+def _peaks(problem: Problem, limit: UsageLimit, choices: IntArray) -> FloatArray:
+    """Largest usage over time of a resource by each choice, shape [number of choices]."""
+    uses = [(problem.nodes[i].interval, x[choices[:, i]]) for i, x in limit.nodes.items()]
+    for i, usage in limit.edges.items():
+        edge = problem.edges[i]
+        rows, cols = edge.rows[choices[:, edge.source]], edge.cols[choices[:, edge.target]]
+        uses.append((edge.interval, usage[rows, cols]))
     peaks: FloatArray = np.zeros(len(choices))
-    for alive in problem.live_sets:
-        use: FloatArray = np.zeros(len(choices))
-        for i in alive:
-            use = use + problem.nodes[i].usage[choices[:, i]]
-        peaks = np.maximum(peaks, use)
+    for t in {first for (first, last), _ in uses if first < last}:
+        alive = [use for (first, last), use in uses if first <= t < last]
+        peaks = np.maximum(peaks, np.add.reduce(alive))
     return peaks
 
 
@@ -112,16 +118,20 @@ def solve_reference(
                 f"no time limit can be set for {solver}; leave time_limit out, or use {known}"
             )
         options[_TIME_OPTIONS[solver]] = float(time_limit)
-    network = Network.from_problem(problem)
+    network = Network.from_problem(without_edge_usage(problem))
     model = linear_model(network)
     strategies, status = _solved(cvxpy, network, model, solver, options)
     elapsed = time.perf_counter() - start
-    if status == cvxpy.INFEASIBLE or problem.usage_limit < 0:
+    if status == cvxpy.INFEASIBLE or min(x.limit for x in problem.resources) < 0:
         return Solution(SolveStatus.INFEASIBLE, None, np.inf, np.inf, elapsed)
-    choice = None if strategies is None else _choice(model, strategies)
-    if choice is None or not problem.is_feasible(choice):
+    choice = None if strategies is None else _choice(model, strategies)[: len(problem.nodes)]
+    if choice is None or not problem.fits(choice):
         return Solution(SolveStatus.TIMED_OUT, None, np.inf, -np.inf, elapsed)
     value = problem.objective(choice)
+    if value > problem.cutoff:
+        proven = status == cvxpy.OPTIMAL
+        none = SolveStatus.INFEASIBLE if proven else SolveStatus.TIMED_OUT
+        return Solution(none, None, np.inf, np.inf if proven else -np.inf, elapsed)
     if status != cvxpy.OPTIMAL:
         return Solution(SolveStatus.FEASIBLE, choice, value, -np.inf, elapsed)
     finite = model.cost[np.isfinite(model.cost)]

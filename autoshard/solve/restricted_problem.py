@@ -20,7 +20,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from autoshard.arrays import BoolArray, FloatArray, IntArray
-from autoshard.solve.problem import USAGE_TOLERANCE, Edge, Node, Problem, ShortestPathCost
+from autoshard.solve.path_costs import ShortestPathCost
+from autoshard.solve.problem import USAGE_TOLERANCE, Edge, Node, Problem
 from autoshard.solve.quotient_bounds import QuotientMessages, strategy_bounds
 from autoshard.solve.quotient_graph import QuotientGraph
 from autoshard.solve.runs import RunOutcome, UsageLagrangian, UsageWeights, independent_runs

@@ -1,15 +1,17 @@
 """The solver: computes a certified solution of a problem."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 
 from autoshard.arrays import FloatArray
-from autoshard.errors import OptionError
+from autoshard.errors import OptionError, ProblemError
 from autoshard.limits import CancelToken
 from autoshard.outcome import SolveStatus
 from autoshard.solve.block_cache import KeyValueStore
+from autoshard.solve.edge_usage import without_edge_usage
 from autoshard.solve.elimination import Elimination
 from autoshard.solve.lagrangian import Lagrangian
 from autoshard.solve.linear_program import HighsSolver, LinearModel, RunStatus, linear_model
@@ -75,16 +77,22 @@ def solve_problem(
 
     Returns:
         the solution; infeasible is a status, not an error. If the usage limit makes the problem
-        infeasible, `statistics["minimum_usage"]` is a limit that is feasible: the least one,
-        unless the time for finding it ran out.
+        infeasible, and the problem has no further limit or cut-off, `statistics["minimum_usage"]`
+        is a limit that is feasible: the least one, unless the time for finding it ran out.
 
     Raises:
         OptionError: an option is out of its range, or the solver is not installed.
+        ProblemError: the problem has path costs, and usage of edges or further limits.
     """
     _check_options(time_limit, relative_gap)
+    if problem.has_path_costs and (problem.further_limits or problem.using_edges):
+        raise ProblemError(
+            "a problem with path costs can have one limit, on the usage of nodes; for others, give "
+            "the prices of its edges as matrices, `ShortestPathCost.dense`"
+        )
     settings = settings or SolverSettings()
     state = SolveState(
-        problem,
+        without_edge_usage(problem),
         time_limit=time_limit,
         gap=max(relative_gap, settings.minimum_gap),
         seed=seed,
@@ -98,11 +106,15 @@ def solve_problem(
     try:
         infeasible = not _solve(state, solver)
         known = "minimum_usage" in state.statistics
-        if infeasible and not known and np.isfinite(problem.usage_limit):
+        only_limit = not problem.further_limits and np.isinf(problem.cutoff)
+        if infeasible and not known and only_limit and np.isfinite(problem.usage_limit):
             _find_minimum_usage(state)
     except Interrupted:
         state.count("interrupted")
-    return state.finish(infeasible=infeasible)
+    solution = state.finish(infeasible=infeasible)
+    if solution.choice is None:
+        return solution
+    return replace(solution, choice=solution.choice[: len(problem.nodes)])
 
 
 def _check_options(time_limit: float | None, relative_gap: float) -> None:
@@ -123,7 +135,7 @@ def _find_minimum_usage(state: SolveState) -> None:
 
 def _solve(state: SolveState, solver: str) -> bool:
     """Run all phases; False if the problem is infeasible."""
-    if state.problem.usage_limit < 0:
+    if min(x.limit for x in state.problem.resources) < 0:
         return False
     state.check()
     state.raise_bound(state.problem.min_price)
@@ -134,7 +146,12 @@ def _solve(state: SolveState, solver: str) -> bool:
 
 
 def _solve_structured(state: SolveState) -> RunOutcome:
-    """Solve by restricted problems and run contraction; SKIPPED unless that is the solution."""
+    """Solve by restricted problems and run contraction; SKIPPED unless that is the solution.
+
+    They know the limit on the usage of nodes only, so problems with further limits are skipped.
+    """
+    if state.problem.further_limits:
+        return RunOutcome.SKIPPED
     solve = partial(_solve_restricted, state)
     was_wide = state.warm_start.restricted is not None
     least = 0.0 if was_wide else state.settings.wide_strategies

@@ -159,6 +159,9 @@ class SolveState:
         self.bound = -float("inf")
         self.statistics: dict[str, float] = {}
         self.phase = "start"
+        # A bound above this, which is the problem's cut-off but for rounding, excludes all choices.
+        scale = abs(problem.cutoff) - 2.0 * problem.min_negative_price
+        self._price_limit = problem.cutoff + self.settings.minimum_gap * scale
         self._start = time.perf_counter()
         self._time_limit = time_limit
         self._on_progress = on_progress
@@ -193,14 +196,18 @@ class SolveState:
 
     @property
     def closed(self) -> bool:
-        """True if the best choice is proven good enough."""
+        """True if the best choice is proven good enough, or every choice to exceed the cut-off."""
+        if self.bound > self._price_limit:
+            return True
+        if self.objective > self.problem.cutoff:
+            return False
         return self.objective - self.bound <= self.gap * self.magnitude
 
     @property
     def cutoff(self) -> float:
         """Upper limit of the price of choices that would be an improvement."""
-        if self.choice is None:
-            return float("inf")
+        if self.choice is None or self.objective > self.problem.cutoff:
+            return min(float(np.nextafter(self._price_limit, np.inf)), self.objective)
         return self.objective - 0.5 * self.gap * self.magnitude
 
     def is_set(self) -> bool:
@@ -236,8 +243,11 @@ class SolveState:
         self.statistics[name] = self.statistics.get(name, 0.0) + amount
 
     def offer(self, choice: IntArray) -> bool:
-        """Keep a choice if it is allowed and better than the best; return whether it is allowed."""
-        if not self.problem.is_feasible(choice):
+        """Keep a choice if it is allowed and better than the best; return whether it is allowed.
+
+        Choices that exceed the cut-off of the problem guide the search.
+        """
+        if not self.problem.fits(choice):
             return False
         objective = self.problem.objective(choice)
         if self.choice is None or objective < self.objective:
@@ -255,23 +265,27 @@ class SolveState:
 
     def finish(self, *, infeasible: bool = False) -> Solution:
         """The solution with the best choice and bound so far."""
+        choice, objective, bound = self.choice, self.objective, min(self.bound, self.objective)
+        status = self._status()
+        if objective > self.problem.cutoff:
+            infeasible = infeasible or self.bound > self._price_limit or self._exact
+            choice, objective = None, float("inf")
         if infeasible:
-            status, bound = SolveStatus.INFEASIBLE, float("inf")
-        else:
-            status, bound = self._status(), min(self.bound, self.objective)
+            status, choice, bound = SolveStatus.INFEASIBLE, None, float("inf")
         return Solution(
-            status,
-            self.choice,
-            self.objective,
-            bound,
-            self.elapsed,
-            self.statistics,
-            self.blocks,
+            status, choice, objective, bound, self.elapsed, self.statistics, self.blocks
         )
 
+    @property
+    def _exact(self) -> bool:
+        """True if the best choice is proven optimal but for rounding."""
+        rounding = self.settings.minimum_gap * self.magnitude
+        return self.choice is not None and self.objective - self.bound <= rounding
+
     def _status(self) -> SolveStatus:
-        if self.choice is not None and self.closed:
+        found = self.objective <= self.problem.cutoff and self.choice is not None
+        if found and self.closed:
             return SolveStatus.OPTIMAL
         if self.cancelled:
             return SolveStatus.CANCELLED
-        return SolveStatus.FEASIBLE if self.choice is not None else SolveStatus.TIMED_OUT
+        return SolveStatus.FEASIBLE if found else SolveStatus.TIMED_OUT

@@ -24,6 +24,7 @@ from autoshard.solve.block_cache import (
 )
 from autoshard.solve.elimination import Elimination, Evaluation
 from autoshard.solve.network import Matrix, Network, Variable, component_labels, components
+from autoshard.solve.path_costs import ShortestPathCost
 from autoshard.solve.presolve import (
     DropDominated,
     EliminateNeighbours,
@@ -32,7 +33,7 @@ from autoshard.solve.presolve import (
     NormalizeLinks,
     Presolve,
 )
-from autoshard.solve.problem import Edge, Problem, ShortestPathCost
+from autoshard.solve.problem import Edge, Problem
 from autoshard.solve.runs.find import Run, group_edges
 from autoshard.solve.settings import DEFAULT_EFFORT, Effort
 

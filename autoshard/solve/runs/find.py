@@ -10,7 +10,8 @@ import numpy as np
 
 from autoshard.arrays import FloatArray, IntArray
 from autoshard.solve.network import fingerprint
-from autoshard.solve.problem import Edge, Problem, ShortestPathCost
+from autoshard.solve.path_costs import ShortestPathCost
+from autoshard.solve.problem import Edge, Problem
 
 _RUNS = "runs"
 

@@ -1,0 +1,60 @@
+"""Usage of edges, stated as usage of nodes."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from autoshard.arrays import FloatArray
+from autoshard.solve.problem import Edge, Node, Problem, UsageLimit
+
+
+def without_edge_usage(problem: Problem) -> Problem:
+    """An equivalent problem in which only nodes use resources.
+
+    An edge with usage becomes a node with a strategy for each entry of its matrix, which must be
+    the entry at the strategies of the two ends. These nodes follow those of the problem, so the
+    first strategies of a choice are a choice of the problem. Hints of repeated structure are
+    dropped.
+    """
+    if not problem.using_edges:
+        return problem
+    first = len(problem.nodes)
+    place = {i: first + number for number, i in enumerate(problem.using_edges)}
+    added = [_node(problem.edges[i]) for i in place]
+    kept = [edge for i, edge in enumerate(problem.edges) if i not in place]
+    joined = [edge for i, v in place.items() for edge in _joins(problem.edges[i], v)]
+    main = problem.resources[0]
+    for i, usage in main.edges.items():
+        node = added[place[i] - first]
+        added[place[i] - first] = replace(node, usage=usage.ravel())
+    further = (
+        UsageLimit(x.limit, {**x.nodes, **{place[i]: u.ravel() for i, u in x.edges.items()}})
+        for x in problem.further_limits
+    )
+    return Problem(
+        (*problem.nodes, *added),
+        (*kept, *joined),
+        problem.ties,
+        problem.usage_limit,
+        further_limits=tuple(further),
+        cutoff=problem.cutoff,
+    )
+
+
+def _node(edge: Edge) -> Node:
+    """A node with a strategy for each entry of an edge's matrix, without usage."""
+    return Node(edge.cost.ravel(), np.zeros(edge.cost.size), edge.interval)
+
+
+def _joins(edge: Edge, v: int) -> Iterator[Edge]:
+    """Edges that make the node of an edge pick the entry at the strategies of the ends."""
+    num_rows, num_cols = edge.cost.shape
+    row, col = np.divmod(np.arange(edge.cost.size), num_cols)
+    yield Edge(edge.source, v, _equality(num_rows), edge.rows, row)
+    yield Edge(edge.target, v, _equality(num_cols), edge.cols, col)
+
+
+def _equality(size: int) -> FloatArray:
+    """Prices that forbid different labels."""
+    return np.where(np.eye(size, dtype=np.bool_), 0.0, np.inf)
