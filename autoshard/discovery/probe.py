@@ -62,14 +62,14 @@ class Probe:
         custom = frozenset({self.node.operator})
         return OperatorCall(self.node, torch.device(self.device), custom=custom)(values)
 
-    def trial(self, kind: Kind, *, parts: int = 2) -> Trial:
+    def trial(self, kind: Kind) -> Trial:
         """Return a trial with inputs of a kind.
 
         Raises:
             Exception: any error that the operator raises.
         """
         needs = [self.differentiable and t.dtype.is_differentiable for t in self.call.inputs]
-        return Trial(self.draw(kind), needs, self.run, self.run_ranks, parts=parts)
+        return Trial(self.draw(kind), needs, self.run, self.run_ranks)
 
     def run_ranks(self, _: Types, ranks: PerRank) -> Iterator[PerRank]:
         """Yield the outputs of every rank, or nothing if the operator fails on a rank."""

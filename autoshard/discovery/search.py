@@ -1,8 +1,9 @@
 """Search for the sharding rule of an operator call, by trying shardings on small tensors.
 
 An option (types of inputs and outputs on one mesh axis) is accepted if it is valid in all trials of
-the call. The number of shards that a dim allows is found by sharding it into more and more parts,
-in two sizes of the call. If the number of valid parts is the same in both sizes (a number of
+the call, on an axis of as many ranks as the first prime factor of the dim for which any is. The
+number of shards that a dim allows is found by sharding it into more and more parts, in two sizes of
+the call. If the number of valid parts is the same in both sizes (a number of
 groups), it is the size of the letter. If the size of a valid part is the same (pairs of numbers,
 blocks of 128), such parts are not split. Otherwise the whole dim can be sharded freely.
 """
@@ -30,6 +31,9 @@ MAX_COMBINATIONS = 512
 
 MAX_PARTS = 16
 """Maximum number of shards that are tried for a dim."""
+
+_PRIMES = tuple(n for n in range(2, MAX_PARTS + 1) if all(n % i for i in range(2, n)))
+"""Numbers of ranks for which a dim is tried at first."""
 
 _MAX_LINEAR = 6
 """Maximum number of floating-point inputs for which all groups of them are tried."""
@@ -75,7 +79,7 @@ class RuleSearch:
 
     probe: Probe
     deadline: float
-    _options_by_inputs: dict[Types, frozenset[Option]] = field(default_factory=dict)
+    _known_options: dict[tuple[Types, int], frozenset[Option]] = field(default_factory=dict)
     _larger_probes: dict[frozenset[int], Probe | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -99,7 +103,7 @@ class RuleSearch:
         for i, tensor in enumerate(call.inputs):
             for dim in range(len(tensor.shape)):
                 taken = {pair for letter in letters for pair in letter.dims}
-                if (i, dim) not in taken and S(dim) in axis_types(self._values[i]):
+                if (i, dim) not in taken:
                     self._add(letters, next(self._letters_with(i, dim, taken), None))
         return self._call_rule(letters[:MAX_FREE], self._linear())
 
@@ -119,17 +123,22 @@ class RuleSearch:
     def _letters_with(
         self, position: int, dim: int, taken: set[tuple[int, int]]
     ) -> Iterator[ShardableLetter]:
-        """Letters that a dim may have; those without partial inputs come first."""
-        for inputs in self._combinations(position, dim):
-            for option in sorted(self._options(inputs), key=_preference):
-                if I in (*option.inputs, *option.outputs):
-                    continue
-                letter = ShardableLetter(option, self._max_parts(option))
-                is_free = letter.size > 1 and taken.isdisjoint(letter.dims)
-                if is_free and self._is_valid_at_larger_sizes(option):
-                    yield letter
+        """Letters that a dim may have, for each prime factor of its size in turn.
 
-    def _combinations(self, position: int, dim: int) -> Iterator[Types]:
+        Those without partial inputs come first.
+        """
+        values = self._values[position]
+        for parts in (n for n in _PRIMES if S(dim) in axis_types(values, n)):
+            for inputs in self._combinations(position, dim, parts):
+                for option in sorted(self._options(inputs, parts), key=_preference):
+                    if I in (*option.inputs, *option.outputs):
+                        continue
+                    letter = ShardableLetter(option, self._max_parts(option))
+                    is_free = letter.size > 1 and taken.isdisjoint(letter.dims)
+                    if is_free and self._is_valid_at_larger_sizes(letter, parts):
+                        yield letter
+
+    def _combinations(self, position: int, dim: int, parts: int) -> Iterator[Types]:
         """Input types with one dim sharded; related dims sharded first, partial inputs last."""
         shapes = [tensor.shape for tensor in self.probe.call.inputs]
         size = shapes[position][dim]
@@ -137,7 +146,7 @@ class RuleSearch:
         for i, value in enumerate(self._values):
             candidates = [
                 t
-                for t in axis_types(value)
+                for t in axis_types(value, parts)
                 if t.is_shard and _may_shard_together(shapes[i][t.dim], size)
             ]
             candidates.sort(key=lambda t, shape=shapes[i]: shape[t.dim] != size)  # type: ignore[misc]  # a default
@@ -149,15 +158,16 @@ class RuleSearch:
         yield from islice(product(*choices), MAX_COMBINATIONS)
         yield from islice((types for types in product(*sums) if P in types), MAX_COMBINATIONS)
 
-    def _options(self, inputs: Types) -> frozenset[Option]:
-        """Options with these input types that are valid in all trials.
+    def _options(self, inputs: Types, parts: int = 2) -> frozenset[Option]:
+        """Options with these input types that are valid in all trials on an axis of `parts` ranks.
 
         Raises:
             OutOfTimeError: the deadline passed.
         """
-        if inputs not in self._options_by_inputs:
-            self._options_by_inputs[inputs] = _options_of_all(self._trials, inputs, self.deadline)
-        return self._options_by_inputs[inputs]
+        key = inputs, parts
+        if key not in self._known_options:
+            self._known_options[key] = _options_of_all(self._trials, inputs, parts, self.deadline)
+        return self._known_options[key]
 
     def _max_parts(self, option: Option) -> int:
         """Maximum number of shards in the original call; 1 if it cannot be determined."""
@@ -178,15 +188,25 @@ class RuleSearch:
         found += [inner] if small // parts == size // more else []
         return gcd(large, *found) if found else 1
 
-    def _is_valid_at_larger_sizes(self, option: Option) -> bool:
-        """True if an option is also valid in a larger call, or if no larger call can run."""
+    def _is_valid_at_larger_sizes(self, letter: ShardableLetter, parts: int) -> bool:
+        """True if a letter can be sharded in a larger call too, or if no larger call can run.
+
+        Args:
+            letter: the letter.
+            parts: number of shards if the larger sizes share no factor with the original ones.
+        """
+        option = letter.option
         sizes = self._sharded_sizes(option)
         larger = (
             self.probe.larger(sizes, times=t, limit=MAX_VALIDATION_ELEMENTS)
             for t in VALIDATION_GROWTH
         )
         other = next((probe for probe in larger if probe is not None), None)
-        return other is None or self._is_valid(other, option, 2)
+        if other is None:
+            return True
+        values = other.draw(other.kinds[0])
+        common = gcd(letter.size, _common_size(option, values, other.run(values)))
+        return self._is_valid(other, option, _least_divisor(common) if common > 1 else parts)
 
     def _sharded_sizes(self, option: Option) -> frozenset[int]:
         """Sizes of the dims of the original inputs that an option shards."""
@@ -223,7 +243,7 @@ class RuleSearch:
     def _is_valid(self, probe: Probe, option: Option, parts: int) -> bool:
         if time.monotonic() > self.deadline:
             raise OutOfTimeError
-        return option in _valid_options(probe.trial(probe.kinds[0], parts=parts), option.inputs)
+        return option in _valid_options(probe.trial(probe.kinds[0]), option.inputs, parts)
 
     def _linear(self) -> tuple[frozenset[int], ...]:
         """Groups of inputs in which the operator is jointly linear."""
@@ -293,21 +313,23 @@ def _trials(probe: Probe) -> Iterator[Trial]:
             yield trial
 
 
-def _options_of_all(trials: Sequence[Trial], inputs: Types, deadline: float) -> frozenset[Option]:
+def _options_of_all(
+    trials: Sequence[Trial], inputs: Types, parts: int, deadline: float
+) -> frozenset[Option]:
     found: set[Option] | None = None
     for trial in trials:
         if time.monotonic() > deadline:
             raise OutOfTimeError
-        valid = _valid_options(trial, inputs)
+        valid = _valid_options(trial, inputs, parts)
         found = valid if found is None else found & valid
         if not found:
             break
     return frozenset(found or ())
 
 
-def _valid_options(trial: Trial, inputs: Types) -> set[Option]:
+def _valid_options(trial: Trial, inputs: Types, parts: int) -> set[Option]:
     try:
-        return trial.options(inputs)
+        return trial.options(inputs, parts)
     except Exception:  # noqa: BLE001  backward of an operator may raise anything
         return set()
 

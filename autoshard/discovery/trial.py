@@ -45,7 +45,6 @@ class Trial:
         needs: for each input, True if it gets a gradient.
         run: runs the global call.
         run_ranks: runs the local calls of all ranks.
-        parts: number of ranks of the axis.
 
     Raises:
         RuntimeError: the call rejects these inputs, or has no gradient (message of torch).
@@ -62,13 +61,10 @@ class Trial:
         needs: Sequence[bool],
         run: RunWhole,
         run_ranks: RunRanks,
-        *,
-        parts: int = 2,
     ) -> None:
         self._values = values
         self._needs = needs
         self._run_ranks = run_ranks
-        self._parts = parts
         self._generator = torch.Generator().manual_seed(5)
         inputs = self._tracked(values)
         self.outputs = run(inputs)
@@ -76,9 +72,9 @@ class Trial:
         self._cotangents = {i: self._random_like(self.outputs[i]) for i in self.with_gradient}
         self.gradients = self._backward(self.outputs, inputs, self._cotangents)
 
-    def options(self, inputs: Types) -> set[Option]:
-        """Return all valid options with these input types."""
-        ranks = [self._tracked(values) for values in self._split_all(self._values, inputs)]
+    def options(self, inputs: Types, parts: int = 2) -> set[Option]:
+        """Return all valid options with these input types on an axis of `parts` ranks."""
+        ranks = [self._tracked(values) for values in self._split_all(self._values, inputs, parts)]
         found: set[Option] = set()
         for run in self._run_ranks(inputs, ranks):
             choices = [
@@ -111,12 +107,12 @@ class Trial:
         """Input types after checking gradients; None if a gradient matches no type of its input."""
         if any(made[i].requires_grad is False for made in run for i in self.with_gradient):
             return None
-        parts = {
-            i: self._split(self._cotangents[i], _GRADIENT.get(outputs[i], outputs[i]))
+        shares = {
+            i: self._split(self._cotangents[i], _GRADIENT.get(outputs[i], outputs[i]), len(ranks))
             for i in self.with_gradient
         }
         local = [
-            self._backward(made, values, {i: part[rank] for i, part in parts.items()})
+            self._backward(made, values, {i: share[rank] for i, share in shares.items()})
             for rank, (made, values) in enumerate(zip(run, ranks, strict=True))
         ]
         taken = list(inputs)
@@ -151,17 +147,17 @@ class Trial:
             for value, needed in zip(values, self._needs, strict=True)
         )
 
-    def _split_all(self, values: Tensors, types: Types) -> PerRank:
-        parts = [self._split(value, t) for value, t in zip(values, types, strict=True)]
-        return [tuple(part[rank] for part in parts) for rank in range(self._parts)]
+    def _split_all(self, values: Tensors, types: Types, parts: int) -> PerRank:
+        shares = [self._split(value, t, parts) for value, t in zip(values, types, strict=True)]
+        return [tuple(share[rank] for share in shares) for rank in range(parts)]
 
-    def _split(self, value: torch.Tensor, kind: AxisType) -> Sequence[torch.Tensor]:
+    def _split(self, value: torch.Tensor, kind: AxisType, parts: int) -> Sequence[torch.Tensor]:
         if kind.is_shard:
-            return value.chunk(self._parts, kind.dim)
+            return value.chunk(parts, kind.dim)
         if kind is P:
-            terms = [self._random_like(value) for _ in range(self._parts - 1)]
+            terms = [self._random_like(value) for _ in range(parts - 1)]
             return [*terms, value - sum(terms)]
-        return [value] * self._parts
+        return [value] * parts
 
     def _random_like(self, value: torch.Tensor) -> torch.Tensor:
         drawn = torch.randn(value.shape, dtype=value.dtype, generator=self._generator)
@@ -173,7 +169,7 @@ _GRADIENT = {R: P, P: R, I: R}
 
 
 def axis_types(value: torch.Tensor, parts: int = 2) -> list[AxisType]:
-    """Return the types that a value can have on an axis; R stands for both I and R."""
+    """Return the types of a value on an axis of `parts` ranks; R stands for both I and R."""
     shards = [S(dim) for dim, size in enumerate(value.shape) if size and size % parts == 0]
     return [R, *shards, *([P] if value.is_floating_point() or value.is_complex() else [])]
 

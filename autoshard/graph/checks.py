@@ -12,7 +12,7 @@ from autoshard.graph.ir import Path as DocumentPath
 from autoshard.graph.symbols import SIZE_LIMIT
 from autoshard.integers import format_integer
 
-RULES_VERSION = 1
+RULES_VERSION = 2
 """Version of the rules that `autoshard.discovery` finds; part of their cache keys."""
 
 MAX_RULES = 1024

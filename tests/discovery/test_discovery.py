@@ -125,11 +125,11 @@ def found(made: Call) -> CallRule:
     return RuleSearch(probe_of(made), time.monotonic() + 60).rule()
 
 
-def free(made: Call) -> dict[str, int]:
-    """What may be sharded: an option of one axis of two, and into how many parts at most."""
+def free(made: Call, parts: int = 2) -> dict[str, int]:
+    """What may be sharded: the options of one axis, and into how many parts at most."""
     rule = found(made)
     sizes = dict(rule.sizes)
-    options = axis_rules(operator_rule(made, rule), 2)
+    options = axis_rules(operator_rule(made, rule), parts)
     return {str(option): sizes[option.letter] for option in options if option.letter is not None}
 
 
@@ -147,6 +147,40 @@ def test_as_many_parts_as_groups() -> None:
 def test_blocks_stay_whole() -> None:
     made = free(call("blocks", (64, 4096), out=(64, 4096), size=128))
     assert made == {"S(0)->S(0)": 64, "S(1)->S(1)": 32}
+
+
+@pytest.mark.parametrize(
+    ("made", "expected"),
+    [
+        (
+            call("product", (3, 5), (5, 7), (7,), out=(3, 7)),
+            {
+                3: {"S(0),R,R->S(0)": 3},
+                5: {"S(1),S(0),P->P": 5},
+                7: {"R,S(1),S(0)->S(1)": 7},
+                2: {},
+            },
+        ),
+        (call("pairs", (77, 512), out=(77, 256)), {7: {"S(0)->S(0)": 77}, 11: {"S(0)->S(0)": 77}}),
+        (
+            call("blocks", (9, 15), out=(9, 15), size=5),
+            {3: {"S(0)->S(0)": 9, "S(1)->S(1)": 3}, 5: {}},
+        ),
+        (
+            call("blocks", (30, 18), out=(30, 18), size=6),
+            {
+                2: {"S(0)->S(0)": 30},
+                3: {"S(0)->S(0)": 30, "S(1)->S(1)": 3},
+                5: {"S(0)->S(0)": 30},
+                6: {"S(0)->S(0)": 30},
+            },
+        ),
+    ],
+)
+def test_odd_sizes_are_sharded_by_their_factors(
+    made: Call, expected: dict[int, dict[str, int]]
+) -> None:
+    assert {parts: free(made, parts) for parts in expected} == expected
 
 
 def test_rows_that_are_counted_stay_whole_though_small_shapes_would_have_none_else() -> None:

@@ -15,7 +15,7 @@ from support.models import Case
 from autoshard.client import Client
 from autoshard.discovery import discover
 from autoshard.errors import RequestRejectedError
-from autoshard.graph import export_model, load_graph, rules_to_json
+from autoshard.graph import RULES_VERSION, export_model, load_graph, rules_to_json
 from autoshard.mesh import make_mesh
 from autoshard.plan import Plan, PlanOptions, check_plan
 from autoshard.planner import plan_id
@@ -257,7 +257,7 @@ def test_an_id_says_what_would_find_rules_where_there_are_none(
         return [plan_id(program, make_mesh([4]), PlanOptions()) for program in graphs]
 
     before = ids()
-    monkeypatch.setattr("autoshard.planner.planner.RULES_VERSION", 2)
+    monkeypatch.setattr("autoshard.planner.planner.RULES_VERSION", RULES_VERSION + 1)
     after = ids()
     assert [a == b for a, b in zip(before, after, strict=True)] == [False, True, True]
 
@@ -266,5 +266,5 @@ def test_a_question_says_what_would_find_rules(monkeypatch: pytest.MonkeyPatch) 
     request = PlanRequest.model_validate_json('{"mesh": {"shape": [4]}}')
     before = PlanQuery(request, "0" * 64, Settings()).digest
     assert PlanQuery(request, "0" * 64, Settings()).digest == before
-    monkeypatch.setattr("autoshard_server.requests.RULES_VERSION", 2)
+    monkeypatch.setattr("autoshard_server.requests.RULES_VERSION", RULES_VERSION + 1)
     assert PlanQuery(request, "0" * 64, Settings()).digest != before
