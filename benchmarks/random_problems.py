@@ -99,7 +99,7 @@ def _contested(rng: np.random.Generator) -> Problem:
     sizes = [int(n) for n in rng.integers(3, 5, int(rng.integers(5, 8)))]
     nodes = []
     for size in sizes:
-        usage = rng.integers(1, 40, size) / (7.0 if _chance(rng, 0.5) else 1.0)
+        usage = rng.integers(1, 40, size).astype(np.float64)
         nodes.append(Node(8.0 / usage + rng.random(size), usage, _interval(rng, 4)))
     edges = [
         _dense(rng, source, target, sizes)
@@ -177,9 +177,11 @@ def _interval(rng: np.random.Generator, horizon: int) -> tuple[int, int]:
 
 
 def _usage(rng: np.random.Generator, size: int) -> FloatArray:
+    """Usage with sums far apart, or in bytes, with sums that differ in the last digits only."""
+    usage = rng.integers(0, 9, size).astype(np.float64)
     if _chance(rng, 0.3):
-        return rng.random(size) * 9
-    return rng.integers(0, 9, size).astype(np.float64)
+        usage = usage * 2.0**34 + rng.integers(0, 9, size)
+    return usage
 
 
 def _prices(

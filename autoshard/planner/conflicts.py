@@ -16,7 +16,7 @@ from autoshard.plan.options import PlanOptions
 from autoshard.planner.budget_search import BudgetSearch
 from autoshard.planner.formulation import Formulation
 from autoshard.quantities import unit_hint
-from autoshard.solve import USAGE_TOLERANCE, CancelToken, solve_problem
+from autoshard.solve import CancelToken, solve_problem
 
 _MIN_SECONDS = 1.0
 """Minimum time limit of a single solve, seconds, even after the deadline."""
@@ -124,8 +124,7 @@ class _ConflictSearch:
 
     def _exceeds_memory(self, formulation: Formulation) -> bool:
         """True if every plan provably exceeds the memory budget."""
-        limit = formulation.prices.memory_budget * (1 + USAGE_TOLERANCE)
-        return self._search(formulation).min_usage() > limit
+        return self._search(formulation).min_usage() > formulation.prices.memory_budget
 
     def _search(self, formulation: Formulation, seconds: float | None = None) -> BudgetSearch:
         seconds = self._remaining if seconds is None else seconds

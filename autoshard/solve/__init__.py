@@ -12,7 +12,7 @@ from autoshard.solve.elimination import MinMarginals
 from autoshard.solve.iopddl import read_iopddl
 from autoshard.solve.minimum_usage import minimum_usage
 from autoshard.solve.path_costs import ShortestPathCost
-from autoshard.solve.problem import USAGE_TOLERANCE, Edge, Node, Problem, Repeat, UsageLimit
+from autoshard.solve.problem import Edge, Node, Problem, Repeat, UsageLimit
 from autoshard.solve.reference import brute_force, solve_reference
 from autoshard.solve.restricted_problem import restrict
 from autoshard.solve.settings import SolverSettings
@@ -20,7 +20,6 @@ from autoshard.solve.solver import solve_problem
 from autoshard.solve.state import Progress, Solution, WarmStart
 
 __all__ = [
-    "USAGE_TOLERANCE",
     "CancelToken",
     "Edge",
     "KeyValueStore",

@@ -95,7 +95,7 @@ def _unpriced(problem: Problem) -> tuple[Problem, float]:
         for edge in problem.edges
     )
     finite = (node.usage[np.isfinite(node.usage)] for node in problem.nodes)
-    slack = max(sum(float(usage.max(initial=0.0)) for usage in finite), 1e-300)
+    slack = max(sum(float(usage.max(initial=0.0)) for usage in finite), 1.0)
     return Problem(nodes, edges, problem.ties, slack, problem.repeats), slack
 
 

@@ -16,7 +16,7 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
 from autoshard.arrays import BoolArray, FloatArray, IntArray
-from autoshard.solve.problem import USAGE_TOLERANCE, Edge, Node, Problem
+from autoshard.solve.problem import Edge, Node, Problem
 
 
 def fingerprint(*parts: bytes) -> bytes:
@@ -126,7 +126,8 @@ class Network:
         assert not problem.using_edges, "see `without_edge_usage`"
         network = cls()
         limits = [x for x in problem.resources if limited and np.isfinite(x.limit)]
-        slacks = [x.limit + abs(x.limit) * USAGE_TOLERANCE for x in limits]
+        # Usage is whole, so all sums and differences of usage and capacity are exact.
+        slacks = [np.floor(x.limit) for x in limits]
         num_times, spans = len(problem.peak_times), problem.peak_spans
         # Each limit has checkpoints of its own.
         network.capacity = np.repeat(slacks, num_times)

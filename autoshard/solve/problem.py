@@ -1,8 +1,8 @@
 """The optimization problem: pure numpy, no tensors, no torch.
 
 A problem is a graph. Every node picks one of its strategies, which has a cost and, while the node
-is alive, a usage of a limited resource. The cost of an edge is the entry of its matrix at the
-strategies of its two nodes, and so is its usage. Tied nodes pick the same strategy index. The
+is alive, a usage of a limited resource, a whole number such as bytes. The cost of an edge is the
+entry of its matrix at the strategies of its two nodes, and so is its usage. Tied nodes pick the same strategy index. The
 public contest format IOPDDL is a special case of this.
 """
 
@@ -18,8 +18,8 @@ from autoshard.arrays import FloatArray, IntArray
 from autoshard.errors import ProblemError
 from autoshard.solve.path_costs import ShortestPathCost
 
-USAGE_TOLERANCE = 1e-9
-"""Relative excess over a usage limit that counts as rounding."""
+MAX_USAGE = float(1 << 53)
+"""Usage at one time must be below this: sums of whole numbers are then exact in any order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,8 @@ class Node:
 
     Attributes:
         cost: price of each strategy, shape [S]; `inf` forbids a strategy.
-        usage: usage of the limited resource by each strategy while alive, shape [S].
+        usage: usage of the limited resource by each strategy while alive, shape [S]: whole
+            numbers, or `inf` for a strategy that fits no limit.
         interval: half-open span of time [first, last) in which the node is alive.
         name: for messages only.
     """
@@ -118,7 +119,8 @@ class Problem:
         nodes: the choices.
         edges: prices on pairs; parallel edges are allowed and add up.
         ties: disjoint groups of nodes that must pick the same strategy index.
-        usage_limit: upper bound of the usage summed over the nodes and edges alive at any time.
+        usage_limit: upper bound of the usage summed over the nodes and edges alive at any time. It
+            is kept exactly: usage is counted in whole numbers, and no tolerance applies.
         repeats: disjoint hints of repeated structure.
         further_limits: limits on the usage of other resources.
         cutoff: upper bound of the objective; a problem all of whose choices cost more is
@@ -143,6 +145,17 @@ class Problem:
             raise ProblemError("cutoff is NaN; give a number, or leave it out for no cut-off")
         for number, limit in enumerate(self.further_limits):
             _validate_limit(self, limit, f"further limit {number}")
+        self._validate_sums()
+
+    def _validate_sums(self) -> None:
+        """Refuse usage whose sums would be rounded."""
+        limited = (x for x in self.resources if np.isfinite(x.limit))
+        most = max((self._most_used(x, _largest) for x in limited), default=0.0)
+        if most >= MAX_USAGE:
+            raise ProblemError(
+                f"usage at one time can reach {most:.3g}, and sums are exact only below "
+                f"{MAX_USAGE:.3g}; count usage in larger units"
+            )
 
     def objective(self, choice: Sequence[int] | IntArray) -> float:
         """Price of a choice per node; ties and the usage limit are not checked."""
@@ -334,24 +347,31 @@ class Problem:
     @cached_property
     def can_bind(self) -> bool:
         """True if some choice exceeds a usage limit."""
-
-        def largest(_: int, usage: FloatArray) -> float:
-            return float(usage.max())
-
         limited = (x for x in self.resources if x.limit < np.inf)
-        return any(self._peak_of(x, largest, largest) > x.limit for x in limited)
+        return any(self._most_used(x, np.max) > x.limit for x in limited)
+
+    def _most_used(self, limit: UsageLimit, largest: Callable[[FloatArray], float]) -> float:
+        """Peak of a resource if each node and edge has the largest of its usages."""
+        # Arrays that are shared are read once.
+        arrays = (*limit.nodes.values(), *limit.edges.values())
+        known = {key: float(largest(x)) for key, x in {id(x): x for x in arrays}.items()}
+
+        def known_largest(_: int, usage: FloatArray) -> float:
+            return known[id(usage)]
+
+        return self._peak_of(limit, known_largest, known_largest)
 
     def is_feasible(self, choice: Sequence[int] | IntArray) -> bool:
         """True if a choice satisfies the ties and all limits, and has a finite price."""
         return self.fits(choice) and self.objective(choice) <= self.cutoff
 
-    def fits(self, choice: Sequence[int] | IntArray, *, rtol: float = USAGE_TOLERANCE) -> bool:
+    def fits(self, choice: Sequence[int] | IntArray) -> bool:
         """True if a choice satisfies the ties and the usage limits, and has a finite price."""
         tied = all(len({int(choice[i]) for i in group}) == 1 for group in self.ties)
         if not tied or not np.isfinite(self.objective(choice)):
             return False
         limits = np.array([x.limit for x in self.resources])
-        return bool((self.peaks(choice) <= limits + np.abs(limits) * rtol).all())
+        return bool((self.peaks(choice) <= limits).all())
 
 
 def _peak(uses: FloatArray, spans: IntArray, num_times: int) -> float:
@@ -367,9 +387,9 @@ def _peak(uses: FloatArray, spans: IntArray, num_times: int) -> float:
     return float(np.cumsum(grows - falls)[:-1].max())
 
 
-def _largest(prices: FloatArray) -> float:
-    """The largest finite price, at least 0."""
-    return float(prices[np.isfinite(prices)].max(initial=0.0))
+def _largest(values: FloatArray) -> float:
+    """The largest finite value, at least 0."""
+    return float(values[np.isfinite(values)].max(initial=0.0))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -443,6 +463,15 @@ def _validate_node(node: Node, where: str) -> None:
         raise ProblemError(f"{where} has a cost of -inf; costs are numbers or +inf")
     if (node.usage < 0).any():
         raise ProblemError(f"{where} has a negative usage; usage is at least 0")
+    _validate_whole(node.usage, where)
+
+
+def _validate_whole(usage: FloatArray, where: str) -> None:
+    if (np.rint(usage) != usage).any():
+        raise ProblemError(
+            f"{where} has a usage that is no whole number; count usage in units such as bytes, so "
+            "that sums are exact"
+        )
 
 
 def _validate_edges(nodes: Sequence[Node], edges: Sequence[Edge]) -> None:
@@ -488,6 +517,7 @@ def _validate_edge_usage(edge: Edge, usage: FloatArray, where: str) -> None:
         )
     if not (usage >= 0).all():
         raise ProblemError(f"{where} has a negative or NaN usage; usage is at least 0")
+    _validate_whole(usage, where)
 
 
 def _validate_limit(problem: Problem, limit: UsageLimit, where: str) -> None:
@@ -504,6 +534,7 @@ def _validate_limit(problem: Problem, limit: UsageLimit, where: str) -> None:
                 f"{where} needs a usage of at least 0 for each of the "
                 f"{problem.nodes[i].num_strategies} strategies of node {i}"
             )
+        _validate_whole(usage, f"{where} of node {i}")
     for i, usage in limit.edges.items():
         _validate_edge_usage(problem.edges[i], usage, f"{where} of {_where(i, problem.edges[i])}")
 

@@ -3,6 +3,7 @@
 import importlib
 import time
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,8 @@ from autoshard.outcome import SolveStatus
 from autoshard.solve.edge_usage import without_edge_usage
 from autoshard.solve.linear_program import LinearModel, linear_model
 from autoshard.solve.network import Network
-from autoshard.solve.problem import USAGE_TOLERANCE, Problem, UsageLimit
+from autoshard.solve.presolve.drop_strategies import subtract_least
+from autoshard.solve.problem import Problem, UsageLimit
 from autoshard.solve.state import Solution
 
 MAX_CHOICES = 1 << 21
@@ -39,8 +41,7 @@ def brute_force(problem: Problem) -> Solution:
         rows, cols = edge.rows[choices[:, edge.source]], edge.cols[choices[:, edge.target]]
         prices = prices + edge.cost[rows, cols]
     for limit in problem.resources:
-        slack = limit.limit + abs(limit.limit) * USAGE_TOLERANCE
-        prices = np.where(_peaks(problem, limit, choices) <= slack, prices, np.inf)
+        prices = np.where(_peaks(problem, limit, choices) <= limit.limit, prices, np.inf)
     prices = np.where(prices <= problem.cutoff, prices, np.inf)
     best = int(prices.argmin())
     value, elapsed = float(prices[best]), time.perf_counter() - start
@@ -119,8 +120,18 @@ def solve_reference(
             )
         options[_TIME_OPTIONS[solver]] = float(time_limit)
     network = Network.from_problem(without_edge_usage(problem))
+    # Large numbers that differ in the last digits only would be equal within tolerances.
+    subtract_least(network)
     model = linear_model(network)
-    strategies, status = _solved(cvxpy, network, model, solver, options)
+    covers: list[FloatArray] = []
+    while True:
+        strategies, status = _solved(
+            cvxpy, network, model, solver=solver, options=options, covers=covers
+        )
+        over = _exceeded(model, strategies)
+        if not len(over):
+            break
+        covers.extend(over)
     elapsed = time.perf_counter() - start
     if status == cvxpy.INFEASIBLE or min(x.limit for x in problem.resources) < 0:
         return Solution(SolveStatus.INFEASIBLE, None, np.inf, np.inf, elapsed)
@@ -154,8 +165,30 @@ def _cvxpy_with(solver: str) -> Any:
     return cvxpy
 
 
+def _exceeded(model: LinearModel, strategies: FloatArray | None) -> FloatArray:
+    """Rows of the strategies that exceed the limit together, one per time, shape [C, S].
+
+    A solver counts usage with a tolerance. Usage is not negative, so these strategies cannot all
+    be chosen, and a constraint excludes them.
+    """
+    if strategies is None:
+        return np.zeros((0, 0))
+    picks, _ = model.rounded(strategies)
+    chosen = np.zeros(model.num_strategies)
+    chosen[[start + s for start, s in zip(model.starts.tolist(), picks.values(), strict=False)]] = 1
+    usage = model.usage[:, : model.num_strategies]
+    users = usage[np.flatnonzero(usage @ chosen > model.capacity)].toarray()
+    return np.where(users > 0, chosen, 0.0)
+
+
 def _solved(
-    cvxpy: Any, network: Network, model: LinearModel, solver: str, options: dict[str, Any]
+    cvxpy: Any,
+    network: Network,
+    model: LinearModel,
+    *,
+    solver: str,
+    options: dict[str, Any],
+    covers: Sequence[FloatArray],
 ) -> tuple[np.ndarray[Any, np.dtype[np.float64]] | None, str]:
     """Value of each strategy's column, and the status that the solver reports."""
     split = model.num_strategies
@@ -165,13 +198,14 @@ def _solved(
     strategies = cvxpy.Variable(split, boolean=True)
     flows = cvxpy.Variable(max(len(cost) - split, 1), nonneg=True)
     usage = model.usage[:, :split]
-    row_scale = np.maximum(abs(usage).max(axis=1).toarray().ravel(), 1e-300)
+    row_scale = np.maximum(abs(usage).max(axis=1).toarray().ravel(), 1.0)
     rows = [
         model.matrix[:, :split] @ strategies + _padded(model.matrix[:, split:]) @ flows
         == model.right,
         strategies <= allowed[:split].astype(np.float64),
         sparse.diags_array(1.0 / row_scale) @ usage @ strategies <= model.capacity / row_scale,
         _tie_rows(network, model) @ strategies == 0.0,
+        *(cover @ strategies <= cover.sum() - 1.0 for cover in covers),
     ]
     rows = [row for row in rows if row.size]
     total = scale * (cost[:split] @ strategies)

@@ -20,8 +20,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from autoshard.arrays import BoolArray, FloatArray, IntArray
+from autoshard.solve.lagrangian import SAME
 from autoshard.solve.path_costs import ShortestPathCost
-from autoshard.solve.problem import USAGE_TOLERANCE, Edge, Node, Problem
+from autoshard.solve.problem import Edge, Node, Problem
 from autoshard.solve.quotient_bounds import QuotientMessages, strategy_bounds
 from autoshard.solve.quotient_graph import QuotientGraph
 from autoshard.solve.runs import RunOutcome, UsageLagrangian, UsageWeights, independent_runs
@@ -376,8 +377,8 @@ class LimitedRestriction:
         if candidates:
             return [candidates[c.nodes[0]].copy() for c in self._graph.node_classes]
         self._add_peak_weights()
-        price = max(self._state.bound, USAGE_TOLERANCE)
-        price /= max(self._problem.usage_limit, USAGE_TOLERANCE)
+        price = max(self._state.bound, SAME)
+        price /= max(self._problem.usage_limit, SAME)
         for elasticity in self._settings.limited_elasticities:
             self._lagrangian.evaluate(
                 np.array([elasticity * price]), slack=self._settings.limited_rough_gap
@@ -453,7 +454,7 @@ class LimitedRestriction:
         """Search for a choice within the limit; False if it is proven that there is none."""
         self._add_peak_weights()
         with self._restricted_solver.restored_messages():
-            fits = self._lagrangian.can_fit(slack=USAGE_TOLERANCE)
+            fits = self._lagrangian.can_fit(slack=SAME)
         if not fits:
             peaks = (self._problem.peak_usage(point.choice) for point in self._lagrangian.points)
             self._state.statistics["minimum_usage"] = min(peaks)

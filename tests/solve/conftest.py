@@ -27,7 +27,7 @@ def _contested_problem(seed: int) -> Problem:
     sizes = [int(n) for n in rng.integers(3, 5, int(rng.integers(5, 8)))]
     nodes = []
     for size in sizes:
-        usage = rng.integers(1, 40, size) / (7.0 if rng.random() < 0.5 else 1.0)
+        usage = rng.integers(1, 40, size) * 1.0
         first = int(rng.integers(0, 3))
         cost = 8.0 / usage + rng.random(size)
         nodes.append(Node(cost, usage, (first, first + int(rng.integers(1, 4)))))
@@ -56,7 +56,7 @@ def _random_problem(seed: int) -> Problem:
     unit, lowest = 10.0 ** rng.integers(-9, 12), (-3.0 if rng.random() < 0.3 else 0.0)
     for size in sizes:
         first = int(rng.integers(0, 6))
-        usage = rng.random(size) * 9 if rng.random() < 0.3 else rng.integers(0, 9, size) * 1.0
+        usage = rng.integers(0, 9, size) * float(rng.choice([1, 1, 10**9 + 7]))
         interval = (first, first + int(rng.integers(0, 6)))
         nodes.append(Node(_prices(rng, (int(size),), unit, lowest), usage, interval))
     edges = []

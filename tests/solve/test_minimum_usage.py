@@ -1,5 +1,6 @@
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -73,6 +74,7 @@ def test_peaks_are_only_looked_for_where_they_can_be(
     ("cost", "usage", "message"),
     [
         ([1.0], [-1.0], "negative usage"),
+        ([1.0], [0.5], "whole number"),
         ([-np.inf], [1.0], "-inf"),
         ([np.nan], [1.0], "NaN"),
         ([1.0, 2.0], [1.0], "2 costs"),
@@ -85,3 +87,12 @@ def test_a_malformed_node_is_refused_by_name(
     with pytest.raises(ProblemError, match=message) as raised:
         Problem((Node(np.array(cost), np.array(usage), (0, 1), "wq"),))
     assert "wq" in str(raised.value)
+
+
+def test_usage_that_cannot_be_summed_exactly_is_refused() -> None:
+    node = Node(np.zeros(2), np.array([2.0**52, 0.0]), (0, 1))
+    with pytest.raises(ProblemError, match="count usage in larger units"):
+        Problem((node, node), usage_limit=2.0**52)
+    apart = replace(node, interval=(1, 2))
+    assert Problem((node, apart), usage_limit=2.0**52).is_feasible((0, 0))
+    assert Problem((node, node)).is_feasible((0, 0))

@@ -1,4 +1,6 @@
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -160,9 +162,9 @@ def test_repeated_layers_under_one_limit_are_mixed() -> None:
 def test_a_dense_graph_under_a_limit_goes_through_branch_and_bound() -> None:
     rng = np.random.default_rng(2)
     index = np.arange(6)
-    nodes = tuple(Node(rng.random(6), rng.random(6), (0, 1)) for _ in range(7))
+    nodes = tuple(Node(rng.random(6), np.floor(100 * rng.random(6)), (0, 1)) for _ in range(7))
     edges = tuple(Edge(i, j, rng.random((6, 6)), index, index) for i in range(7) for j in range(i))
-    problem = Problem(nodes, edges, usage_limit=2.0)
+    problem = Problem(nodes, edges, usage_limit=200.0)
     settings = SolverSettings(max_table_entries=10)
     found = solve_problem(problem, settings=settings)
     assert_same_outcome(problem, found, brute_force(problem), rtol=1e-6)
@@ -193,3 +195,45 @@ def test_time_limit_must_be_positive(options: dict[str, float]) -> None:
 def test_relative_gap_must_be_a_fraction() -> None:
     with pytest.raises(OptionError, match="relative_gap"):
         solve_problem(Problem(()), relative_gap=1.5)
+
+
+def limited_in_the_last_bytes(seed: int) -> Problem:
+    """Usage of tens of gigabytes in which some choices exceed the limit by a few bytes."""
+    rng = np.random.default_rng(seed)
+    nodes = []
+    for _ in range(6):
+        usage = 2.0**34 + rng.integers(0, 40, 3).astype(float)
+        # The strategies that use most are the cheapest.
+        nodes.append(Node(1e3 - (usage - 2.0**34) + rng.random(3), usage, (0, 1)))
+    ends = [(i, j) for i in range(6) for j in range(i + 1, 6)]
+    index = np.arange(3)
+    edges = tuple(Edge(i, j, rng.random((3, 3)), index, index) for i, j in ends)
+    free = Problem(tuple(nodes), edges)
+    least, most = (
+        free.peak_usage([int(find(node.usage)) for node in nodes])
+        for find in (np.argmin, np.argmax)
+    )
+    return replace(free, usage_limit=np.floor((least + most) / 2))
+
+
+NO_TABLES = SolverSettings(max_product_work=0, max_table_entries=0)
+LIMITED_SOLVERS: dict[str, Callable[[Problem], Solution]] = {
+    "everything": solve_problem,
+    "no products": partial(solve_problem, settings=SolverSettings(max_product_work=0)),
+    "no tables": partial(solve_problem, settings=NO_TABLES),
+    "messages": partial(solve_problem, settings=replace(NO_TABLES, large_entries=0)),
+    "reference": solve_reference,
+}
+
+
+@pytest.mark.parametrize("solver", LIMITED_SOLVERS)
+@pytest.mark.parametrize("seed", range(4))
+def test_a_limit_is_kept_to_the_last_byte(seed: int, solver: str) -> None:
+    problem = limited_in_the_last_bytes(seed)
+    found = LIMITED_SOLVERS[solver](problem)
+    assert_same_outcome(problem, found, brute_force(problem), rtol=1e-6)
+    assert found.choice is not None
+    used = sum(int(n.usage[s]) for n, s in zip(problem.nodes, found.choice, strict=True))
+    assert used <= problem.usage_limit
+    below = replace(problem, usage_limit=used - 1.0)
+    assert_same_outcome(below, LIMITED_SOLVERS[solver](below), brute_force(below), rtol=1e-6)

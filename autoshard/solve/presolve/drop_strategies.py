@@ -183,7 +183,7 @@ class SimplifyLimits:
     def apply(self, network: Network) -> Inverse:
         """Simplify until no strategy is dropped; then drop checkpoints."""
         while not network.infeasible:
-            _subtract_least(network)
+            subtract_least(network)
             if (network.capacity < 0).any():
                 network.infeasible = True
             elif not _drop_unfit(network):
@@ -229,7 +229,8 @@ def _users(network: Network) -> list[tuple[int, Variable]]:
     return [(v, x) for v, x in network.variables.items() if x.terms]
 
 
-def _subtract_least(network: Network) -> None:
+def subtract_least(network: Network) -> None:
+    """Subtract the least usage of each variable from its usage and from the capacity."""
     terms = _Terms.of(network)
     settled = (terms.least == 0) & (terms.largest > 0)
     if settled.all():
@@ -273,9 +274,7 @@ def _needed(network: Network) -> BoolArray:
     """Mask of checkpoints that can bind, shape [T]."""
     terms, num = _Terms.of(network), len(network.capacity)
     largest_usage = spread(terms.first, terms.last, terms.largest, num)
-    # The margin for rounding of the running sum.
-    rounding = 2e-12 * float(terms.largest.sum())
-    needed: BoolArray = (largest_usage + rounding > network.capacity) & (
+    needed: BoolArray = (largest_usage > network.capacity) & (
         spread(terms.first, terms.last, np.ones(len(terms.first)), num) > 0
     )
     while True:

@@ -16,7 +16,7 @@ import numpy as np
 
 from autoshard.arrays import FloatArray, IntArray
 from autoshard.solve.lagrangian import SAME
-from autoshard.solve.problem import USAGE_TOLERANCE, Problem
+from autoshard.solve.problem import Problem
 from autoshard.solve.runs.contraction import ContractedProblem
 from autoshard.solve.runs.find import Run, find_runs
 from autoshard.solve.runs.run_solver import SLACK, RunSolver
@@ -92,7 +92,7 @@ class LimitedRuns:
             points = [self._lagrangian.points[i] for i in np.flatnonzero(within)]
             peaks = [self._problem.peak_usage(point.choice) for point in points]
             over = max(peaks, default=0.0) - self._problem.usage_limit
-            if self._state.closed or over <= USAGE_TOLERANCE * limit or over >= limit:
+            if self._state.closed or over <= 0 or over >= limit:
                 return
             limit -= over
             self._maximise_bound(limit)

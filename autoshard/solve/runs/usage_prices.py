@@ -13,7 +13,7 @@ import numpy as np
 from autoshard.arrays import FloatArray, IntArray
 from autoshard.solve.lagrangian import SAME, CuttingPlanes, best_mixture
 from autoshard.solve.network import spread
-from autoshard.solve.problem import USAGE_TOLERANCE, Problem
+from autoshard.solve.problem import Problem
 from autoshard.solve.runs.find import Run
 from autoshard.solve.runs.run_solver import Minimise
 from autoshard.solve.state import SolveState
@@ -40,7 +40,7 @@ class UsageWeights:
         # Infinite usage is replaced by a finite one above the limit.
         arrays = {id(node.usage): node.usage for node in problem.nodes}.values()
         finite = (float(usage[np.isfinite(usage)].max(initial=0.0)) for usage in arrays)
-        most = 2.0 * max(problem.usage_limit, *finite, 1.0)
+        most = 2.0 * max(np.floor(problem.usage_limit), *finite, 1.0)
         known: dict[int, FloatArray] = {}
         for node in problem.nodes:
             if id(node.usage) not in known:
@@ -174,8 +174,7 @@ class UsageLagrangian:
         """Add a choice; if it exceeds the limit, add weights for its peak."""
         point = self.point(choice)
         self.points.append(point)
-        slack = self._problem.usage_limit * (1 + USAGE_TOLERANCE)
-        if self._problem.peak_usage(choice) > slack:
+        if self._problem.peak_usage(choice) > self._problem.usage_limit:
             self.usage_weights.add(point.uses)
         return point
 
@@ -267,7 +266,7 @@ class UsageLagrangian:
         """
         state, problem, limit = self._state, self._problem, self._problem.usage_limit
         state.enter("find the least usage")
-        most, rounding = problem.max_price, limit * USAGE_TOLERANCE
+        most = problem.max_price
         steep = _STEEP * max(most, SAME) / max(limit, SAME)
         shares, tight, least = np.ones(1), False, np.inf
         for _ in range(mixtures):
@@ -283,7 +282,7 @@ class UsageLagrangian:
             if tight or np.allclose(mixed, known):
                 break
             shares = mixed
-        if self.bound <= most + steep * rounding:
+        if self.bound <= most:
             return True
         if tight:
             state.statistics["minimum_usage"] = least
