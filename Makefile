@@ -56,7 +56,7 @@ upgrade: $(INSTALLED)  ## Run two releases on one database, and change between t
 	$(BIN)/python -m benchmarks.upgrade
 
 prove: $(INSTALLED)  ## Compare 100,000 random problems with brute force
-	$(BIN)/python benchmarks/random_problems.py --count 100000 --processes 2
+	$(BIN)/python -m benchmarks.random_problems --count 100000 --processes 2
 
 prove-pipelines: $(INSTALLED)  ## Compare the pipeline search of 200 random models with brute force
 	$(BIN)/python -m benchmarks.random_pipelines --count 200

@@ -2,16 +2,25 @@
 
 For each seed a problem is drawn, enumerated (`brute_force`) and solved. The solution must have the
 same status, an allowed choice with the optimal price, and a bound that is not above the optimum.
-The route disables steps, so that the later ones are tested alone:
+A route disables steps or starves them, so that the others are tested alone ("plain" routes get no
+hints which nodes repeat):
 
-    everything   all steps, as in production
-    no products  no elimination of variables with few neighbours
-    no tables    no elimination: linear relaxation, and branch and bound
-    no rounding  elimination and prices on usage, with a requested gap of zero
-    messages     every problem counts as large: TRW-S first, no products, no tables
+    everything       all steps, as in production
+    no products      plain: no elimination of variables with few neighbours
+    no tables        plain: no elimination; linear relaxation, and branch and bound
+    no rounding      plain: elimination and prices on usage, with a requested gap of zero
+    messages         plain: every problem counts as large: TRW-S first, no products, no tables
+    narrow           restricted problems of a few strategies, whatever the number of strategies
+    shared relaxed   shared nodes of runs are relaxed first, and little work is spent on them
+    runs alone       run contraction and its prices on usage, without the steps that close a gap
+    thin             plain: relaxations with few links instead of elimination
+    several limits   the same problem under several limits, each with the results of the others
+    short of time    stops after a few milliseconds; large-neighbourhood search if there is time
 
-Run `python benchmarks/random_problems.py --count 100000`; the exit status is 1 if any
-problem failed, and the seed of each failure is printed.
+Some solutions may stay open (feasible, but not proven optimal): those on the routes "narrow", "runs
+alone" and "short of time", and those of problems with edges priced by paths. Their choices and
+bounds are checked all the same. Run `python -m benchmarks.random_problems --count 100000`; the exit
+status is 1 if any problem failed, and the seed of each failure is printed.
 """
 
 import argparse
@@ -19,240 +28,228 @@ import multiprocessing
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import numpy as np
 
-from autoshard.arrays import FloatArray
 from autoshard.outcome import SolveStatus
 from autoshard.solve import (
-    Edge,
-    Node,
     Problem,
     Solution,
     SolverSettings,
+    WarmStart,
     brute_force,
     solve_problem,
 )
+from autoshard.solve.runs import RunOutcome, solve_runs
+from autoshard.solve.state import SolveState
+from benchmarks.random_families import draw
 
-ROUTES = ("everything", "no products", "no tables", "no rounding", "messages")
-FAMILIES = ("mixed", "contested", "layered", "followers")
 _GAP = 1e-6
 _ROUNDING = 1e-12
-_MOST_TIED = 3
 _NEWS_EVERY = 5000
+_SHORT = 0.02
+_LEAST_ACCURACY = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
-class RunOutcome:
+class Route:
+    """How a problem is solved.
+
+    Attributes:
+        settings: limits of work.
+        gap: requested.
+        with_hints: true if the solver is told which nodes repeat.
+        may_stay_open: true if the solution need not be proven optimal.
+        time_limit: seconds, or None.
+    """
+
+    settings: SolverSettings
+    gap: float = _GAP
+    with_hints: bool = True
+    may_stay_open: bool = False
+    time_limit: float | None = None
+
+
+_DEFAULT = SolverSettings()
+_NO_PRODUCTS = SolverSettings(max_product_work=0.0)
+_NO_TABLES = replace(_NO_PRODUCTS, max_table_entries=0.0)
+_NARROW = SolverSettings(wide_strategies=0.0, first_width=1, last_width=2, nearby_strategies=1)
+_STARVED = SolverSettings(
+    eager_run_work=0.0, max_exact_run_work=0.0, candidate_boundary_strategies=1
+)
+_THIN = replace(
+    _NO_PRODUCTS,
+    mini_bucket_min_entries=0,
+    mini_bucket_work=40.0,
+    mini_bucket_growth=2.0,
+    max_elimination_work=200.0,
+)
+_HUGE = replace(_NO_TABLES, large_entries=0, huge_entries=0, window_size=3)
+
+ROUTES = MappingProxyType(
+    {
+        "everything": Route(_DEFAULT),
+        "no products": Route(_NO_PRODUCTS, with_hints=False),
+        "no tables": Route(_NO_TABLES, with_hints=False),
+        "no rounding": Route(_NO_PRODUCTS, gap=0.0, with_hints=False),
+        "messages": Route(replace(_NO_TABLES, large_entries=0), with_hints=False),
+        "narrow": Route(_NARROW, may_stay_open=True),
+        "shared relaxed": Route(_STARVED),
+        "runs alone": Route(_DEFAULT, may_stay_open=True),
+        "thin": Route(_THIN, with_hints=False),
+        "several limits": Route(_DEFAULT),
+        "short of time": Route(_HUGE, may_stay_open=True, time_limit=_SHORT),
+    }
+)
+_LIMIT_SHARES = (1.0, 0.9, 0.6, 0.95)
+
+
+@dataclass(frozen=True, slots=True)
+class Examined:
     """Result of one seed.
 
     Attributes:
         seed: of the problem and the route.
-        labels: family, route, and the steps that ran.
+        family: of the problem.
+        route: name of the route.
+        labels: status, and the phases and steps that ran.
         failure: the error; empty without one.
     """
 
     seed: int
+    family: str
+    route: str
     labels: tuple[str, ...]
     failure: str
 
 
-def draw(seed: int) -> tuple[str, Problem]:
-    """The problem of a seed, with the name of its family."""
-    rng = np.random.default_rng(seed)
-    family = FAMILIES[int(rng.choice(len(FAMILIES), p=[0.55, 0.2, 0.1, 0.15]))]
-    makers = {
-        "mixed": _mixed,
-        "contested": _contested,
-        "layered": _layered,
-        "followers": _followers,
-    }
-    return family, makers[family](rng)
-
-
-def _mixed(rng: np.random.Generator) -> Problem:
-    """At most 8 nodes with ties, intervals, parallel edges, infinities and negative prices."""
-    num_nodes = int(rng.integers(1, 9))
-    sizes = rng.integers(1, 5, num_nodes)
-    ties = _ties(rng, num_nodes)
-    for group in ties:
-        sizes[list(group)] = sizes[group[0]]
-    unit, lowest = float(10.0 ** rng.integers(-9, 12)), (-3.0 if _chance(rng, 0.3) else 0.0)
-    nodes = [
-        Node(_prices(rng, (int(n),), unit, lowest), _usage(rng, int(n)), _interval(rng, 6))
-        for n in sizes
-    ]
-    edges = []
-    for _ in range(int(rng.integers(0, 3 * num_nodes)) if num_nodes > 1 else 0):
-        source, target = (int(v) for v in rng.choice(num_nodes, 2, replace=False))
-        num_rows, num_cols = (int(n) for n in rng.integers(1, 5, 2))
-        rows = rng.integers(0, num_rows, sizes[source])
-        cols = rng.integers(0, num_cols, sizes[target])
-        cost = _prices(rng, (num_rows, num_cols), unit, lowest)
-        edges.append(Edge(source, target, cost, rows, cols))
-    return _limited(rng, Problem(tuple(nodes), tuple(edges), ties), always=False)
-
-
-def _contested(rng: np.random.Generator) -> Problem:
-    """Dense, without ties; cheap strategies use most, and the limit allows few of them."""
-    sizes = [int(n) for n in rng.integers(3, 5, int(rng.integers(5, 8)))]
-    nodes = []
-    for size in sizes:
-        usage = rng.integers(1, 40, size).astype(np.float64)
-        nodes.append(Node(8.0 / usage + rng.random(size), usage, _interval(rng, 4)))
-    edges = [
-        _dense(rng, source, target, sizes)
-        for target in range(len(sizes))
-        for source in range(target)
-        if _chance(rng, 0.7)
-    ]
-    return _limited(rng, Problem(tuple(nodes), tuple(edges)), always=True)
-
-
-def _layered(rng: np.random.Generator) -> Problem:
-    """Equal layers around a shared node under one limit: symmetric, with many equal optima."""
-    num_layers, size = int(rng.integers(2, 7)), int(rng.integers(2, 4))
-    step, spoke = rng.random((size, size)), rng.random((size, size))
-    usage = rng.integers(1, 9, size).astype(np.float64)
-    layer = Node(4.0 / usage, usage, (0, 1))
-    shared_node = Node(rng.random(size), np.zeros(size))
-    index = np.arange(size)
-    edges = [Edge(0, i, spoke, index, index) for i in range(1, num_layers + 1)]
-    edges += [Edge(i, i + 1, step, index, index) for i in range(1, num_layers)]
-    return _limited(rng, Problem((shared_node, *[layer] * num_layers), tuple(edges)), always=True)
-
-
-def _followers(rng: np.random.Generator) -> Problem:
-    """Chains in which a strategy determines that of the next node, as aliases do, with prices."""
-    num_nodes = int(rng.integers(3, 9))
-    sizes = [int(n) for n in rng.integers(2, 5, num_nodes)]
-    edges = []
-    for target in range(1, num_nodes):
-        source = int(rng.integers(0, target))
-        edge = _dense(rng, source, target, sizes)
-        if _chance(rng, 0.6):
-            image = rng.integers(0, sizes[target], sizes[source])
-            if sizes[source] == sizes[target]:
-                image = rng.permutation(sizes[source])
-            cost = np.full(edge.cost.shape, np.inf)
-            cost[np.arange(sizes[source]), image] = edge.cost[np.arange(sizes[source]), image]
-            edge = Edge(source, target, cost, edge.rows, edge.cols)
-        edges.append(edge)
-    nodes = [Node(rng.random(n) * 9, _usage(rng, n), _interval(rng, 4)) for n in sizes]
-    return _limited(rng, Problem(tuple(nodes), tuple(edges)), always=False)
-
-
-def _chance(rng: np.random.Generator, share: float) -> bool:
-    return bool(rng.random() < share)
-
-
-def _dense(rng: np.random.Generator, source: int, target: int, sizes: list[int]) -> Edge:
-    shape = (sizes[source], sizes[target])
-    return Edge(source, target, rng.random(shape), np.arange(shape[0]), np.arange(shape[1]))
-
-
-def _limited(rng: np.random.Generator, free: Problem, *, always: bool) -> Problem:
-    """The problem with a limit between the least and the largest peak, or a bit below."""
-    if not always and _chance(rng, 0.3):
-        return free
-    least = free.peak_usage([int(node.usage.argmin()) for node in free.nodes])
-    most = free.peak_usage([int(node.usage.argmax()) for node in free.nodes])
-    limit = least + (most - least) * float(rng.random()) ** 2 - (_chance(rng, 0.05))
-    return Problem(free.nodes, free.edges, free.ties, max(limit, 0.0))
-
-
-def _ties(rng: np.random.Generator, num_nodes: int) -> tuple[tuple[int, ...], ...]:
-    order = [int(v) for v in rng.permutation(num_nodes)]
-    if num_nodes < _MOST_TIED or _chance(rng, 0.5):
-        return ()
-    return (
-        (tuple(order[:2]),) if num_nodes < 2 * _MOST_TIED else (tuple(order[:3]), tuple(order[3:5]))
-    )
-
-
-def _interval(rng: np.random.Generator, horizon: int) -> tuple[int, int]:
-    first = int(rng.integers(0, horizon))
-    return first, first + int(rng.integers(0, horizon))
-
-
-def _usage(rng: np.random.Generator, size: int) -> FloatArray:
-    """Usage with sums far apart, or in bytes, with sums that differ in the last digits only."""
-    usage = rng.integers(0, 9, size).astype(np.float64)
-    if _chance(rng, 0.3):
-        usage = usage * 2.0**34 + rng.integers(0, 9, size)
-    return usage
-
-
-def _prices(
-    rng: np.random.Generator, shape: tuple[int, ...], unit: float, lowest: float
-) -> FloatArray:
-    """Random prices in a unit; half of the time integers, so that equal prices occur."""
-    prices = rng.uniform(lowest, 9.0, shape)
-    if _chance(rng, 0.5):
-        prices = np.rint(prices)
-    forbidden = rng.random(shape) < rng.choice([0.0, 0.0, 0.15])
-    priced: FloatArray = np.where(forbidden, np.inf, prices * unit)
-    return priced
-
-
-def _route(name: str) -> tuple[SolverSettings, float]:
-    """Settings that disable steps, and the requested gap."""
-    limits: dict[str, float] = {}
-    if name != "everything":
-        limits["max_product_work"] = 0.0
-    if name in {"no tables", "messages"}:
-        limits["max_table_entries"] = 0.0
-    settings = SolverSettings(**limits)
-    if name == "messages":
-        settings = replace(settings, large_entries=0)
-    return settings, 0.0 if name == "no rounding" else _GAP
-
-
-def examine(seed: int) -> RunOutcome:
+def examine(seed: int) -> Examined:
     """Solve the problem of a seed on the seed's route and compare with brute force."""
     family, problem = draw(seed)
-    route = ROUTES[seed % len(ROUTES)]
-    phases: set[str] = set()
-    truth = brute_force(problem)
-    settings, gap = _route(route)
-    found = solve_problem(
-        problem,
-        relative_gap=gap,
-        on_progress=lambda p: phases.add(f"phase: {p.phase}"),
-        settings=settings,
+    name = [*ROUTES][seed % len(ROUTES)]
+    labels: set[str] = set()
+    failure = next(_failures(problem, name, labels), "")
+    return Examined(seed, family, name, tuple(sorted(labels)), failure)
+
+
+def _failures(problem: Problem, name: str, labels: set[str]) -> Iterator[str]:
+    """The errors of the solutions on a route; adds labels of all that ran."""
+    for limited, found in _solved(problem, name, labels):
+        truth = brute_force(limited)
+        labels.add(f"status: {found.status}")
+        if limited.has_path_costs:
+            labels.add("edges priced by paths")
+        labels.update(f"step: {step.split('.')[0]}" for step in found.statistics)
+        yield from _wrong(limited, found, truth, ROUTES[name])
+
+
+def _solved(problem: Problem, name: str, labels: set[str]) -> Iterator[tuple[Problem, Solution]]:
+    """Solutions of a problem, or of the same problem under several limits."""
+    route = ROUTES[name]
+    if not route.with_hints:
+        problem = replace(problem, repeats=())
+    if name == "runs alone":
+        yield problem, _solved_by_runs(problem, route)
+        return
+    several = name == "several limits" and np.isfinite(problem.usage_limit)
+    warm_start = WarmStart() if several else None
+    for share in _LIMIT_SHARES if several else (1.0,):
+        limited = replace(problem, usage_limit=share * problem.usage_limit) if several else problem
+        yield (
+            limited,
+            solve_problem(
+                limited,
+                relative_gap=route.gap,
+                time_limit=route.time_limit,
+                on_progress=lambda p: labels.add(f"phase: {p.phase}"),
+                warm_start=warm_start,
+                settings=route.settings,
+            ),
+        )
+
+
+def _solved_by_runs(problem: Problem, route: Route) -> Solution:
+    """What run contraction alone finds."""
+    state = SolveState(problem, gap=route.gap, settings=route.settings)
+    outcome = solve_runs(state)
+    if outcome is RunOutcome.SKIPPED:
+        state.count("no_runs")
+    return state.finish(infeasible=outcome is RunOutcome.INFEASIBLE)
+
+
+def _wrong(problem: Problem, found: Solution, truth: Solution, route: Route) -> Iterator[str]:
+    """The errors of a solution."""
+    may_stay_open = route.may_stay_open or problem.has_path_costs
+    open_statuses = (SolveStatus.FEASIBLE, SolveStatus.TIMED_OUT) if may_stay_open else ()
+    if found.status not in (truth.status, *open_statuses):
+        yield f"status {found.status} instead of {truth.status}"
+    if found.choice is not None:
+        yield from _wrong_choice(problem, found, truth, route)
+    if truth.choice is None:
+        if found.status is SolveStatus.INFEASIBLE:
+            yield from _wrong_minimum(problem, found, route)
+        return
+    if found.bound > truth.objective + _ROUNDING * _paid(problem, truth.choice):
+        yield f"bound {found.bound!r} above the optimum {truth.objective!r}"
+
+
+def _wrong_choice(
+    problem: Problem, found: Solution, truth: Solution, route: Route
+) -> Iterator[str]:
+    assert found.choice is not None
+    if truth.choice is None or not _is_allowed(problem, found.choice):
+        yield "the choice is not allowed"
+        return
+    scale = _paid(problem, truth.choice)
+    if abs(found.objective - problem.objective(found.choice)) > _ROUNDING * scale:
+        yield f"objective {found.objective!r} of a choice of another price"
+    allowed = max(route.gap, 1e-9) * scale
+    if found.objective < truth.objective - allowed:
+        yield f"objective {found.objective!r} below the optimum {truth.objective!r}"
+    if found.status is SolveStatus.OPTIMAL and found.objective > truth.objective + allowed:
+        yield f"objective {found.objective!r} instead of {truth.objective!r}"
+
+
+def _is_allowed(problem: Problem, choice: Sequence[int] | np.ndarray) -> bool:
+    """True if a choice keeps ties and limit; usage is added up as integers of Python."""
+    tied = all(len({int(choice[v]) for v in group}) == 1 for group in problem.ties)
+    if not tied or not np.isfinite(problem.objective(choice)):
+        return False
+    if np.isinf(problem.usage_limit):
+        return True
+    spans = [node.interval for node in problem.nodes]
+    used = [int(node.usage[s]) for node, s in zip(problem.nodes, choice, strict=True)]
+    peaks = (
+        sum(u for u, (first, last) in zip(used, spans, strict=True) if first <= time < last)
+        for time in {first for first, last in spans if first < last}
     )
-    steps = {f"step: {name.split('.')[0]}" for name in found.statistics}
-    labels = (f"family: {family}", f"route: {route}", f"status: {truth.status}", *phases, *steps)
-    return RunOutcome(seed, labels, _failure(problem, found, truth, gap))
+    return all(peak <= problem.usage_limit for peak in peaks)
 
 
-def _failure(problem: Problem, found: Solution, truth: Solution, gap: float) -> str:
-    """The error of a solution; empty without one."""
-    if found.status is not truth.status:
-        return f"status {found.status} instead of {truth.status}"
-    if truth.status is SolveStatus.INFEASIBLE:
-        return ""
-    if found.choice is None or truth.choice is None or not problem.is_feasible(found.choice):
-        return "the choice is not allowed"
-    paid = _paid(problem, truth)
-    if found.bound > truth.objective + _ROUNDING * paid:
-        return f"bound {found.bound!r} above the optimum {truth.objective!r}"
-    if abs(found.objective - truth.objective) > max(gap, 1e-9) * paid:
-        return f"objective {found.objective!r} instead of {truth.objective!r}"
-    return ""
+def _wrong_minimum(problem: Problem, found: Solution, route: Route) -> Iterator[str]:
+    """Errors of the least feasible limit of an infeasible problem."""
+    least = found.statistics.get("minimum_usage")
+    if least is None:
+        if route.time_limit is None and _is_feasible_at(problem, np.inf):
+            yield "no least limit"
+        return
+    if not _is_feasible_at(problem, least):
+        yield f"no choice satisfies the least limit {least!r}"
+    is_wide = "restricted.problems" in found.statistics
+    if not is_wide and _is_feasible_at(problem, least * (1 - _LEAST_ACCURACY) - 0.5):
+        yield f"the least limit is less than {least!r}"
 
 
-def _paid(problem: Problem, solution: Solution) -> float:
+def _is_feasible_at(problem: Problem, limit: float) -> bool:
+    return limit >= 0 and brute_force(replace(problem, usage_limit=limit)).choice is not None
+
+
+def _paid(problem: Problem, choice: Sequence[int] | np.ndarray) -> float:
     """Sum of the absolute prices of a choice, the scale of rounding errors."""
-    choice = solution.choice
-    if choice is None:
-        return 0.0
-    total = sum(abs(float(x.cost[s])) for x, s in zip(problem.nodes, choice, strict=True))
-    for edge in problem.edges:
-        price = edge.cost[edge.rows[choice[edge.source]], edge.cols[choice[edge.target]]]
-        total += abs(float(price))
-    return total
+    return float(np.abs(problem.prices(choice)).sum())
 
 
 def main() -> int:
@@ -264,22 +261,33 @@ def main() -> int:
     options = parser.parse_args()
     seeds = range(options.first, options.first + options.count)
     start, tally, failures = time.perf_counter(), Counter[str](), 0
+    pairs = Counter[tuple[str, str]]()
     with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
         answers = pool.imap_unordered(examine, seeds, chunksize=50)
-        for done, outcome in enumerate(answers, start=1):
-            tally.update(outcome.labels)
+        for done, examined in enumerate(answers, start=1):
+            tally.update(examined.labels)
+            pairs[examined.route, examined.family] += 1
             if done % _NEWS_EVERY == 0:
                 print(f"{done} done, {failures} failures", file=sys.stderr, flush=True)
-            if outcome.failure:
+            if examined.failure:
                 failures += 1
-                print(f"seed {outcome.seed}: {outcome.failure}", flush=True)
+                print(f"seed {examined.seed}: {examined.route}: {examined.failure}", flush=True)
     seconds = time.perf_counter() - start
     print(f"{len(seeds)} problems, seeds {seeds.start} to {seeds.stop - 1}: {failures} failures")
     print(f"in {seconds:.0f} s on {options.processes} processes\n")
-    print("| label | problems |\n|---|---|")
+    _print_tables(tally, pairs)
+    return int(failures > 0)
+
+
+def _print_tables(tally: Counter[str], pairs: Counter[tuple[str, str]]) -> None:
+    families = sorted({family for _, family in pairs})
+    print(f"| route | {' | '.join(families)} |\n|---|{'---|' * len(families)}")
+    for route in ROUTES:
+        numbers = (str(pairs[route, family]) for family in families)
+        print(f"| {route} | {' | '.join(numbers)} |")
+    print("\n| label | problems |\n|---|---|")
     for label, number in sorted(tally.items()):
         print(f"| {label} | {number} |")
-    return int(failures > 0)
 
 
 if __name__ == "__main__":

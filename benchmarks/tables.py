@@ -219,20 +219,23 @@ def startup(settings: Settings, _: Selection) -> str:
 def contest(_: Settings, selection: Selection) -> str:
     """Instances of the contest, by `benchmarks/iopddl.py`."""
     _log(f"contest: {' '.join(selection.instances)}")
-    return _script("iopddl.py", *selection.instances)
+    return _script("iopddl", *selection.instances)
 
 
 def random(_: Settings, selection: Selection) -> str:
     """Random small problems compared with brute force, by `benchmarks/random_problems.py`."""
     _log(f"random: {selection.num_problems} problems")
-    return _script("random_problems.py", "--count", str(selection.num_problems))
+    return _script("random_problems", "--count", str(selection.num_problems))
 
 
 def _script(name: str, *arguments: str) -> str:
-    """Output of a script, with its errors if it fails."""
-    path = Path(__file__).with_name(name)
+    """Output of a module's command, with its errors if it fails."""
     done = subprocess.run(  # noqa: S603  a constant command
-        [sys.executable, str(path), *arguments], capture_output=True, text=True, check=False
+        [sys.executable, "-m", f"benchmarks.{name}", *arguments],
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if not done.returncode:
         return done.stdout.strip()

@@ -94,7 +94,8 @@ def _unpriced(problem: Problem) -> tuple[Problem, float]:
         replace(edge, prices=matrices.setdefault(id(edge.cost), _zeroed(edge.cost)))
         for edge in problem.edges
     )
-    finite = (node.usage[np.isfinite(node.usage)] for node in problem.nodes)
+    alive = (node.usage for node in problem.nodes if node.interval[0] < node.interval[1])
+    finite = (usage[np.isfinite(usage)] for usage in alive)
     slack = max(sum(float(usage.max(initial=0.0)) for usage in finite), 1.0)
     return Problem(nodes, edges, problem.ties, slack, problem.repeats), slack
 

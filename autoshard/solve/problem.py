@@ -2,8 +2,8 @@
 
 A problem is a graph. Every node picks one of its strategies, which has a cost and, while the node
 is alive, a usage of a limited resource, a whole number such as bytes. The cost of an edge is the
-entry of its matrix at the strategies of its two nodes, and so is its usage. Tied nodes pick the same strategy index. The
-public contest format IOPDDL is a special case of this.
+entry of its matrix at the strategies of its two nodes, and so is its usage. Tied nodes pick the
+same strategy index. The public contest format IOPDDL is a special case of this.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -191,6 +191,11 @@ class Problem:
     def has_path_costs(self) -> bool:
         """True if some edges have no matrix; methods that need one cannot be used."""
         return any(isinstance(edge.prices, ShortestPathCost) for edge in self.edges)
+
+    @cached_property
+    def num_prices(self) -> int:
+        """Entries of the matrices of all edges."""
+        return sum(edge.prices.shape[0] * edge.prices.shape[1] for edge in self.edges)
 
     @cached_property
     def min_price(self) -> float:

@@ -78,7 +78,8 @@ def solve_problem(
     Returns:
         the solution; infeasible is a status, not an error. If the usage limit makes the problem
         infeasible, and the problem has no further limit or cut-off, `statistics["minimum_usage"]`
-        is a limit that is feasible: the least one, unless the time for finding it ran out.
+        is a limit that is feasible: the least one, unless the time for finding it ran out or the
+        problem was solved through restricted problems.
 
     Raises:
         OptionError: an option is out of its range, or the solver is not installed.
@@ -168,11 +169,12 @@ def _solve_structured(state: SolveState) -> RunOutcome:
 
 
 def _is_solution(state: SolveState, wide: RunOutcome) -> bool:
-    """True if restricted problems gave all that they can give."""
-    if wide is RunOutcome.UPDATED and state.problem.has_path_costs:
+    """True if restricted problems gave the solution, or no other step can improve on it."""
+    if wide is RunOutcome.INFEASIBLE or state.closed:
         return True
-    is_limited = state.warm_start.restricted is not None
-    return wide is RunOutcome.INFEASIBLE or state.closed or is_limited
+    problem, is_limited = state.problem, state.warm_start.restricted is not None
+    is_large = problem.num_prices >= state.settings.large_entries
+    return is_large and (is_limited or (wide is RunOutcome.UPDATED and problem.has_path_costs))
 
 
 def _solve_repeated(state: SolveState) -> RunOutcome:

@@ -68,9 +68,9 @@ def drawn(seed: int) -> Problem:
 def _limit(rng: np.random.Generator, free: Problem) -> UsageLimit:
     """A limit on another resource, used by some nodes and edges."""
     named = rng.permutation(len(free.nodes))[: int(rng.integers(1, len(free.nodes) + 1))]
-    nodes = {int(v): rng.random(free.nodes[v].num_strategies) * 9 for v in named}
+    nodes = {int(v): np.floor(rng.random(free.nodes[v].num_strategies) * 99) for v in named}
     edges = {
-        i: rng.random(edge.cost.shape) * 9
+        i: np.floor(rng.random(edge.cost.shape) * 99)
         for i, edge in enumerate(free.edges)
         if rng.random() < 0.3
     }

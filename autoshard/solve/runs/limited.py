@@ -174,7 +174,7 @@ class RunOutcome(StrEnum):
     UPDATED = "updated"
     """The solve state has new choices and bounds."""
     INFEASIBLE = "infeasible"
-    """No choice satisfies the usage limit."""
+    """No choice has a finite price within the usage limit."""
 
 
 def solve_runs(state: SolveState) -> RunOutcome:
@@ -207,6 +207,8 @@ def _solve_contracted(
             return RunOutcome.SKIPPED
         bound, choice = answer
         state.raise_bound(bound)
+        if bound == np.inf:
+            return RunOutcome.INFEASIBLE
         if choice is None or state.offer(choice) or np.isinf(problem.usage_limit):
             return RunOutcome.UPDATED
         state.warm_start.best_choices.append(choice)

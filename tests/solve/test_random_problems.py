@@ -1,0 +1,51 @@
+"""A sample of `make prove`: every route of the solver, on every family of random problems."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from autoshard.outcome import SolveStatus
+from autoshard.solve import Edge, Node, Problem, Repeat, brute_force, minimum_usage, solve_problem
+from benchmarks.random_problems import ROUTES, examine
+from tests.support.layered import layered
+
+
+@pytest.mark.parametrize("route", range(len(ROUTES)), ids=[*ROUTES])
+def test_every_route_finds_what_brute_force_finds(route: int) -> None:
+    examined = [examine(seed) for seed in range(route, 12 * len(ROUTES), len(ROUTES))]
+    assert {e.route for e in examined} == {[*ROUTES][route]}
+    assert "runs" in {e.family for e in examined}
+    assert [(e.seed, e.failure) for e in examined if e.failure] == []
+
+
+def test_runs_without_an_allowed_choice_are_infeasible() -> None:
+    forbidden, index = np.full((2, 2), np.inf), np.arange(2)
+    node = Node(np.zeros(2), np.array([0.0, 1.0]), (0, 1))
+    edges = tuple(Edge(v, v + 1, forbidden, index, index) for v in range(3))
+    problem = Problem((node,) * 4, edges, (), 3.0, (Repeat(((0,), (1,), (2,), (3,))),))
+    assert solve_problem(problem).status is SolveStatus.INFEASIBLE
+
+
+def test_usage_that_is_never_alive_does_not_count() -> None:
+    usage = np.array([5.0, 4.0])
+    nodes = (Node(np.zeros(2), usage, (0, 1)), Node(np.zeros(2), 2.0**40 * usage, (1, 1)))
+    index, differ = np.arange(2), np.array([[0.0, np.inf], [np.inf, 0.0]])
+    assert minimum_usage(Problem(nodes, (Edge(0, 1, differ, index, index),))) == 4.0
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_small_problems_with_wrong_hints_are_proven_optimal(seed: int) -> None:
+    problem = layered(seed, num_layers=3, num_inner=1, num_shared=1)
+    rng = np.random.default_rng(seed)
+    nodes = tuple(
+        replace(n, usage=rng.integers(0, 6, n.num_strategies).astype(float), interval=(0, 1))
+        for n in problem.nodes
+    )
+    order = rng.permutation(6).reshape(3, 2).tolist()
+    hints = (Repeat(tuple(map(tuple, order))),)
+    most = sum(node.usage.max() for node in nodes)
+    wrong = replace(problem, nodes=nodes, repeats=hints, usage_limit=most / 2)
+    found, truth = solve_problem(wrong), brute_force(wrong)
+    assert found.status is truth.status
+    assert found.objective == pytest.approx(truth.objective)
