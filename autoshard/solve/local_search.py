@@ -1,16 +1,13 @@
-"""Local search: coordinate descent, and large-neighbourhood search."""
+"""Local search by coordinate descent, one variable at a time."""
 
-from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from autoshard.arrays import BoolArray, FloatArray, IntArray
-from autoshard.solve.network import Link, Network, Variable
+from autoshard.solve.network import Network, Variable
 from autoshard.solve.presolve.base import Worklist
 from autoshard.solve.presolve.drop_strategies import term_prices
-from autoshard.solve.reduced_problem import ReducedProblem
 from autoshard.solve.settings import DEFAULT_EFFORT, Effort
 
 
@@ -133,117 +130,3 @@ def _move(variable: Variable, usage: FloatArray, old: int | None, new: int | Non
             usage[term.first : term.last] -= term.usage[old]
         if new is not None:
             usage[term.first : term.last] += term.usage[new]
-
-
-_DECAY = 0.9
-"""Factor of the longest time of a window, from one window to the next."""
-
-
-def search_windows(
-    reduced: ReducedProblem,
-    solve: Callable[[ReducedProblem, float], object],
-    *,
-    seconds: float,
-    patience: float | None = None,
-) -> None:
-    """Improve the best choice by large-neighbourhood search, until it stalls or the time is over.
-
-    Variables outside of a window keep their strategies, and the window is solved as a problem of
-    its own. A window has variables near each other in the network, or alive at the same time, at
-    random.
-
-    Args:
-        reduced: the problem; without a known choice, nothing is done.
-        solve: solves a window's problem within a number of seconds.
-        seconds: time limit; the search also ends if the next window might not end in time.
-        patience: windows without gain after which the search ends; that of the settings if None.
-    """
-    state = reduced.state
-    variables = np.array(sorted(reduced.network.variables))
-    if reduced.done or state.closed or len(variables) <= state.settings.window_size:
-        return
-    if patience is None:
-        patience = state.settings.window_patience
-    state.enter("search windows")
-    rng = np.random.default_rng(state.seed)
-    width = float(state.settings.window_size)
-    end, num_stalled, longest = state.elapsed + seconds, 0, 0.0
-    while not state.closed and state.elapsed + longest < end and num_stalled < patience:
-        state.check()
-        picks = None if state.choice is None else reduced.pick_of(state.choice)
-        if picks is None:
-            return
-        nearby = bool(rng.integers(2)) or not len(reduced.network.capacity)
-        draw = _nearby if nearby else _alive_together
-        members = draw(reduced.network, variables, int(width), rng)
-        start, before = state.elapsed, state.objective
-        window = _window(reduced, members, picks)
-        window.reduce()
-        allowed = min(state.settings.window_seconds, end - state.elapsed)
-        solve(window, allowed)
-        taken, better = state.elapsed - start, state.objective < before
-        num_stalled = 0 if better else num_stalled + 1
-        longest = max(longest * _DECAY, taken)
-        slow = taken > state.settings.window_slow * state.settings.window_seconds
-        width = max(
-            width * (state.settings.window_shrinkage if slow else state.settings.window_growth),
-            2.0,
-        )
-        width = min(width, float(len(variables)))
-        state.count("windows")
-        state.count("windows.better", float(better))
-
-
-def _nearby(
-    network: Network, variables: IntArray, width: int, rng: np.random.Generator
-) -> list[int]:
-    """Variables around a random one, nearest first."""
-    root = int(rng.choice(variables))
-    queue, seen = deque([root]), {root}
-    members: list[int] = []
-    while queue and len(members) < width:
-        v = queue.popleft()
-        members.append(v)
-        fresh = [w for w in network.links[v] if w not in seen]
-        rng.shuffle(fresh)
-        seen.update(fresh)
-        queue.extend(fresh)
-    return members
-
-
-def _alive_together(
-    network: Network, variables: IntArray, width: int, rng: np.random.Generator
-) -> list[int]:
-    """Variables alive at a random checkpoint."""
-    time = int(rng.integers(len(network.capacity)))
-    alive = [
-        int(v)
-        for v in variables
-        if any(term.first <= time < term.last for term in network.variables[v].terms)
-    ]
-    rng.shuffle(alive)
-    return alive[:width] or [int(variables[0])]
-
-
-def _window(reduced: ReducedProblem, members: list[int], picks: dict[int, int]) -> ReducedProblem:
-    """The problem of some variables, with all others fixed."""
-    network, inside = reduced.network, set(members)
-    part = Network()
-    part.capacity = network.capacity - network.usage(
-        picks, [v for v in network.variables if v not in inside]
-    )
-    for v in members:
-        part.add(v, network.variables[v])
-    for v in members:
-        for w, link in network.links[v].items():
-            if w not in inside:
-                part.add_cost(v, link.matrix.values[link.rows, link.cols[picks[w]]])
-            elif v < w:
-                part.put(v, w, Link(link.matrix, link.rows, link.cols))
-    outside = {v: x.labels[picks[v]] for v, x in network.variables.items() if v not in inside}
-
-    def invert(choice: IntArray) -> None:
-        for v, label in outside.items():
-            choice[v] = label
-
-    return reduced.with_fixed(part, invert)

@@ -84,16 +84,6 @@ class ReducedProblem:
             network.keep(v, mask)
         return ReducedProblem(network, self.state, inverse=self._inverse, cap=-float("inf"))
 
-    def with_fixed(self, network: Network, outside: Inverse) -> "ReducedProblem":
-        """The problem with some variables fixed; it proves no bound.
-
-        Args:
-            network: the other variables.
-            outside: writes the labels of the fixed variables.
-        """
-        inverse = sequence([self._inverse, outside])
-        return ReducedProblem(network, self.state, inverse=inverse, cap=-float("inf"))
-
     def exhausted(self) -> bool:
         """Record that no better choice exists; return True if a choice was found before."""
         if self.cap < float("inf"):

@@ -42,8 +42,8 @@ class SolverSettings:
 
         large_entries: entries of matrices and usage rows from which on TRW-S comes before
             linear programs.
-        huge_entries: entries of matrices from which on large-neighbourhood search takes the
-            place of linear programs.
+        huge_entries: entries of matrices from which on forests take the place of linear
+            programs.
         trws_rounds: runs of TRW-S, each followed by dropping strategies.
         trws_share: share of time of one of these runs.
         trws_min_pruned: least share of the strategies ruled out for which they are dropped.
@@ -61,13 +61,14 @@ class SolverSettings:
 
         descent_sweeps: largest mean number of visits of a variable in one descent.
         repair_rounds: times that usage prices are raised to repair a choice.
-        window_size: variables of the first window of large-neighbourhood search.
-        window_seconds: time of one window.
-        window_slow: share of this time from which on a window counts as slow.
-        window_growth: factor of the window size after a quick window.
-        window_shrinkage: factor of the window size after a slow one.
-        window_patience: windows without gain after which the search ends.
-        window_share: share of time for windows after a Lagrangian bound.
+        forest_patience: forests without notable gain after which the search of a huge problem ends.
+        forest_stalled_gain: relative gain of a choice that is notable.
+        forest_price_spread: standard deviation of the logarithm of the factor of prices of usage.
+        forest_price_follow: share by which its mean moves to a factor that led to a gain.
+        forest_descents: forests optimised from each choice that messages round.
+        forest_knapsack_rounds: integer programs solved to combine two choices.
+        forest_knapsack_rows: times added to each of them.
+        forest_knapsack_nodes: branch-and-bound nodes of one.
 
         lagrangian_rounds: usage prices evaluated by the Lagrangian of a network.
         lagrangian_max_stalled: evaluations without gain after which it ends.
@@ -75,7 +76,7 @@ class SolverSettings:
         core_strategies: strategies per variable, on average, of the restricted problem that
             follows a Lagrangian bound.
         core_share: share of time for that restricted problem.
-        core_seconds: upper limit of the time that this share and that of windows refer to.
+        core_seconds: upper limit of the time that this share refers to.
         unlimited_share: share of time for a linear program without the limit, if the limit
             seems not to bind.
         interior_point_columns: columns from which on relaxations are solved by interior point.
@@ -171,13 +172,14 @@ class SolverSettings:
 
     descent_sweeps: int = 50
     repair_rounds: int = 24
-    window_size: int = 24
-    window_seconds: float = 4.0
-    window_slow: float = 0.25
-    window_growth: float = 1.25
-    window_shrinkage: float = 0.6
-    window_patience: int = 40
-    window_share: float = 0.05
+    forest_patience: int = 400
+    forest_stalled_gain: float = 1e-6
+    forest_price_spread: float = 1.0
+    forest_price_follow: float = 0.05
+    forest_descents: int = 3
+    forest_knapsack_rounds: int = 12
+    forest_knapsack_rows: int = 10
+    forest_knapsack_nodes: int = 200
 
     lagrangian_rounds: int = 80
     lagrangian_max_stalled: int = 8

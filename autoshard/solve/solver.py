@@ -13,9 +13,10 @@ from autoshard.outcome import SolveStatus
 from autoshard.solve.block_cache import KeyValueStore
 from autoshard.solve.edge_usage import without_edge_usage
 from autoshard.solve.elimination import Elimination
+from autoshard.solve.forest_search import search_forests
 from autoshard.solve.lagrangian import Lagrangian
 from autoshard.solve.linear_program import HighsSolver, LinearModel, RunStatus, linear_model
-from autoshard.solve.local_search import CoordinateDescent, search_windows
+from autoshard.solve.local_search import CoordinateDescent
 from autoshard.solve.mini_buckets import solve_by_mini_buckets
 from autoshard.solve.minimum_usage import minimum_usage
 from autoshard.solve.network import Network
@@ -287,15 +288,13 @@ def _unlimited(reduced: ReducedProblem, *, seconds: float = float("inf")) -> boo
 
 
 def _solve_large(reduced: ReducedProblem) -> bool:
-    """Apply TRW-S and large-neighbourhood search to a large problem; True if time is used up."""
-    ascend(reduced)
+    """Apply TRW-S, and the search by forests to a huge problem; True if it is not branched on."""
+    prices = ascend(reduced)
     state = reduced.state
-    if reduced.done or not is_huge(reduced.network, state.settings) or np.isinf(state.remaining):
+    if reduced.done or not is_huge(reduced.network, state.settings):
         return False
-    if state.choice is None or reduced.pick_of(state.choice) is None:
-        return False
-    search_windows(reduced, _branch, seconds=state.remaining, patience=float("inf"))
-    return True
+    search_forests(reduced, prices)
+    return state.choice is not None and not np.isinf(state.remaining)
 
 
 def _limited(reduced: ReducedProblem) -> bool:
@@ -321,8 +320,6 @@ def _limited(reduced: ReducedProblem) -> bool:
         marginals = plan.min_marginals(best.result)
         shift = float(best.prices @ reduced.network.capacity)
         least = {v: bounds - shift for v, bounds in marginals.items()}
-        share = state.settings.window_share * min(state.remaining, state.settings.core_seconds)
-        search_windows(reduced, _branch, seconds=share)
         _search_restricted(reduced, least, lagrangian.seen)
         before = reduced.network.num_strategies
         dropped = reduced.prune(least)

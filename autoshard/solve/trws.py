@@ -15,10 +15,12 @@ shape are padded to the same shape and stacked.
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from autoshard.arrays import FloatArray, IntArray
+from autoshard.solve.forest_search import ForestSearch
 from autoshard.solve.local_search import CoordinateDescent
 from autoshard.solve.network import Link, Matrix, Network, Variable, spread
 from autoshard.solve.reduced_problem import ReducedProblem
@@ -461,8 +463,23 @@ class TRWS:
             picks[level.variables] = _cheapest(level, picked)
         return picks
 
+    @property
+    def prices(self) -> FloatArray:
+        """Price of usage at each checkpoint at the best bound, shape [T]."""
+        return self._best.prices
+
+    @cached_property
+    def _forests(self) -> ForestSearch:
+        return ForestSearch(self._reduced.network, seed=self._state.seed, effort=self._state.effort)
+
     def _offer_rounded(self, picks: IntArray, prices: FloatArray) -> None:
-        """Offer a choice; repair it if it is promising."""
+        """Offer a choice; combine it with the best one, or repair it if it is promising."""
+        choice = self._state.choice
+        if choice is not None and is_huge(self._reduced.network, self._settings):
+            best = self._reduced.pick_of(choice)
+            if best is not None:
+                self._improve(best, picks, prices)
+                return
         flat, state = self._flat, self._state
         price = flat.price(picks)
         fits = bool((flat.usage(picks) <= flat.capacity).all())
@@ -481,6 +498,14 @@ class TRWS:
         if repaired is not None:
             self._reduced.offer(repaired)
         self._repairing += state.elapsed - start
+
+    def _improve(self, best: dict[int, int], picks: IntArray, prices: FloatArray) -> None:
+        """Combine the best choice with another one, and offer the result."""
+        variables = self._flat.variables
+        current = np.array([best[v] for v in variables], dtype=np.intp)
+        better = self._forests.improved(current, picks, prices)
+        if better is not None:
+            self._reduced.offer(dict(zip(variables, better.tolist(), strict=True)))
 
     def _proven(self, best: _Point) -> dict[int, FloatArray]:
         """Record the bound of a point minus its rounding errors; bound each strategy."""
@@ -534,21 +559,30 @@ def is_huge(network: Network, settings: SolverSettings) -> bool:
     return network.num_prices >= settings.huge_entries
 
 
-def ascend(reduced: ReducedProblem) -> None:
-    """Bound a large problem by TRW-S, and drop strategies that no better choice has."""
+def ascend(reduced: ReducedProblem) -> FloatArray:
+    """Bound a large problem by TRW-S, and drop strategies that no better choice has.
+
+    Returns:
+        price of usage at each checkpoint of the network at the best bound, shape [T].
+    """
     state, settings = reduced.state, reduced.state.settings
     for _ in range(settings.trws_rounds):
         if reduced.done or state.closed or not _is_large(reduced.network, settings):
-            return
+            break
         state.enter("pass messages")
-        least = TRWS(reduced).run(settings.trws_share * state.remaining)
+        trws = TRWS(reduced)
+        least = trws.run(settings.trws_share * state.remaining)
         bounds = np.concatenate(list(least.values()))
         pruned_share = float((bounds >= state.cutoff).mean())
         # Reductions after a few drops cost more than they gain. They may also drop a strategy of
-        # the best choice for an equally good one; then no window could start from that choice.
+        # the best choice for an equally good one; then no search could start from that choice.
         if pruned_share < settings.trws_min_pruned:
-            return
+            return trws.prices
         reduced.prune(least)
+        few = pruned_share < settings.min_dropped
+        if few and is_huge(reduced.network, settings):
+            return trws.prices
         reduced.reduce()
-        if pruned_share < settings.min_dropped:
-            return
+        if few:
+            break
+    return np.zeros(len(reduced.network.capacity))

@@ -1,4 +1,4 @@
-"""TRW-S, large-neighbourhood search and substitution, on small problems."""
+"""TRW-S and substitution, on small problems."""
 
 from collections.abc import Callable
 
@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoshard.outcome import SolveStatus
 from autoshard.solve import Edge, Node, Problem, SolverSettings, brute_force, solve_problem
 from autoshard.solve.network import Network
 from autoshard.solve.presolve import EnforceArcConsistency, MergeTies, Presolve, SubstituteVariables
@@ -90,20 +89,6 @@ def test_large_problems_find_what_brute_force_finds(
     assert found.status is truth.status
     assert found.objective == pytest.approx(truth.objective, rel=1e-6)
     assert found.bound <= truth.objective * (1 + 1e-12)
-
-
-def test_windows_improve_until_the_time_is_over() -> None:
-    settings = SolverSettings(large_entries=0, huge_entries=0, window_size=6)
-    rng = np.random.default_rng(0)
-    index = np.arange(6)
-    nodes = tuple(Node(rng.random(6), rng.random(6), (v // 4, v // 4 + 2)) for v in range(24))
-    edges = tuple(Edge(u, v, rng.random((6, 6)), index, index) for v in range(24) for u in range(v))
-    problem = Problem(nodes, edges, usage_limit=2.5)
-    found = solve_problem(problem, time_limit=6.0, settings=settings)
-    assert found.statistics["windows"] > 0
-    assert found.status is SolveStatus.FEASIBLE
-    assert problem.is_feasible(found.choice)
-    assert found.bound < found.objective
 
 
 def permuted(rng: np.random.Generator, source: int, target: int, size: int) -> Edge:
