@@ -19,6 +19,11 @@ class SolveStatus(StrEnum):
     """The caller stopped the solve; the best solution so far is returned if there is one."""
 
 
+TIME_LIMIT_REACHED = "time_limit_reached"
+"""Statistic of a solve that a time limit cut short: on a faster machine, or one with less other
+work, its solution or its bound may be better."""
+
+
 def relative_gap(objective: float, bound: float) -> float:
     """Distance of an objective from a lower bound, relative to the objective.
 

@@ -16,7 +16,12 @@ _DIGITS = 5
 
 
 def certificate_statement(
-    certificate: Certificate, options: PlanOptions, mesh: Mesh, proof: str | None = None
+    certificate: Certificate,
+    options: PlanOptions,
+    mesh: Mesh,
+    proof: str | None = None,
+    *,
+    late: bool = False,
 ) -> str:
     """What a certificate proves, in one or two sentences; empty if there is no plan.
 
@@ -25,6 +30,7 @@ def certificate_statement(
         options: of the request; restrictions among them limit the plans that it holds for.
         mesh: its hardware has the cost model.
         proof: the plans among which the bound of a pipeline holds; None for a plan of one stage.
+        late: True if the time limit cut the search short.
     """
     if certificate.objective is None:
         return ""
@@ -45,16 +51,21 @@ def certificate_statement(
     if certificate.is_exact:
         return f"Optimal {plans}: none is faster {hardware}."
     return (
-        f"{_head(certificate)} {plans}: none takes less than "
+        f"{_head(certificate, late=late)} {plans}: none takes less than "
         f"{_milliseconds(certificate.bound)} {hardware}."
     )
 
 
 def with_statement(
-    certificate: Certificate, options: PlanOptions, mesh: Mesh, proof: str | None = None
+    certificate: Certificate,
+    options: PlanOptions,
+    mesh: Mesh,
+    proof: str | None = None,
+    *,
+    late: bool = False,
 ) -> Certificate:
     """The certificate with its statement; arguments are those of `certificate_statement`."""
-    statement = certificate_statement(certificate, options, mesh, proof)
+    statement = certificate_statement(certificate, options, mesh, proof, late=late)
     return certificate.model_copy(update={"statement": statement})
 
 
@@ -71,12 +82,14 @@ def percent(share: float) -> str:
     return f"{-floor(-100 * share / unit + 1e-9) * unit:.{digits}f} %"
 
 
-def _head(certificate: Certificate) -> str:
+def _head(certificate: Certificate, *, late: bool) -> str:
     assert certificate.gap is not None
     within = f"ithin {percent(certificate.gap)} of the optimum"
     if certificate.status is SolveStatus.OPTIMAL:
         return f"W{within}"
-    stopped = "Stopped early" if certificate.status is SolveStatus.CANCELLED else "Not optimal yet"
+    stopped = "Stopped by the time limit" if late else "Not optimal yet"
+    if certificate.status is SolveStatus.CANCELLED:
+        stopped = "Stopped early"
     return f"{stopped}, but proven w{within}"
 
 

@@ -21,6 +21,7 @@ from autoshard.graph import Graph, MixedPrecision, graph_digest
 from autoshard.integers import check_integers
 from autoshard.layouts import Layout
 from autoshard.mesh import Mesh
+from autoshard.outcome import TIME_LIMIT_REACHED
 from autoshard.plan.certificate import certificate_statement
 from autoshard.plan.comparisons import Baseline, Unrestricted
 from autoshard.plan.options import MAX_MICRO_BATCHES, Pins, PlanOptions, ScheduleName
@@ -526,7 +527,8 @@ class Plan(Document):
     def certificate_statement(self) -> str:
         """What is proven about the plan's step time: among which plans, and on which hardware."""
         proof = None if self.pipeline is None else self.pipeline.proof
-        return certificate_statement(self.certificate, self.options, self.mesh, proof)
+        late = TIME_LIMIT_REACHED in self.provenance.statistics
+        return certificate_statement(self.certificate, self.options, self.mesh, proof, late=late)
 
     def state_pins(self) -> Pins:
         """Pins that store parameters and buffers as this plan does.

@@ -24,7 +24,7 @@ from autoshard.arrays import BoolArray, FloatArray, IntArray
 from autoshard.collection import collection_paused
 from autoshard.costs import Frequency
 from autoshard.limits import LimitReached, Limits, limited
-from autoshard.outcome import SolveStatus
+from autoshard.outcome import TIME_LIMIT_REACHED, SolveStatus
 from autoshard.plan.options import PlanOptions, Recomputing
 from autoshard.plan.timeline import timeline
 from autoshard.planner.budget_rounds import CountedProblem, Rounds, StagePlan
@@ -132,6 +132,7 @@ class BudgetSearch:
         self._cancel = cancel
         self._block_cache = block_cache
         self._unlimited = WarmStart()  # for the problem without memory
+        self._cut_short = False  # by a time limit, in any solve
         self.must_recompute = "always" in (
             options.reshard_after_forward,
             options.activation_checkpointing,
@@ -146,9 +147,13 @@ class BudgetSearch:
             # The last solves may begin after the deadline, and so may the problems that they need.
             latest = time.perf_counter() + 2 * self._remaining + _LATE_SECONDS
             with limited(Limits(latest, self._cancel)):
-                return self._searched(rounds)
+                outcome = self._searched(rounds)
         except LimitReached as reached:
             return self._stopped(rounds, reached)
+        if not (self._cut_short or self._is_late):
+            return outcome
+        statistics = {**outcome.solution.statistics, TIME_LIMIT_REACHED: 1.0}
+        return replace(outcome, solution=replace(outcome.solution, statistics=statistics))
 
     def _stopped(self, rounds: Rounds, reached: LimitReached) -> Outcome:
         """The outcome of a search that was stopped while a problem was formulated."""
@@ -489,7 +494,7 @@ class BudgetSearch:
     ) -> Solution:
         # In inference nearly all memory is counted, so usually one round is enough.
         several = self._formulation.prices.training and isfinite(problem.usage_limit)
-        return solve_problem(
+        solution = solve_problem(
             problem,
             time_limit=seconds or (self._time_share if several else self._remaining),
             relative_gap=self._options.relative_gap if gap is None else gap,
@@ -499,6 +504,8 @@ class BudgetSearch:
             block_cache=self._block_cache,
             warm_start=warm_start,
         )
+        self._cut_short = self._cut_short or solution.reached_time_limit
+        return solution
 
     @property
     def _remaining(self) -> float:

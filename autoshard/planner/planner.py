@@ -301,7 +301,7 @@ def outcome_certificate(outcome: Outcome, options: PlanOptions, mesh: Mesh) -> C
     if objective is not None and bound is not None:
         gap = relative_gap(objective, bound)
     found = Certificate(status=solution.status, objective=objective, bound=bound, gap=gap)
-    return with_statement(found, options, mesh)
+    return with_statement(found, options, mesh, late=solution.reached_time_limit)
 
 
 def _reason(status: SolveStatus, conflict: Conflict | None) -> str:

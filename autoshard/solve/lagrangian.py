@@ -8,16 +8,11 @@ far, so that they do not oscillate (in-out separation, Ben-Ameur and Neto 2007).
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 from scipy.optimize import linprog
 
-from autoshard.arrays import FloatArray, IntArray
-from autoshard.solve.elimination import Elimination, Evaluation
-from autoshard.solve.local_search import CoordinateDescent
-from autoshard.solve.presolve.drop_strategies import term_prices
-from autoshard.solve.reduced_problem import ReducedProblem
+from autoshard.arrays import FloatArray
 from autoshard.solve.state import SolveState
 
 SAME = 1e-9
@@ -170,88 +165,3 @@ class CuttingPlanes:
     def _padded(self, prices: FloatArray) -> FloatArray:
         num_prices = self._cuts()[1].shape[1]
         return np.append(prices, np.zeros(num_prices - len(prices)))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Multipliers:
-    """The best prices found.
-
-    Attributes:
-        prices: price of usage at each checkpoint, shape [T].
-        bound: lower bound that they prove.
-        result: the evaluation at these prices.
-    """
-
-    prices: FloatArray
-    bound: float
-    result: Evaluation
-
-
-class Lagrangian:
-    """Lagrangian relaxation of the usage limits of a network, evaluated by elimination.
-
-    Args:
-        reduced: the reduced problem; it is offered the choices that are found.
-        plan: its compiled elimination.
-
-    Attributes:
-        seen: every choice that was cheapest at some prices.
-    """
-
-    def __init__(self, reduced: ReducedProblem, plan: Elimination) -> None:
-        self.seen: list[dict[int, int]] = []
-        self._reduced, self._network, self._plan = reduced, reduced.network, plan
-        self._state, self._settings = reduced.state, reduced.state.settings
-        self._descent = CoordinateDescent(self._network, effort=self._state.effort)
-        self._costs: list[float] = []
-        self._excesses: list[FloatArray] = []
-        self._priced: IntArray = np.zeros(0, dtype=np.intp)
-        self._best: Multipliers | None = None
-
-    def run(self) -> Multipliers:
-        """Improve prices until the bound stalls or the gap is closed; return the best."""
-        self._evaluate(np.zeros(0))
-        spread = sum(float(np.ptp(x.cost)) for x in self._network.variables.values())
-        worst = float(self._excesses[0].max(initial=0.0))
-        CuttingPlanes(self._state, self._cuts).maximise(
-            self._evaluate,
-            rounds=self._settings.lagrangian_rounds,
-            max_stalled=self._settings.lagrangian_max_stalled,
-            reach=spread / worst if worst > 0 else 0.0,
-        )
-        assert self._best is not None, "evaluated above"
-        return self._best
-
-    def _cuts(self) -> tuple[FloatArray, FloatArray]:
-        return np.array(self._costs), np.array(self._excesses)[:, self._priced]
-
-    def _evaluate(self, some: FloatArray) -> float:
-        """Bound at prices of the priced checkpoints; add cutting planes and offer choices."""
-        prices = np.zeros(len(self._network.capacity))
-        prices[self._priced[: len(some)]] = some
-        costs = {
-            v: x.cost + term_prices(x, prices) if x.terms else x.cost
-            for v, x in self._network.variables.items()
-        }
-        result = self._plan.evaluate(costs)
-        bound = result.value - float(prices @ self._network.capacity)
-        self._state.count("lagrangian.evaluations")
-        self._reduced.raise_bound(bound)
-        self.seen.append(result.picks)
-        self._add_cut(result.picks)
-        repaired = self._descent.repair(result.picks, prices)
-        if repaired is not None:
-            self._reduced.offer(repaired)
-            self._add_cut(repaired)
-        if self._best is None or bound > self._best.bound:
-            self._best = Multipliers(prices, bound, result)
-        return bound
-
-    def _add_cut(self, picks: dict[int, int]) -> None:
-        """Add the cutting plane of a choice; price the checkpoints that it exceeds most."""
-        excess = self._network.usage(picks) - self._network.capacity
-        self._costs.append(self._network.price(picks))
-        self._excesses.append(excess)
-        worst = np.argsort(-excess)[: self._settings.lagrangian_new_checkpoints]
-        fresh = np.setdiff1d(worst[excess[worst] > 0], self._priced)
-        self._priced = np.concatenate((self._priced, fresh))

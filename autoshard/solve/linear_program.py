@@ -201,7 +201,6 @@ class HighsSolver:
         state: provides the seed, the time limit and the cancel token; receives progress.
         offer: called with integral points found during a run, shape [n].
         cap: upper limit of the bounds reported during a run.
-        seconds: time limit of a run.
     """
 
     def __init__(
@@ -211,10 +210,8 @@ class HighsSolver:
         *,
         offer: Callable[[FloatArray], None],
         cap: float = float("inf"),
-        seconds: float = float("inf"),
     ) -> None:
         self._model = model
-        self._seconds = seconds
         self._state = state
         self._offer = offer
         self._cap = cap
@@ -248,6 +245,8 @@ class HighsSolver:
         allowed = self._state.gap * self._state.magnitude * self._scale
         self._highs.setOptionValue("mip_abs_gap", max(0.25 * allowed, 1e-6))
         self._highs.setOptionValue("mip_rel_gap", 0.0)
+        nodes = self._state.settings.branch_work / len(self._model.cost)
+        self._highs.setOptionValue("mip_max_nodes", max(int(nodes), 1))
         return self._until_fits()
 
     def forbid(self, x: FloatArray, times: BoolArray) -> None:
@@ -322,11 +321,13 @@ class HighsSolver:
 
     def _run(self) -> LinearOutcome:
         self._state.check()
-        allowed = min(self._state.remaining, self._seconds)
-        if np.isfinite(allowed):
-            self._highs.setOptionValue("time_limit", self._highs.getRunTime() + allowed)
+        if np.isfinite(self._state.remaining):
+            end = self._highs.getRunTime() + self._state.remaining
+            self._highs.setOptionValue("time_limit", end)
         self._highs.run()
         status = self._highs.getModelStatus()
+        if status == highspy.HighsModelStatus.kTimeLimit:
+            self._state.record_time_limit()
         statuses = {
             highspy.HighsModelStatus.kOptimal: RunStatus.SOLVED,
             highspy.HighsModelStatus.kInfeasible: RunStatus.INFEASIBLE,

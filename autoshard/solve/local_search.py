@@ -32,12 +32,16 @@ class CoordinateDescent:
     Args:
         network: must not change while the object is in use.
         effort: limits of work, and when to stop.
+
+    Attributes:
+        visits: number of variables visited so far, a measure of work.
     """
 
     def __init__(self, network: Network, *, effort: Effort = DEFAULT_EFFORT) -> None:
         self._network = network
         self._effort = effort
         self._usage_spans: dict[int, _UsageSpans] = {}
+        self.visits = 0
 
     def improve(
         self, picks: dict[int, int], *, prices: FloatArray | None = None, within: bool = False
@@ -57,6 +61,7 @@ class CoordinateDescent:
             if not queue:
                 break
             v = queue.pop()
+            self.visits += 1
             self._effort.check()
             best = self._best(v, picks, prices, usage if within else None)
             if best != picks[v]:

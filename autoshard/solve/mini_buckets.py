@@ -144,7 +144,7 @@ def solve_by_mini_buckets(reduced: ReducedProblem) -> None:
             return
         state.enter("pass messages")
         trws = TRWS(reduced)
-        least = trws.run(settings.mini_bucket_trws_share * state.remaining)
+        least = trws.run(settings.mini_bucket_trws_share)
         if state.closed:
             return
         state.enter("solve a mini-bucket relaxation")

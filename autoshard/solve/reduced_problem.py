@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from autoshard.arrays import BoolArray, FloatArray, IntArray
+from autoshard.arrays import FloatArray, IntArray
 from autoshard.solve.network import Link, Matrix, Network
 from autoshard.solve.presolve import (
     Inverse,
@@ -72,17 +72,6 @@ class ReducedProblem:
     def raise_bound(self, bound: float) -> None:
         """Record a lower bound of the network."""
         self.state.raise_bound(min(bound, self.cap))
-
-    def restricted(self, keep: dict[int, BoolArray]) -> "ReducedProblem":
-        """The problem restricted to some strategies; it proves no bound.
-
-        Args:
-            keep: mask of the strategies of each variable, shape [S].
-        """
-        network = self.network.copy()
-        for v, mask in keep.items():
-            network.keep(v, mask)
-        return ReducedProblem(network, self.state, inverse=self._inverse, cap=-float("inf"))
 
     def exhausted(self) -> bool:
         """Record that no better choice exists; return True if a choice was found before."""

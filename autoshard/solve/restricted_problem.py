@@ -239,7 +239,7 @@ class RestrictedSolver:
     def _maximise_bound(self, answer: _Answer, slack: float) -> None:
         """Pass messages until the bound stalls or is good enough."""
         self._state.enter("pass messages")
-        end = self._state.elapsed + self._settings.message_share * self._state.remaining
+        deadline = self._state.deadline(self._settings.message_share)
         enough = answer.value - slack * abs(answer.value)
         for sweep in range(self._settings.quotient_sweeps):
             before = self._messages.bound
@@ -249,8 +249,9 @@ class RestrictedSolver:
             little = max(
                 self._settings.quotient_min_gain, self._settings.quotient_gap_share * slack
             ) * abs(bound)
-            slow = self._state.elapsed > end
-            if slow or bound >= enough or (sweep and bound - before <= little):
+            if bound >= enough or (sweep and bound - before <= little):
+                return
+            if self._state.is_late(deadline):
                 return
 
     def _try_restricted(

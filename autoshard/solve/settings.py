@@ -13,12 +13,12 @@ class SolverSettings:
     """Limits of the solver's steps; the defaults suit problems of whole models.
 
     "Work" counts additions; a core does about 1e9 a second. Shares of time are shares of the time
-    that remains until the limit when a step begins.
+    that remains until the limit when a step begins. They are a safety net: on a usual machine, and
+    with a time limit of minutes, other limits end a step first (`Solution.reached_time_limit`).
 
     Attributes:
         minimum_gap: lower limit of the requested relative gap, because of rounding.
         minimum_usage_seconds: time to find a usage limit that works for an infeasible problem.
-        max_reduction_rounds: rounds of bounding and dropping strategies before branching.
         min_dropped: share of the strategies that a round must drop to be followed by another.
 
         max_product_work: work of eliminating one variable with at most two neighbours.
@@ -47,6 +47,7 @@ class SolverSettings:
         trws_rounds: runs of TRW-S, each followed by dropping strategies.
         trws_share: share of time of one of these runs.
         trws_min_pruned: least share of the strategies ruled out for which they are dropped.
+        trws_max_sweeps: sweeps after which a run ends.
         trws_max_stalled: sweeps without notable gain after which a run ends.
         trws_stalled_gain: relative gain of the bound that is notable.
         trws_first_step: first step of usage prices, relative to the step of Polyak.
@@ -56,7 +57,7 @@ class SolverSettings:
         trws_target: relative distance from the best bound to the target of a step.
         trws_report_gain: relative gain of the bound after which it is reported.
         trws_rounding_period: sweeps from one rounded choice to the next.
-        trws_repair_share: share of time for repairing rounded choices.
+        trws_repair_visits: visits of each variable by repairs, per sweep and on average.
         trws_promising: ratio to the best price up to which a choice over the limit is repaired.
 
         descent_sweeps: largest mean number of visits of a variable in one descent.
@@ -70,21 +71,12 @@ class SolverSettings:
         forest_knapsack_rows: times added to each of them.
         forest_knapsack_nodes: branch-and-bound nodes of one.
 
-        lagrangian_rounds: usage prices evaluated by the Lagrangian of a network.
-        lagrangian_max_stalled: evaluations without gain after which it ends.
-        lagrangian_new_checkpoints: checkpoints that get a price after one evaluation.
-        core_strategies: strategies per variable, on average, of the restricted problem that
-            follows a Lagrangian bound.
-        core_share: share of time for that restricted problem.
-        core_seconds: upper limit of the time that this share refers to.
-        unlimited_share: share of time for a linear program without the limit, if the limit
-            seems not to bind.
+        plain_entries: entries of matrices up to which plain methods close what run contraction
+            leaves.
+        branch_work: nodes times columns after which branch and bound ends.
         interior_point_columns: columns from which on relaxations are solved by interior point.
         eager_usage_entries: entries of usage rows up to which all of them are loaded at once.
 
-        nearly_closed: relative gap after run contraction below which the time for closing it is
-            capped.
-        nearly_closed_share: share of time for closing it.
         contraction_overhead: work that is added for each evaluation of a contracted problem.
         max_block_entries: entries of the table of one group of a run.
         eager_run_work: work of a group's table up to which shared nodes are not relaxed first.
@@ -131,7 +123,6 @@ class SolverSettings:
 
     minimum_gap: float = 1e-9
     minimum_usage_seconds: float = 20.0
-    max_reduction_rounds: int = 6
     min_dropped: float = 0.2
 
     max_product_work: float = 1 << 26
@@ -149,7 +140,7 @@ class SolverSettings:
     mini_bucket_growth: float = 10.0
     mini_bucket_min_gain: float = 0.1
     mini_bucket_entries: float = 4e7
-    mini_bucket_trws_share: float = 0.2
+    mini_bucket_trws_share: float = 0.5
     few_orders: int = 2
     many_orders: int = 8
 
@@ -158,6 +149,7 @@ class SolverSettings:
     trws_rounds: int = 4
     trws_share: float = 0.75
     trws_min_pruned: float = 0.02
+    trws_max_sweeps: int = 1500
     trws_max_stalled: int = 60
     trws_stalled_gain: float = 1e-5
     trws_first_step: float = 0.5
@@ -167,7 +159,7 @@ class SolverSettings:
     trws_target: float = 0.15
     trws_report_gain: float = 1e-3
     trws_rounding_period: int = 5
-    trws_repair_share: float = 0.3
+    trws_repair_visits: float = 0.2
     trws_promising: float = 1.5
 
     descent_sweeps: int = 50
@@ -181,18 +173,11 @@ class SolverSettings:
     forest_knapsack_rows: int = 10
     forest_knapsack_nodes: int = 200
 
-    lagrangian_rounds: int = 80
-    lagrangian_max_stalled: int = 8
-    lagrangian_new_checkpoints: int = 8
-    core_strategies: int = 3
-    core_share: float = 0.25
-    core_seconds: float = 240.0
-    unlimited_share: float = 0.5
+    plain_entries: int = 200_000
+    branch_work: float = 5e6
     interior_point_columns: int = 40_000
     eager_usage_entries: int = 200_000
 
-    nearly_closed: float = 0.01
-    nearly_closed_share: float = 0.1
     contraction_overhead: float = 3e7
     max_block_entries: int = 1 << 22
     eager_run_work: float = 2e8
@@ -217,7 +202,7 @@ class SolverSettings:
     quotient_min_gain: float = 2e-5
     quotient_gap_share: float = 0.05
     restricted_min_gain: float = 0.1
-    message_share: float = 0.2
+    message_share: float = 0.5
     restricted_share: float = 0.5
     restricted_gap: float = 0.1
     limited_elasticities: tuple[float, ...] = (0.4, 3.0)

@@ -12,9 +12,7 @@ from autoshard.limits import CancelToken
 from autoshard.outcome import SolveStatus
 from autoshard.solve.block_cache import KeyValueStore
 from autoshard.solve.edge_usage import without_edge_usage
-from autoshard.solve.elimination import Elimination
 from autoshard.solve.forest_search import search_forests
-from autoshard.solve.lagrangian import Lagrangian
 from autoshard.solve.linear_program import HighsSolver, LinearModel, RunStatus, linear_model
 from autoshard.solve.local_search import CoordinateDescent
 from autoshard.solve.mini_buckets import solve_by_mini_buckets
@@ -54,15 +52,15 @@ def solve_problem(
 ) -> Solution:
     """Find the cheapest choice, with a proof of how good it is.
 
-    The problem is first solved without its usage limit: exact reductions often solve it
-    completely, and HiGHS solves the rest. If that choice exceeds the limit, Lagrangian prices on
-    usage give a bound and good choices, strategies that cannot be in a better choice are dropped,
-    and HiGHS closes the remaining gap.
+    Problems with repeated groups are solved by run contraction, problems with many strategies
+    through restricted ones. All others are first solved without their usage limit: exact
+    reductions often solve them completely, and HiGHS solves the rest. If that choice exceeds the
+    limit, the same is done under the limit.
 
     Args:
         problem: the problem.
-        time_limit: seconds after which the best choice so far is returned. If run contraction
-            leaves a gap of less than 1 %, a tenth of the remaining time is spent on closing it.
+        time_limit: seconds after which the best choice so far is returned, a safety net: steps
+            are limited by their work. `Solution.reached_time_limit` tells whether it was needed.
         relative_gap: stop once the choice is proven this close to the optimum, relative to the sum
             of its absolute prices; values below 1e-9 count as 1e-9, because of rounding.
         seed: of random numbers.
@@ -160,13 +158,27 @@ def _solve_structured(state: SolveState) -> RunOutcome:
     wide = solve_wide(state, solve, least_strategies=least)
     if _is_solution(state, wide):
         return wide
-    outcome = _solve_repeated(state)
+    outcome = solve_runs(state)
     if outcome is RunOutcome.SKIPPED and wide is RunOutcome.SKIPPED:
         # Tables are too large for run contraction.
         outcome = solve_wide(state, solve)
         if _is_solution(state, outcome):
             return outcome
-    return outcome if outcome is RunOutcome.INFEASIBLE or state.closed else RunOutcome.SKIPPED
+    if outcome is RunOutcome.INFEASIBLE or state.closed or not _is_plain(state):
+        return outcome
+    return RunOutcome.SKIPPED
+
+
+def _is_plain(state: SolveState) -> bool:
+    """True if the whole problem may be solved without run contraction.
+
+    That never closed a gap that run contraction left under a limit for a model's problem, but it
+    does for small problems.
+    """
+    if state.choice is None or not state.problem.can_bind:
+        return True
+    entries = sum(edge.prices.shape[0] * edge.prices.shape[1] for edge in state.problem.edges)
+    return bool(entries <= state.settings.plain_entries)
 
 
 def _is_solution(state: SolveState, wide: RunOutcome) -> bool:
@@ -176,14 +188,6 @@ def _is_solution(state: SolveState, wide: RunOutcome) -> bool:
     problem, is_limited = state.problem, state.warm_start.restricted is not None
     is_large = problem.num_prices >= state.settings.large_entries
     return is_large and (is_limited or (wide is RunOutcome.UPDATED and problem.has_path_costs))
-
-
-def _solve_repeated(state: SolveState) -> RunOutcome:
-    """Solve by run contraction; cap the remaining time if that nearly closes the gap."""
-    outcome = solve_runs(state)
-    if state.objective - state.bound <= state.settings.nearly_closed * state.magnitude:
-        state.cap_time(state.settings.nearly_closed_share)
-    return outcome
 
 
 def _solve_restricted(
@@ -209,7 +213,7 @@ def _solve_restricted(
     inner.raise_bound(bound)
     infeasible = False
     try:
-        outcome = _solve_repeated(inner)
+        outcome = solve_runs(inner)
         infeasible = outcome is RunOutcome.INFEASIBLE
         limit_binds = inner.choice is not None and restricted.can_bind
         if not infeasible and not inner.closed and not limit_binds:
@@ -217,7 +221,10 @@ def _solve_restricted(
     except Interrupted:
         state.count("restricted.interrupted")
     state.blocks = inner.blocks
-    return inner.finish(infeasible=infeasible)
+    solution = inner.finish(infeasible=infeasible)
+    if solution.reached_time_limit:
+        state.record_time_limit()
+    return solution
 
 
 def _flat(state: SolveState, solver: str) -> bool:
@@ -229,9 +236,9 @@ def _flat(state: SolveState, solver: str) -> bool:
     if reduced.network.infeasible:
         return False
     if not state.problem.can_bind:
-        return _unlimited(reduced) if solver == "highs" else _solve_externally(reduced, solver)
+        return _solve_reduced(reduced, solver)
     if solver == "highs" and not state.closed and _seems_unlimited(reduced):
-        _unlimited(reduced, seconds=state.settings.unlimited_share * state.remaining)
+        _solve_reduced(reduced, solver)
     return state.closed or _under_limit(state, solver)
 
 
@@ -261,7 +268,7 @@ def _under_limit(state: SolveState, solver: str) -> bool:
     reduced.reduce()
     if reduced.network.infeasible:
         return False
-    return _limited(reduced) if solver == "highs" else _solve_externally(reduced, solver)
+    return _solve_reduced(reduced, solver)
 
 
 def _solve_externally(reduced: ReducedProblem, solver: str) -> bool:
@@ -281,10 +288,13 @@ def _solve_externally(reduced: ReducedProblem, solver: str) -> bool:
     return answer.status is not SolveStatus.INFEASIBLE
 
 
-def _unlimited(reduced: ReducedProblem, *, seconds: float = float("inf")) -> bool:
-    """Solve a reduced problem without a usage limit."""
-    solve_by_mini_buckets(reduced)
-    return _solve_large(reduced) or _branch(reduced, seconds=seconds)
+def _solve_reduced(reduced: ReducedProblem, solver: str) -> bool:
+    """Solve a reduced problem; False if it is infeasible."""
+    if solver != "highs":
+        return _solve_externally(reduced, solver)
+    if not len(reduced.network.capacity):
+        solve_by_mini_buckets(reduced)
+    return _solve_large(reduced) or _branch(reduced)
 
 
 def _solve_large(reduced: ReducedProblem) -> bool:
@@ -297,102 +307,46 @@ def _solve_large(reduced: ReducedProblem) -> bool:
     return state.choice is not None and not np.isinf(state.remaining)
 
 
-def _limited(reduced: ReducedProblem) -> bool:
-    """Solve a reduced problem whose usage limit binds."""
+def _branch(reduced: ReducedProblem) -> bool:
+    """Close the gap with HiGHS: the relaxation, then branch and bound; False if infeasible."""
     state = reduced.state
-    if _solve_large(reduced):
-        return True
-    if not reduced.done:
+    if not (reduced.done or state.closed):
         state.enter("coordinate descent")
         _descend(reduced, {v: int(x.cost.argmin()) for v, x in reduced.network.variables.items()})
-    for _ in range(state.settings.max_reduction_rounds):
-        if reduced.done or state.closed:
-            return state.choice is not None
-        plan = Elimination.compile(reduced.network, effort=state.effort)
-        if plan is None:
-            break
-        state.enter("price the usage")
-        lagrangian = Lagrangian(reduced, plan)
-        best = lagrangian.run()
-        if state.closed:
-            return True
-        state.enter("drop strategies")
-        marginals = plan.min_marginals(best.result)
-        shift = float(best.prices @ reduced.network.capacity)
-        least = {v: bounds - shift for v, bounds in marginals.items()}
-        _search_restricted(reduced, least, lagrangian.seen)
-        before = reduced.network.num_strategies
-        dropped = reduced.prune(least)
-        reduced.reduce()
-        if dropped < state.settings.min_dropped * before:
-            break
-    return _branch(reduced)
-
-
-def _search_restricted(
-    reduced: ReducedProblem, least: dict[int, FloatArray], seen: list[dict[int, int]]
-) -> None:
-    """Search the restricted problem of the most promising strategies.
-
-    These are the strategies that were cheapest at some prices of usage, and those with the least
-    min-marginals.
-    """
-    state = reduced.state
-    every = np.sort(np.concatenate(list(least.values())))
-    most = every[min(state.settings.core_strategies * len(least), len(every)) - 1]
-    keep = {v: bounds <= most for v, bounds in least.items()}
-    for picks in seen:
-        for v, s in picks.items():
-            keep[v][s] = True
-    restricted = reduced.restricted(keep)
-    restricted.reduce()
-    _branch(
-        restricted,
-        seconds=state.settings.core_share * min(state.remaining, state.settings.core_seconds),
-    )
-
-
-def _branch(reduced: ReducedProblem, seconds: float = float("inf")) -> bool:
-    """Close the gap with HiGHS: the relaxation, then branch and bound."""
-    state = reduced.state
+        reduced.trim()
+    if not (reduced.done or state.closed):
+        state.enter("relax")
+        if not _relax(reduced):
+            return reduced.exhausted()
     if reduced.done or state.closed:
         return state.choice is not None
-    state.enter("coordinate descent")
-    _descend(reduced, {v: int(x.cost.argmin()) for v, x in reduced.network.variables.items()})
-    reduced.trim()
-    for _ in range(state.settings.max_reduction_rounds):
-        if reduced.done or state.closed:
-            return state.choice is not None
-        state.enter("relax")
-        model = linear_model(reduced.network)
-        relaxed = _solver(reduced, model, seconds).relax()
-        if relaxed.status is RunStatus.INFEASIBLE:
-            return reduced.exhausted()
-        state.check()
-        if relaxed.x is not None:
-            _round(reduced, model, relaxed.x, relaxed.prices)
-        if relaxed.duals is None or relaxed.prices is None:
-            break
+    return _search_tree(reduced)
+
+
+def _relax(reduced: ReducedProblem) -> bool:
+    """Solve the linear relaxation and drop strategies by its bound; False if it is infeasible."""
+    model = linear_model(reduced.network)
+    relaxed = _solver(reduced, model).relax()
+    if relaxed.status is RunStatus.INFEASIBLE:
+        return False
+    reduced.state.check()
+    if relaxed.x is not None:
+        _round(reduced, model, relaxed.x, relaxed.prices)
+    if relaxed.duals is not None and relaxed.prices is not None:
         bound, excess = model.dual_bound(relaxed.duals, relaxed.prices)
         reduced.raise_bound(bound)
-        if state.closed:
-            return True
-        before = model.num_strategies
-        dropped = reduced.prune(_by_variable(model, bound + excess))
-        reduced.reduce()
-        if dropped < state.settings.min_dropped * before:
-            break
-    if reduced.done or state.closed:
-        return state.choice is not None
-    return _search_tree(reduced, seconds)
+        if not reduced.state.closed:
+            reduced.prune(_by_variable(model, bound + excess))
+            reduced.reduce()
+    return True
 
 
-def _search_tree(reduced: ReducedProblem, seconds: float) -> bool:
+def _search_tree(reduced: ReducedProblem) -> bool:
     """Branch and bound until the best choice also fits exactly."""
     state = reduced.state
     state.enter("branch and bound")
     model = linear_model(reduced.network)
-    solver = _solver(reduced, model, seconds)
+    solver = _solver(reduced, model)
     picks = None if state.choice is None else reduced.pick_of(state.choice)
     start = None if picks is None else model.columns(reduced.network, picks)
     while True:
@@ -411,11 +365,11 @@ def _search_tree(reduced: ReducedProblem, seconds: float) -> bool:
         solver.forbid(outcome.x, over)
 
 
-def _solver(reduced: ReducedProblem, model: LinearModel, seconds: float) -> HighsSolver:
+def _solver(reduced: ReducedProblem, model: LinearModel) -> HighsSolver:
     def offer(x: FloatArray) -> None:
         reduced.offer(model.rounded(x)[0])
 
-    return HighsSolver(model, reduced.state, offer=offer, cap=reduced.cap, seconds=seconds)
+    return HighsSolver(model, reduced.state, offer=offer, cap=reduced.cap)
 
 
 def _round(

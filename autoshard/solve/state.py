@@ -8,7 +8,7 @@ import numpy as np
 
 from autoshard.arrays import BoolArray, FloatArray, IntArray
 from autoshard.limits import CancelToken
-from autoshard.outcome import SolveStatus, relative_gap
+from autoshard.outcome import TIME_LIMIT_REACHED, SolveStatus, relative_gap
 from autoshard.solve.block_cache import KeyValueStore, SolvedBlock
 from autoshard.solve.problem import Problem
 from autoshard.solve.settings import Effort, SolverSettings
@@ -35,6 +35,11 @@ class Solution:
     wall_time: float
     statistics: dict[str, float] = field(default_factory=dict)
     blocks: tuple[SolvedBlock, ...] = ()
+
+    @property
+    def reached_time_limit(self) -> bool:
+        """True if a time limit cut a step short, so that more time may give a better solution."""
+        return TIME_LIMIT_REACHED in self.statistics
 
     @property
     def gap(self) -> float:
@@ -179,10 +184,24 @@ class SolveState:
             return float("inf")
         return max(self._time_limit - self.elapsed, 0.0)
 
-    def cap_time(self, share: float) -> None:
-        """Reduce the remaining time to a share of it."""
-        if self._time_limit is not None:
-            self._time_limit = self.elapsed + share * self.remaining
+    def deadline(self, share: float) -> float:
+        """When a step must end that may take a share of the remaining time; see `is_late`."""
+        return self.elapsed + share * self.remaining
+
+    def is_late(self, deadline: float) -> bool:
+        """True if the time of a step is over, which is recorded.
+
+        Steps are limited by work, so that the solution does not depend on the machine, or on what
+        else it does. Deadlines only make sure that a solve ends in time.
+        """
+        late = self.elapsed >= deadline
+        if late:
+            self.record_time_limit()
+        return late
+
+    def record_time_limit(self) -> None:
+        """Record that a step ended because of the time limit, not because of its work."""
+        self.statistics[TIME_LIMIT_REACHED] = 1.0
 
     @property
     def cancelled(self) -> bool:
@@ -265,6 +284,8 @@ class SolveState:
 
     def finish(self, *, infeasible: bool = False) -> Solution:
         """The solution with the best choice and bound so far."""
+        if self.remaining <= 0 and not (infeasible or self.closed):
+            self.record_time_limit()
         choice, objective, bound = self.choice, self.objective, min(self.bound, self.objective)
         status = self._status()
         if objective > self.problem.cutoff:

@@ -295,20 +295,21 @@ class TRWS:
         unpriced = np.zeros(len(self._flat.capacity))
         self._best = _Point(-float("inf"), unpriced, self._messages.copy())
         self._descent = CoordinateDescent(reduced.network, effort=self._state.effort)
-        self._repairing = 0.0
         self._sweeps = 0
         self._known: set[bytes] = set()
 
-    def run(self, seconds: float = float("inf")) -> dict[int, FloatArray]:
-        """Improve until the bound stalls, the gap is closed or the time is over.
+    def run(self, share: float = 1.0) -> dict[int, FloatArray]:
+        """Improve until the bound stalls, the gap is closed or the limit of work is reached.
+
+        Args:
+            share: largest share of the remaining time.
 
         Returns:
             for each variable, a lower bound of the price of all choices with each
             strategy, shape [S].
         """
-        end = self._state.elapsed + seconds
         try:
-            self._maximise_bound(end)
+            self._maximise_bound(self._state.deadline(share))
         finally:
             least = self._proven(self._best)
         return least
@@ -338,15 +339,18 @@ class TRWS:
         volume = abs(flat.constant) + paid + float(np.abs(given).sum() + np.abs(flat.cost).sum())
         return left, _EPSILON * volume
 
-    def _maximise_bound(self, end: float) -> None:
+    def _maximise_bound(self, deadline: float) -> None:
         flat, state = self._flat, self._state
         prices, best = self._best.prices, self._best
         direction = np.zeros_like(prices)
         step, without_gain, stalled = self._settings.trws_first_step, 0, 0
         while (
-            not state.closed and state.elapsed < end and stalled < self._settings.trws_max_stalled
+            stalled < self._settings.trws_max_stalled
+            and self._sweeps < self._settings.trws_max_sweeps
+            and not (state.closed or state.is_late(deadline))
         ):
             bound = self._sweep(prices)
+            self._sweeps += 1
             state.count("trws.sweeps")
             gain = bound - best.bound
             stalled = (
@@ -362,7 +366,6 @@ class TRWS:
             else:
                 without_gain += 1
             excess = flat.usage(self._picks) - flat.capacity
-            self._sweeps += 1
             if self._sweeps % self._settings.trws_rounding_period == 0:
                 self._offer_rounded(self._rounded(prices), prices)
             if without_gain > self._settings.trws_patience and step > self._settings.trws_last_step:
@@ -490,14 +493,13 @@ class TRWS:
         key = picks.tobytes()
         if key in self._known or not (promising or state.choice is None):
             return
-        if self._repairing > self._settings.trws_repair_share * state.elapsed:
+        allowed = self._settings.trws_repair_visits * self._sweeps * len(flat.variables)
+        if self._descent.visits > allowed:
             return
         self._known.add(key)
-        start = state.elapsed
         repaired = self._descent.repair(by_variable, prices)
         if repaired is not None:
             self._reduced.offer(repaired)
-        self._repairing += state.elapsed - start
 
     def _improve(self, best: dict[int, int], picks: IntArray, prices: FloatArray) -> None:
         """Combine the best choice with another one, and offer the result."""
@@ -571,7 +573,7 @@ def ascend(reduced: ReducedProblem) -> FloatArray:
             break
         state.enter("pass messages")
         trws = TRWS(reduced)
-        least = trws.run(settings.trws_share * state.remaining)
+        least = trws.run(settings.trws_share)
         bounds = np.concatenate(list(least.values()))
         pruned_share = float((bounds >= state.cutoff).mean())
         # Reductions after a few drops cost more than they gain. They may also drop a strategy of

@@ -95,3 +95,9 @@ def test_a_pipeline_is_proven_among_the_pipelines_of_its_bound() -> None:
 )
 def test_gaps_are_never_rounded_down(share: float, text: str) -> None:
     assert percent(share) == text
+
+
+def test_the_time_limit_is_named_if_it_ended_the_search() -> None:
+    open_gap = certificate(0.4, status=SolveStatus.FEASIBLE)
+    late = certificate_statement(open_gap, PlanOptions(), MESH, late=True)
+    assert late.startswith("Stopped by the time limit, but proven within ")
