@@ -21,7 +21,8 @@ def dense(num_nodes: int, *, limit: float = np.inf) -> Problem:
     rng = np.random.default_rng(1)
     index = np.arange(size)
     nodes = tuple(
-        Node(rng.random(size), rng.random(size), (v // 4, v // 4 + 2)) for v in range(num_nodes)
+        Node(rng.random(size), np.rint(100 * rng.random(size)), (v // 4, v // 4 + 2))
+        for v in range(num_nodes)
     )
     edges = tuple(
         Edge(u, v, rng.random((size, size)), index, index)
@@ -33,9 +34,9 @@ def dense(num_nodes: int, *, limit: float = np.inf) -> Problem:
 
 FEW_NODES = {"branch_work": 2e3}
 CASES = {
-    "branch and bound": (dense(7, limit=2.5), {}),
-    "branch and bound with too many nodes": (dense(10, limit=2.5), FEW_NODES),
-    "messages with prices of usage": (dense(8, limit=2.5), {"large_entries": 0, **FEW_NODES}),
+    "branch and bound": (dense(7, limit=250.0), {}),
+    "branch and bound with too many nodes": (dense(10, limit=250.0), FEW_NODES),
+    "messages with prices of usage": (dense(8, limit=250.0), {"large_entries": 0, **FEW_NODES}),
     "mini-buckets": (
         dense(9),
         {
