@@ -6,7 +6,7 @@ IMAGE ?= autoshard:latest
 BASE ?= python:3.13-slim-trixie
 BUILD ?= docker build
 
-.PHONY: help install demo test check serve generated examples bench faults hostile upgrade prove prove-pipelines prove-loading prove-image load scale conformance fuzz zoo zoo-ranks image audit format clean
+.PHONY: help install demo test test-all check serve generated examples bench faults hostile upgrade prove prove-pipelines prove-loading prove-image load scale conformance fuzz zoo zoo-ranks image audit format clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 16
@@ -24,6 +24,9 @@ demo: $(INSTALLED)  ## Plan GPT-2 through the service, then run a sharded GPT-2 
 
 test: $(INSTALLED)  ## Run the tests, a file per processor
 	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile
+
+test-all: $(INSTALLED)  ## Run the tests, and the cases of matrices of which `test` runs a part
+	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile -m ''
 
 check: $(INSTALLED)  ## Lint, format, types, direction of imports
 	$(BIN)/ruff check .

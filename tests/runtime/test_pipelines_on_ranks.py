@@ -4,13 +4,15 @@ from collections.abc import Callable
 
 import pytest
 from runtime.cases import pipeline_habits, pipeline_states, pipelines, stage_messages
+from support.long_cases import long_of, with_long
 from support.ranks import joined
 
 NUM_RANKS = 4
 CASES = joined(stage_messages, pipelines, pipeline_states, pipeline_habits)
+LONG = long_of(pipelines)
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", with_long(CASES, LONG))
 def test_case(case: str, on_ranks: Callable[[str], None]) -> None:
     on_ranks(case)

@@ -4,16 +4,18 @@ from collections.abc import Callable
 
 import pytest
 from runtime.cases import parallelisms, programs, resharding, uneven
+from support.long_cases import long_of, with_long
 from support.ranks import joined
 
 from autoshard.layouts import STEPS, Kind, Layout
 
 NUM_RANKS = 4
 CASES = joined(parallelisms, programs, uneven, resharding)
+LONG = long_of(resharding)
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", with_long(CASES, LONG))
 def test_case(case: str, on_ranks: Callable[[str], None]) -> None:
     on_ranks(case)
 

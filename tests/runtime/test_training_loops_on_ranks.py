@@ -22,6 +22,7 @@ from runtime.cases import (
     updated_buffers,
 )
 from runtime.cases.updated_buffers import MESHES
+from support.long_cases import all_but_one, with_long
 from support.ranks import joined
 
 NUM_RANKS = 4
@@ -41,11 +42,12 @@ MODULES = (
     other_shapes,
 )
 CASES = joined(*MODULES)
+LONG = set(all_but_one(CASES, [*MESHES]))
 PAGE = Path(__file__).parents[2] / "docs" / "training.md"
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", with_long(CASES, LONG))
 def test_case(case: str, on_ranks: Callable[[str], None]) -> None:
     on_ranks(case)
 

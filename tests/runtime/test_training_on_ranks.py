@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 from runtime.cases import gradients, loaders
 from support import models
+from support.long_cases import long_of, with_long
 from support.ranks import joined
 from support.training import Resumed, Training
 from support.transformer_plans import OPTIONS
@@ -35,8 +36,10 @@ CASES: dict[str, Callable[[], None]] = {
     ),
 }
 
+LONG = long_of(gradients)
+
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", with_long(CASES, LONG))
 def test_training(case: str, on_ranks: Callable[[str], None]) -> None:
     on_ranks(case)

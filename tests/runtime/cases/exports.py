@@ -383,3 +383,12 @@ CASES = {
     "json": Table(gpt2, "4", "free", "json"),
     "csv": Table(llama, "2x2", "free", "csv"),
 }
+LONG = (
+    "gpt2 for fsdp2",
+    "gpt2 for both",
+    "gpt2 for transformers",
+    "tensor parallel llama",
+    "fsdp and a free plan of gpt2",
+    "gpt2 by transformers",
+)
+"""Each kind of code, plan and model is in one of the others."""

@@ -283,3 +283,10 @@ CASES: dict[str, Callable[[], None]] = {
     "overflow in float16, parameters cut": Case(_narrowed("S(0)"), scaled_narrow, narrow),
     "copied, parameters cut": Case(MLP, copied, models.mlp),
 }
+LONG = (
+    "gradients hooked, parameters cut",
+    "gradients hooked, parameters whole",
+    "gradients accumulated, parameters gathered again",
+    "gradients asked_for, parameters gathered in checkpoints",
+)
+"""Each check and each way to keep parameters is in one of the others."""

@@ -242,3 +242,12 @@ ON_2 = {
         for name, schedule in zip(("gpt2", "llama", "bert", "resnet"), LOOPED[1:], strict=True)
     },
 }
+LONG = (
+    "llama, pp4, 1F1B",
+    "bert, pp4, GPipe",
+    "t5, pp2 dp2, 1F1B",
+    "resnet, pp2 tp2, GPipe",
+    "llama, pp2 dp2, 1F1B",
+    "bert, pp2 tp2, GPipe",
+)
+"""Each model, schedule and axis is in one of the others, and in those on 2 ranks."""

@@ -149,3 +149,10 @@ CASES = {
         "residuals", "4", "fsdp of residuals", checkpoints, largest=128 * 32 * 8
     )
 }
+LONG = (
+    "gpt2 4 fsdp checkpoints",
+    "llama 2x2 sequence checkpoints",
+    "llama 2x2 sequence everything_again",
+    "noisy gpt2 2x2 sequence of gpt2 checkpoints",
+)
+"""Each edit, model and way to hold things is in one of the others."""

@@ -314,3 +314,5 @@ CASES: dict[str, Callable[[], None]] = {
     "foreign collectives": check_foreign_collectives_are_seen,
     "unknown axis": check_unknown_axis,
 }
+LONG = tuple(f"{s}->{t} in bfloat16" for s, t in CUTTING if ("S(1)" in (s, t)) != ("P" in (s, t)))
+"""Each kind of step is in bfloat16 in one of the others."""

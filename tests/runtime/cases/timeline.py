@@ -94,3 +94,11 @@ CASES = {
         ("llama", "2x2", "inference", plain),
     ]
 }
+LONG = (
+    "gpt2 4 fsdp plain",
+    "gpt2 4 fsdp checkpoints",
+    "gpt2 2x2 megatron plain",
+    "gpt2 2x2 inference plain",
+    "llama 2x2 sequence everything_again",
+)
+"""Each edit, model and way to hold things is in one of the others."""

@@ -79,3 +79,9 @@ CASES: dict[str, Case] = {
     "gpt2 2x2 training, slow links": Case("gpt2", "2x2", "training", latency=SLOW),
     "bert 2x2 training, slow links": Case("bert", "2x2", "training", latency=SLOW),
 }
+LONG = tuple(
+    f"{model} {shape} {mode}"
+    for (i, model), (j, shape), (k, mode) in product(*map(enumerate, (MODELS, SHAPES, MODES)))
+    if (i + j + k) % 2
+)
+"""The others have each model on each shape, and each model and each shape in both modes."""
