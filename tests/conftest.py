@@ -16,18 +16,21 @@ from benchmarks.faults.postgres import Cluster, binaries, running_cluster
 
 __all__ = ["on_ranks", "run_launch"]
 
-LONG = (
+SLOW_FILES = (
     *(
         "test_8_ranks",
         "test_pages",
         "test_code_on_ranks",
         "test_memory_problem",
         "test_training_on_ranks",
+        "test_training_loops_on_ranks",
+        "test_models_on_ranks",
         "test_zoo",
     ),
+    *("test_pipelines_on_ranks", "test_integrations_on_ranks", "test_2_ranks"),
     *("test_memory_on_ranks", "test_ray_executor", "test_programs_on_ranks", "test_benchmarks"),
     *("test_measurements_on_ranks", "test_server_process", "test_kernels_on_ranks", "test_faults"),
-    *("test_models_on_ranks", "test_workers", "test_zoo_on_4_ranks", "test_launch"),
+    *("test_workers", "test_zoo_on_4_ranks", "test_launch"),
     *("test_zoo_on_8_ranks", "test_conformance", "test_weights_on_ranks", "test_retries"),
     *("test_regather_on_ranks", "test_block_cache", "test_large_problems"),
 )
@@ -58,7 +61,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the long files."""
-    places = {name: place for place, name in enumerate(LONG)}
+    places = {name: place for place, name in enumerate(SLOW_FILES)}
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
 
 

@@ -253,8 +253,14 @@ def test_nodes_take_what_goes_with_the_strategies_of_variables(module: type[nn.M
         (Product, (4, 4), {}, {"micro_batches": 2, "accumulation_dtype": "bfloat16"}),
         (SavesWhatItMakes, (4,), {}, {"micro_batches": 4, "overlap": True}),
         (Product, (4, 4), {}, {"micro_batches": 3, "in_flight": 3}),
-        (TwoReaders, (4,), {"mul_1": "S(0)"}, {"micro_batches": 8, "in_flight": 2}),
-        (ThroughAView, (4, 2), {"sin*": "S(1)"}, {"micro_batches": 5, "in_flight": 4}),
+        pytest.param(
+            *(TwoReaders, (4,), {"mul_1": "S(0)"}, {"micro_batches": 8, "in_flight": 2}),
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            *(ThroughAView, (4, 2), {"sin*": "S(1)"}, {"micro_batches": 5, "in_flight": 4}),
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_every_limit_has_the_best_of_all_plans(
@@ -276,8 +282,8 @@ def test_every_limit_has_the_best_of_all_plans(
     [
         (ResidualLayers, 1, {}),
         (Layers, 2, {}),
-        (Layers, 2, {"overlap": True}),
-        (ThreeLayers, 2, {"micro_batches": 3}),
+        pytest.param(Layers, 2, {"overlap": True}, marks=pytest.mark.long),
+        pytest.param(ThreeLayers, 2, {"micro_batches": 3}, marks=pytest.mark.long),
         (ResidualLayers, 1, {"micro_batches": 16, "in_flight": 16}),
         (ThreeLayers, 2, {"micro_batches": 6, "in_flight": 4}),
     ],

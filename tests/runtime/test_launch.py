@@ -92,7 +92,9 @@ def test_a_failing_rank_ends_the_job_and_shows_its_traceback_once(
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("axes", [{"a": 4}, {"a": 2, "b": 2}], ids=["4", "2x2"])
+@pytest.mark.parametrize(
+    "axes", [pytest.param({"a": 4}, id="4", marks=pytest.mark.long), {"a": 2, "b": 2}]
+)
 def test_torchrun_trains_and_a_killed_rank_ends_the_others(
     axes: dict[str, int], tmp_path: Path
 ) -> None:

@@ -5,20 +5,9 @@ from functools import cache
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from torch.nn import functional
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    ResNetConfig,
-    ResNetForImageClassification,
-    T5Config,
-    T5ForConditionalGeneration,
-)
 
 from autoshard.graph import Graph, export_model, load_graph
 from autoshard.plan import Plan
@@ -87,7 +76,7 @@ def gpt2(
     dropout: float = 0.0,
 ) -> Case:
     """A small GPT-2 with labels."""
-    config = GPT2Config(
+    config = transformers.GPT2Config(
         n_layer=layers,
         n_embd=hidden,
         n_head=4,
@@ -98,14 +87,19 @@ def gpt2(
         attn_pdrop=dropout,
     )
     ids = torch.randint(0, 64, (batch, sequence))
-    return GPT2LMHeadModel(config), {"input_ids": ids, "labels": ids, "use_cache": False}
+    inputs = {
+        "input_ids": ids,
+        "labels": ids,
+        "use_cache": False,
+    }
+    return transformers.GPT2LMHeadModel(config), inputs
 
 
 def bert(
     *, layers: int = 2, batch: int = 4, sequence: int = 8, hidden: int = 32, heads: int = 4
 ) -> Case:
     """A small BERT with a masked-language head, an attention mask and ignored labels."""
-    config = BertConfig(
+    config = transformers.BertConfig(
         num_hidden_layers=layers,
         hidden_size=hidden,
         num_attention_heads=heads,
@@ -118,12 +112,17 @@ def bert(
     ids = torch.randint(0, 64, (batch, sequence))
     labels = ids.masked_fill(torch.rand(ids.shape) < 0.5, -100)
     mask = torch.ones_like(ids)
-    return BertForMaskedLM(config), {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    inputs = {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "labels": labels,
+    }
+    return transformers.BertForMaskedLM(config), inputs
 
 
 def llama(*, layers: int = 2, batch: int = 4, sequence: int = 8) -> Case:
     """A small Llama with grouped key and value heads, and labels."""
-    config = LlamaConfig(
+    config = transformers.LlamaConfig(
         num_hidden_layers=layers,
         hidden_size=32,
         intermediate_size=64,
@@ -133,12 +132,17 @@ def llama(*, layers: int = 2, batch: int = 4, sequence: int = 8) -> Case:
         max_position_embeddings=16,
     )
     ids = torch.randint(0, 64, (batch, sequence))
-    return LlamaForCausalLM(config), {"input_ids": ids, "labels": ids, "use_cache": False}
+    inputs = {
+        "input_ids": ids,
+        "labels": ids,
+        "use_cache": False,
+    }
+    return transformers.LlamaForCausalLM(config), inputs
 
 
 def t5(*, layers: int = 2, batch: int = 4, sequence: int = 8) -> Case:
     """A small T5 with labels, whose decoder reads what the encoder makes in every layer."""
-    config = T5Config(
+    config = transformers.T5Config(
         vocab_size=64,
         d_model=32,
         d_kv=8,
@@ -151,7 +155,7 @@ def t5(*, layers: int = 2, batch: int = 4, sequence: int = 8) -> Case:
     )
     ids = torch.randint(0, 64, (batch, sequence))
     inputs = {"input_ids": ids, "labels": ids.flip(1), "use_cache": False}
-    return T5ForConditionalGeneration(config), inputs
+    return transformers.T5ForConditionalGeneration(config), inputs
 
 
 class ImageClassifier(nn.Module):
@@ -159,13 +163,13 @@ class ImageClassifier(nn.Module):
 
     def __init__(self, width: int, classes: int) -> None:
         super().__init__()
-        config = ResNetConfig(
+        config = transformers.ResNetConfig(
             embedding_size=width,
             hidden_sizes=[width, 2 * width],
             depths=[1, 2],
             num_labels=classes,
         )
-        self.model = ResNetForImageClassification(config)
+        self.model = transformers.ResNetForImageClassification(config)
 
     def forward(self, pixels: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return functional.cross_entropy(self.model(pixels).logits, labels)

@@ -30,6 +30,8 @@ import torch
 import torch.distributed as dist
 
 TIMEOUT = timedelta(minutes=2)
+_SUPPORT = ("support.comparison", "support.training", "support.transformer_plans")
+_MODELS = tuple(f"transformers.models.{n}.modeling_{n}" for n in ("bert", "gpt2", "llama", "t5"))
 
 
 @runtime_checkable
@@ -149,7 +151,7 @@ def main() -> None:
     # threads for a pretended device, and then none could run in the forks of this process.
     torch.ones(1, requires_grad=True).sum().backward()
     sys.path.insert(0, str(Path(__file__).parents[1]))
-    for name in ("support.comparison", "support.training", "support.transformer_plans"):
+    for name in (*_SUPPORT, *_MODELS):
         importlib.import_module(name)
     for line in sys.stdin:
         launch = Launch(**json.loads(line))

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import pytest
+from support.long_cases import with_long
 from zoo.families_on_ranks import cases
 
 NUM_RANKS = 8
@@ -10,6 +11,8 @@ CASES = cases(a=2, b=4)
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("case", ["llama float64 on 8", "swin float64 on 8"])
+@pytest.mark.parametrize(
+    "case", with_long(["swin float64 on 8", "llama float64 on 8"], ["llama float64 on 8"])
+)
 def test_family(case: str, on_ranks: Callable[[str], None]) -> None:
     on_ranks(case)

@@ -21,8 +21,8 @@ FEW = replace(
     sizes=(1 << 10, 1 << 16, 1 << 22),
     checked=(1 << 18,),
     elements=(1 << 14, 1 << 16),
-    num_rounds=2,
-    num_runs=4,
+    num_rounds=1,
+    num_runs=3,
     num_repeats=1,
     seconds=0.02,
 )
