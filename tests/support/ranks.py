@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 TIMEOUT = timedelta(minutes=2)
-_SUPPORT = ("support.comparison", "support.training", "support.transformer_plans")
+_SUPPORT = ("support.comparison", "support.training", "support.transformer_plans", "fsspec.core")
 _MODELS = tuple(f"transformers.models.{n}.modeling_{n}" for n in ("bert", "gpt2", "llama", "t5"))
 
 
