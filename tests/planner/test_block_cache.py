@@ -75,6 +75,7 @@ def test_a_plan_without_a_cache_says_what_repeats(llamas: dict[int, Graph]) -> N
     assert counts(plan)[0] == 0
 
 
+@pytest.mark.parametrize("cache", ["folder"], indirect=True)
 def test_a_binding_budget_gives_the_plan_of_a_fresh_solve(
     cache: Cache, llamas: dict[int, Graph]
 ) -> None:

@@ -128,19 +128,32 @@ def test_gathering_again_shares_backward_with_the_reduction(
 
 
 MODELS: dict[str, Callable[[], Any]] = {"gpt2": gpt2, "bert": bert, "llama": llama}
+MESHES = {
+    "slow links": slow_devices(latency=1e-4, dp=2, tp=2),
+    "two nodes": slow_mase_mesh(),
+    "one axis": make_mesh((4,)),
+}
+LIMITS: dict[str, dict[str, Any]] = {
+    "free": {},
+    "inference": {"mode": "inference"},
+    "megatron": {"algo": "megatron"},
+}
+COMPARED = [
+    pytest.param(name, mesh, limits, marks=pytest.mark.long if (i + j + k) % 3 else ())
+    for (i, name), (j, mesh), (k, limits) in product(*map(enumerate, (MODELS, MESHES, LIMITS)))
+]
+"""`make test` has each model with each mesh, each with each set of options, and so on."""
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("options", [{}, {"mode": "inference"}, {"algo": "megatron"}])
-def test_it_never_costs_more(planned: Planner, name: str, options: dict[str, Any]) -> None:
-    graph = small_graph(MODELS[name])
-    for mesh in (slow_devices(latency=1e-4, dp=2, tp=2), slow_mase_mesh(), make_mesh((4,))):
-        apart = planned(graph, mesh, relative_gap=0, **options)
-        beside = planned(graph, mesh, relative_gap=0, overlap=True, **options)
-        assert max(apart.certificate.gap, beside.certificate.gap) < ROUNDING
-        assert beside.certificate.objective <= apart.certificate.objective * (1 + 1e-9)
-        assert apart.costs.overlapped == 0
-        assert beside.costs.overlapped <= beside.costs.communication
+@pytest.mark.parametrize(("name", "mesh", "limits"), COMPARED)
+def test_it_never_costs_more(planned: Planner, name: str, mesh: str, limits: str) -> None:
+    graph, options = small_graph(MODELS[name]), {"relative_gap": 0, **LIMITS[limits]}
+    apart = planned(graph, MESHES[mesh], **options)
+    beside = planned(graph, MESHES[mesh], overlap=True, **options)
+    assert max(apart.certificate.gap, beside.certificate.gap) < ROUNDING
+    assert beside.certificate.objective <= apart.certificate.objective * (1 + 1e-9)
+    assert apart.costs.overlapped == 0
+    assert beside.costs.overlapped <= beside.costs.communication
 
 
 @pytest.mark.parametrize(
