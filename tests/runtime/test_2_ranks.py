@@ -4,14 +4,17 @@ from collections.abc import Callable
 
 import pytest
 from runtime.cases import compiled, pipeline_cuts
-from runtime.cases.pipelines import ON_2
+from runtime.cases.pipelines import LOOPED, ON_2
+from support.long_cases import with_long
 from support.ranks import joined
 
 NUM_RANKS = 2
 CASES = {**ON_2, **pipeline_cuts.CASES, **joined(compiled)}
+LONG = [f"t5, {schedule}" for schedule in LOOPED[1:]]
+"""Each schedule, and T5 with two of them, are in the others."""
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", with_long(CASES, LONG))
 def test_case(case: str, on_ranks: Callable[[str], None]) -> None:
     on_ranks(case)
