@@ -141,7 +141,8 @@ def run_workers(
         signal.signal(name, lambda *_: should_end.set())
     start_tracing()
     try:
-        listener = _worker_listener(settings)
+        address = (settings.worker_host, settings.worker_port)
+        listeners = tcp_listeners(*address) if settings.worker_port else []
         stores = Stores(settings)
         executor = make_executor(settings)
     except (*STARTUP_ERRORS, OSError) as error:
@@ -149,7 +150,7 @@ def run_workers(
     workers = Workers(stores, executor, settings)
     workers.start()
     _log.info("worker_started", num_workers=settings.num_workers)
-    with _serving(create_worker_app(workers, stores, settings), settings, listener):
+    with _serving(create_worker_app(workers, stores, settings), settings, listeners):
         have_died = _supervise(workers, should_end)
         _log.info("worker_draining", grace=settings.shutdown_grace)
         workers.stop()
@@ -266,32 +267,16 @@ def _supervise(workers: Workers, should_end: Event) -> bool:
     return False
 
 
-def _worker_listener(settings: Settings) -> socket.socket | None:
-    """The socket of a worker's health and metrics; None if the settings have no port.
-
-    Raises:
-        OSError: it cannot be opened.
-    """
-    host, port = settings.worker_host, settings.worker_port
-    if not port:
-        return None
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family)
-    except OSError as error:
-        raise OSError(f"cannot listen on {host}:{port}: {error.strerror}") from error
-
-
 @contextmanager
-def _serving(app: FastAPI, settings: Settings, listener: socket.socket | None) -> Iterator[None]:
+def _serving(app: FastAPI, settings: Settings, listeners: list[socket.socket]) -> Iterator[None]:
     """Serve an application in a thread, within a `with` block."""
-    if listener is None:
+    if not listeners:
         yield
         return
     server = uvicorn.Server(_config(app, settings, _WORKER_GRACE))
-    thread = Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread = Thread(target=server.run, kwargs={"sockets": listeners}, daemon=True)
     thread.start()
-    host, port = listener.getsockname()[:2]
+    host, port = listeners[0].getsockname()[:2]
     _log.info("worker_serving", host=host, port=port)
     try:
         yield
