@@ -228,7 +228,9 @@ def two_servers(place: Place) -> Outcome:
         f"{answered} of {_CLIENTS} requests answered, {submitted.known} of them with the plan; "
         f"{started} solves for {num_programs} plans"
     )
-    sound = started == num_programs == settled.right and answered == _CLIENTS
+    # A request that comes between the look-up and the end of a solve gets a job of its own, which
+    # ends with the cached plan.
+    sound = started == num_programs <= settled.right and answered == _CLIENTS
     return Outcome(submitted, settled, note, sound)
 
 
