@@ -71,6 +71,8 @@ def _size(url: str) -> int:
         # Commits are on the disk before they are reported, from now on.
         connection.execute("ALTER SYSTEM SET fsync = on")
         connection.execute("SELECT pg_reload_conf()")
+        # Otherwise the rows that were just inserted would be written during the measurement.
+        connection.execute("CHECKPOINT")
         assert row is not None
         return int(row[0])
 
