@@ -35,8 +35,8 @@ _DISK_MEGABYTES = 24
 _MOST_ACCEPTED = 60
 """Largest number of requests until a database on a full disk refuses one."""
 _FAKETIME = "libfaketime.so.1"
-_BEGUN = 0.2
-"""Seconds of processor time after which a solver certainly has its job."""
+_RAY_WORKERS = 3
+"""Number of Ray workers that are killed; a solve may end before its worker does."""
 
 
 @dataclass(frozen=True)
@@ -195,10 +195,14 @@ def clock_jumps(place: Place) -> Outcome:
         "FAKETIME_DONT_FAKE_MONOTONIC": 1,
     }
     with Service(url, **fake) as service:
-        _post_all(submitted, service.address, range(place.num_jobs))
+        first = 0
         for number, jump in enumerate((_JUMP, -_JUMP, 0)):
-            await_ended(submitted, service.address, (number + 1) * max(1, place.num_jobs // 5))
+            # Others are queued and running when the clock jumps, and more arrive after it.
+            last = (number + 1) * place.num_jobs // 3
+            _post_all(submitted, service.address, range(first, last))
+            await_ended(submitted, service.address, first + 1)
             offset.write_text(f"{jump:+d}s")
+            first = last
         settled = settle(submitted, service.address, url)
         stamps = [line["timestamp"][:13] for line in service.events("job_finished")]
     note = f"the service saw {len(set(stamps))} different hours"
@@ -235,7 +239,7 @@ def two_servers(place: Place) -> Outcome:
 
 
 def ray_worker_killed(place: Place) -> Outcome:
-    """Solves run on Ray, and the Ray worker of one is killed."""
+    """Solves run on Ray, and the Ray workers of three are killed."""
     try:
         import ray  # noqa: F401, PLC0415  an extra
     except ImportError:
@@ -243,8 +247,13 @@ def ray_worker_killed(place: Place) -> Outcome:
     submitted, url = Submissions(), place.sqlite
     with Service(url, executor="ray") as service:
         _post_all(submitted, service.address, range(place.num_jobs))
-        _await(lambda: bool(_ray_workers(service.pid)))
-        os.kill(_ray_workers(service.pid)[0], signal.SIGKILL)
+        killed: set[int] = set()
+        while len(killed) < _RAY_WORKERS:
+            _await(lambda: bool(_ray_workers(service.pid) - killed))
+            for worker in _ray_workers(service.pid) - killed:
+                with suppress(ProcessLookupError):
+                    os.kill(worker, signal.SIGKILL)
+                killed.add(worker)
         settled = settle(submitted, service.address, url)
     return Outcome(submitted, settled, sound=settled.restarts >= 1)
 
@@ -298,14 +307,13 @@ def _runs(pid: int) -> bool:
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
-def _ray_workers(service: int) -> list[int]:
-    """Process ids of a service's Ray actors whose solvers have a job."""
-    found = []
+def _ray_workers(service: int) -> set[int]:
+    """Process ids of a service's Ray actors that wait for the result of their job."""
+    found = set()
     for process in psutil.Process(service).children(recursive=True):
         with suppress(psutil.Error):
-            is_waiting = process.cmdline()[:1] == ["ray::Host.receive"]
-            if is_waiting and any(c.cpu_times().user > _BEGUN for c in process.children()):
-                found.append(process.pid)
+            if process.cmdline()[:1] == ["ray::Host.receive"]:
+                found.add(process.pid)
     return found
 
 
