@@ -312,7 +312,7 @@ def _ray_workers(service: int) -> set[int]:
     found = set()
     for process in psutil.Process(service).children(recursive=True):
         with suppress(psutil.Error):
-            if process.cmdline()[:1] == ["ray::Host.receive"]:
+            if process.cmdline()[:1] == ["ray::SolverActor.receive"]:
                 found.add(process.pid)
     return found
 
