@@ -142,6 +142,15 @@ class Planning:
     activation_checkpointing: Annotated[
         Recomputing, _described("activation_checkpointing", _MEMORY)
     ] = "auto"
+    checkpointed_module: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="MODULE",
+            rich_help_panel=_MEMORY,
+            help="Module that activation checkpointing recomputes as a whole, instead of repeated "
+            "blocks; it may be a pattern: 'layers.*'. Repeatable.",
+        ),
+    ] = None
     micro_batches: Annotated[int, _described("micro_batches", _TRAINING)] = 1
     in_flight: Annotated[int, _described("in_flight", _PIPELINE)] = 1
     stages: Annotated[str | None, _described("stages", _PIPELINE, metavar="NUMBER|auto")] = None
@@ -223,6 +232,7 @@ class Planning:
                 given["pins"][kind] = layouts | given["pins"].get(kind, {})
         given["forbid"] = [_read_forbidden(text) for text in self.forbid or ()]
         given["cuts"] = given.pop("cut") or ()
+        given["checkpointed_modules"] = given.pop("checkpointed_module") or ()
         numbers = (self.balance or "").split(",")
         if all(number.isdigit() for number in numbers):
             given["balance"] = [int(number) for number in numbers]

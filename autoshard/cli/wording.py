@@ -8,6 +8,7 @@ _OTHER_NAMES = {
     "memory_budget": "--memory",
     "pins": "--pin",
     "cuts": "--cut",
+    "checkpointed_modules": "--checkpointed-module",
     "num_devices": "--devices",
     "num_workers": "--workers",
     "max_axes": "--max-axes",

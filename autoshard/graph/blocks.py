@@ -3,11 +3,13 @@
 A block is a sequence of nodes that is repeated consecutively in the program, with the same
 operators, attributes, shapes and connections. Names and modules are ignored. An input of a block
 instance is one of its own parameters, an output of the previous instance, or a value that all
-instances share, such as a mask.
+instances share, such as a mask. All instances but the first have the same gradients; the first may
+lack some, if what enters it comes from the data.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, groupby
 
 import numpy as np
 
@@ -50,16 +52,19 @@ def find_blocks(graph: Graph) -> tuple[Block, ...]:
     passed from one instance to the next is used. In a part of a larger program, a block that is
     repeated only there has one instance.
     """
-    kinds = np.array(graph.kinds, dtype=np.intp)
     wiring = _Wiring(graph)
     found: list[Block] = []
-    free = np.ones(len(kinds), dtype=bool)
-    while (run := _longest_run(kinds, free)) is not None:
-        first, length, size = run
-        block = wiring.best_block(first, length, size)
-        if block is not None:
-            found.append(block)
-        free[first : first + size] = False
+    free = np.ones(len(graph.nodes), dtype=bool)
+    for kinds in dict.fromkeys((graph.kinds_without_gradients, graph.kinds)):
+        untried = free.copy()
+        while (run := _longest_run(np.array(kinds, dtype=np.intp), untried)) is not None:
+            first, length, size = run
+            untried[first : first + size] = False
+            block = wiring.best_block(first, length, size)
+            parts = [] if block is None else _by_gradients(block, graph.kinds)
+            if parts:
+                found += parts
+                free[first : first + size] = False
     covered = {i for block in found for i in range(block.start, block.stop)}
     found += [
         Block(first, last - first, 1)
@@ -67,6 +72,22 @@ def find_blocks(graph: Graph) -> tuple[Block, ...]:
         if covered.isdisjoint(range(first, last))
     ]
     return tuple(sorted(found, key=lambda block: block.start))
+
+
+def _by_gradients(block: Block, kinds: Sequence[int]) -> list[Block]:
+    """The parts of a block whose instances, all but the first, have nodes of equal kinds.
+
+    Frozen layers are another part than trained ones. Empty if an instance is in no part.
+    """
+    instances = [kinds[nodes.start : nodes.stop] for nodes in block.instances()]
+    counts: list[int] = []
+    for equal in (len(list(group)) for _, group in groupby(instances)):
+        joins = counts[-1:] == [1] and (equal > 1 or len(counts) == 1)
+        counts.append(counts.pop() + equal if joins else equal)
+    if 1 in counts:
+        return []
+    starts = accumulate([block.start, *(count * block.length for count in counts)])
+    return [Block(start, block.length, n) for start, n in zip(starts, counts, strict=False)]
 
 
 def _longest_run(kinds: IntArray, free: BoolArray) -> tuple[int, int, int] | None:

@@ -4,7 +4,7 @@ This module does not import torch. Operators have PyTorch's names (`aten.linear.
 arguments the names of the operator's schema, so that a runtime can call them.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -362,6 +362,15 @@ def call_key(
     return operator, tuple((name, _attribute(value)) for name, value in arguments), tensors
 
 
+def _numbered_kinds(nodes: Sequence[Node], tensors: Mapping[str, Tensor]) -> tuple[int, ...]:
+    """A number for each kind of node."""
+    known: dict[Tensor, int] = {}
+    # Hash each tensor once per value instead of once per use.
+    tensor_of = {name: known.setdefault(x, len(known)) for name, x in tensors.items()}
+    numbers: dict[Hashable, int] = {}
+    return tuple(numbers.setdefault(_kind(x, tensor_of), len(numbers)) for x in nodes)
+
+
 def _kind(node: Node, tensors: Mapping[str, Hashable]) -> Hashable:
     arguments = tuple((name, _attribute(value)) for name, value in node.arguments)
     values = tuple(tensors[value] for value in (*node.inputs, *node.outputs))
@@ -560,11 +569,13 @@ class Graph:
     @cached_property
     def kinds(self) -> tuple[int, ...]:
         """One number per node, equal for nodes with equal operator, attributes and tensors."""
-        tensors: dict[Tensor, int] = {}
-        # Hash each tensor once per value instead of once per use.
-        tensor_of = {name: tensors.setdefault(x, len(tensors)) for name, x in self.values.items()}
-        numbers: dict[Hashable, int] = {}
-        return tuple(numbers.setdefault(_kind(x, tensor_of), len(numbers)) for x in self.nodes)
+        return _numbered_kinds(self.nodes, self.values)
+
+    @cached_property
+    def kinds_without_gradients(self) -> tuple[int, ...]:
+        """The same, equal also for nodes that differ only in which tensors require a gradient."""
+        tensors = {n: Tensor(tensor.shape, tensor.dtype) for n, tensor in self.values.items()}
+        return _numbered_kinds(self.nodes, tensors)
 
     def kind(self, node: Node) -> Hashable:
         """Operator, attributes and tensors of a node, as a hashable key."""

@@ -4,8 +4,9 @@ A fused projection computes queries, keys and values, or the two halves of a gat
 matrix product, and a split, slices, or a view with a dim of size three separates its output. With
 the weight in interleaved shards, every rank has its heads of each, without communication. The
 interleavings (relative sizes of the sub-shards) come from the operators that split or concatenate;
-elementwise operators and products propagate them to the weights. Interleavings that reach no weight
-are useless, and not offered.
+elementwise operators and products propagate them to the weights, and to inputs of the program, of
+which the data loader gives every rank its slice of each thing. Interleavings that reach neither are
+useless, and not offered.
 """
 
 from collections.abc import Iterator, Mapping
@@ -112,20 +113,19 @@ class _Propagation:
         return None
 
     def _reached(self, start: _Dim, sub_shards: tuple[int, ...]) -> list[_Dim]:
-        """Dims that must be interleaved together with one; none if no weight is among them."""
-        found, waiting, is_fused = {start: None}, [start], False
+        """Dims that must be interleaved together with one; none without a weight or user input."""
+        found, waiting, is_useful = {start: None}, [start], False
         while waiting:
             value, _ = place = waiting.pop()
             self._seen.add((place, sub_shards))
-            if value in self._user_inputs:
-                return []
+            is_useful = is_useful or value in self._user_inputs
             for number in self._neighbours(value):
                 for other, is_weight in self._sharded_with(number, place, sub_shards):
-                    is_fused = is_fused or is_weight
+                    is_useful = is_useful or is_weight
                     if other not in found:
                         found[other] = None
                         waiting.append(other)
-        return list(found) if is_fused else []
+        return list(found) if is_useful else []
 
     def _neighbours(self, value: str) -> Iterator[int]:
         """Indices of the producer and the consumers of a value."""

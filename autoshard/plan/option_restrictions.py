@@ -7,6 +7,7 @@ from autoshard.plan.options import ForbiddenCollective, Pins, PlanOptions
 _FREE: Mapping[str, object] = {
     "reshard_after_forward": "auto",
     "activation_checkpointing": "auto",
+    "checkpointed_modules": (),
     "cuts": (),
     "balance": None,
     "schedule": "auto",
@@ -72,4 +73,5 @@ def _restrictions(options: PlanOptions) -> Iterator[str]:
         value = getattr(options, name)
         if name in {"pins", "forbid"} or value == free:
             continue
-        yield option_label(name, ", ".join(value) if name == "cuts" else value)
+        is_list = name in {"cuts", "checkpointed_modules"}
+        yield option_label(name, ", ".join(value) if is_list else value)

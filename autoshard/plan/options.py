@@ -197,7 +197,18 @@ class PlanOptions(_Options):
         default="auto",
         description=(
             "whether repeated blocks are recomputed in backward and only their inputs are saved. "
-            "auto: where it is needed to fit memory, at the least cost. never. always: every block."
+            "auto: where it is needed to fit memory, at least cost. never. always: every block; "
+            "an error if there is none. `checkpointed_modules` names modules instead."
+        ),
+    )
+    checkpointed_modules: tuple[_Pattern, ...] = Field(
+        fail_fast=True,
+        default=(),
+        max_length=1024,
+        description=(
+            "modules that activation_checkpointing recomputes, each as a whole, instead of "
+            "repeated blocks: dotted paths, or patterns in which `*` matches any text, such as "
+            "`layers.*`. Of nested modules that match, the outermost count."
         ),
     )
     micro_batches: int = Field(

@@ -21,8 +21,9 @@ from autoshard.plan.axis_roles import (
     percent,
     shares,
 )
-from autoshard.plan.document import Plan, Stage
+from autoshard.plan.document import Plan
 from autoshard.plan.module_kinds import ModuleKind
+from autoshard.plan.recompute import checkpoint_units
 
 _NEGLIGIBLE = 0.005
 """Shares that are left out; if they are the rest, a clause has no share."""
@@ -172,10 +173,11 @@ def _pipeline(plan: Plan) -> Iterator[str]:
 
 def _recomputation(plan: Plan) -> Iterator[str]:
     """Activation checkpointing, and gathers that backward repeats."""
-    checkpointed, blocks = _checkpointed_blocks(plan.stages)
+    checkpointed, units = _checkpointed_units(plan)
     number = sum(len(stage.checkpoints) for stage in plan.stages)
     if number:
-        what = f"{checkpointed} of {blocks} blocks" if checkpointed == number else f"{number} parts"
+        kind = "modules" if plan.options.checkpointed_modules else "blocks"
+        what = f"{checkpointed} of {units} {kind}" if checkpointed == number else f"{number} parts"
         is_chosen = plan.options.activation_checkpointing == "auto"
         yield f"Activation checkpointing on {what}{' to fit the memory' if is_chosen else ''}."
     parameters = {p.name for stage in plan.stages for p in stage.parameters}
@@ -187,16 +189,18 @@ def _recomputation(plan: Plan) -> Iterator[str]:
         )
 
 
-def _checkpointed_blocks(stages: Sequence[Stage]) -> tuple[int, int]:
-    """The number of instances of repeated blocks that are checkpointed whole, and of all."""
+def _checkpointed_units(plan: Plan) -> tuple[int, int]:
+    """The number of repeated blocks, or named modules, that are checkpointed whole, and of all."""
     whole, total = 0, 0
-    for stage in stages:
+    for stage in plan.stages:
         numbers = {node.name: number for number, node in enumerate(stage.nodes)}
         spans = [(numbers[c.first], numbers[c.last]) for c in stage.checkpoints]
-        for block in find_blocks(graph_from_json(stage.program)) if spans else ():
-            for instance in block.instances():
-                total += 1
-                whole += any(a <= instance[0] and instance[-1] <= b for a, b in spans)
+        if not spans:
+            continue
+        graph = graph_from_json(stage.program)
+        for unit in checkpoint_units(graph, find_blocks(graph), plan.options.checkpointed_modules):
+            total += 1
+            whole += any(a <= unit[0] and unit[-1] <= b for a, b in spans)
     return whole, total
 
 

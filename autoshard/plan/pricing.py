@@ -161,6 +161,7 @@ class Prices:
         self.in_flight = options.in_flight
         self.accumulation_dtype = options.accumulation_dtype
         self.overlaps = options.overlap
+        self.checkpointed_modules = options.checkpointed_modules
         self.memory_budget = options.memory_budget or mesh.topology.device.memory
         if options.master_weights and graph.converted:
             raise OptionError(

@@ -7,12 +7,16 @@ set. The runtime repeats exactly the nodes and reshardings that are derived here
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from fnmatch import fnmatchcase
+from functools import cache
+from itertools import groupby, pairwise
 
 from autoshard.costs import GATHERED_ONCE
 from autoshard.errors import PlanError
-from autoshard.graph import Graph, Node
+from autoshard.graph import Block, Graph, Node
 from autoshard.ops import SavedByAutograd, call_of, saved_tensors
 from autoshard.plan.document import Stage, Use
+from autoshard.plan.modules import module_paths
 
 
 class Keeps(Enum):
@@ -71,6 +75,55 @@ def recomputed(graph: Graph, stage: Stage) -> Recomputed:
         if resharding.regather or reader in entered
     )
     return Recomputed(spans, readers, frozenset(nodes), reshardings)
+
+
+def checkpoint_units(
+    graph: Graph, blocks: Sequence[Block], modules: Sequence[str]
+) -> tuple[range, ...]:
+    """The nodes of each part of a program that activation checkpointing recomputes as a whole.
+
+    They are the instances of repeated blocks; or, if modules are named, the calls of the outermost
+    modules with one of these names.
+
+    Args:
+        graph: the program.
+        blocks: its repeated blocks.
+        modules: dotted paths, or patterns in which `*` matches any text.
+
+    Returns:
+        Indices of consecutive nodes, in program order and without overlap.
+    """
+    if not modules:
+        return tuple(nodes for block in blocks for nodes in block.instances())
+
+    @cache
+    def named(module: str) -> str:
+        paths = module_paths(module)
+        return next((p for p in paths if any(fnmatchcase(p, name) for name in modules)), "")
+
+    units: list[range] = []
+    numbers = range(len(graph.nodes))
+    for path, members in groupby(numbers, key=lambda i: named(graph.nodes[i].module)):
+        if path:
+            first, *more = members
+            units.extend(_calls(graph, range(first, first + len(more) + 1), blocks))
+    return tuple(units)
+
+
+def _calls(graph: Graph, nodes: range, blocks: Sequence[Block]) -> Iterator[range]:
+    """The calls of a module among its consecutive nodes, which repeat if there are several."""
+
+    def modules(instance: range) -> list[str]:
+        return [graph.nodes[i].module for i in instance]
+
+    start = nodes.start
+    for block in blocks:
+        if nodes.start <= block.start and block.stop <= nodes.stop:
+            for before, after in pairwise(block.instances()):
+                if modules(before) == modules(after):
+                    yield range(start, after.start)
+                    start = after.start
+    yield range(start, nodes.stop)
 
 
 def recomputed_part(span: range, keeps: Callable[[int], Keeps]) -> tuple[range, range]:

@@ -65,7 +65,7 @@ from autoshard.plan.nontrivial_axes import NontrivialAxes
 from autoshard.plan.options import PlanOptions
 from autoshard.plan.predictions import Certificate, Costs, Memory
 from autoshard.plan.pricing import Prices, communication_of, inner_time
-from autoshard.plan.recompute import checkpoint_spans, recomputed
+from autoshard.plan.recompute import checkpoint_spans, checkpoint_units, recomputed
 from autoshard.plan.timeline import timeline
 
 TOLERANCE = 1e-6
@@ -224,14 +224,26 @@ class StageCheck:
         kept = any(c.frequency in GATHERED_ONCE for c in stage.reshardings)
         if options.reshard_after_forward == "always" and kept:
             yield f"{stage.name}: parameters stay gathered, which the options rule out"
-        if options.activation_checkpointing == "always" and self._prices.training:
-            spans = checkpoint_spans(self._graph, stage)
-            blocks = find_blocks(self._graph)
-            for nodes in (nodes for block in blocks for nodes in block.instances()):
-                saves = any(self._saves(self._graph.nodes[i]) for i in nodes)
-                if saves and nodes not in spans:
-                    first, last = (self._graph.nodes[i].name for i in (nodes[0], nodes[-1]))
-                    yield f"the block from {first!r} to {last!r} is not checkpointed as asked for"
+        yield from self._check_checkpoints()
+
+    def _check_checkpoints(self) -> Iterator[str]:
+        graph, stage, options = self._graph, self._stage, self._options
+        modules, is_forced = options.checkpointed_modules, False
+        if self._prices.training:
+            is_forced = options.activation_checkpointing == "always"
+        if not is_forced and not (modules and stage.checkpoints):
+            return
+        spans = checkpoint_spans(graph, stage)
+        units = checkpoint_units(graph, find_blocks(graph), modules)
+        for nodes in units if is_forced else ():
+            saves = any(self._saves(graph.nodes[i]) for i in nodes)
+            if saves and nodes not in spans:
+                first, last = (graph.nodes[i].name for i in (nodes[0], nodes[-1]))
+                what = "module" if modules else "block"
+                yield f"the {what} from {first!r} to {last!r} is not checkpointed as asked for"
+        for one, span in zip(stage.checkpoints, spans, strict=True):
+            if modules and span not in units:
+                yield f"the checkpoint from {one.first!r} to {one.last!r} is no module named for it"
 
     def _saves(self, node: Node) -> bool:
         """True if autograd saves a tensor for a node."""

@@ -531,11 +531,11 @@ class BudgetSearch:
             return
         for i, variable in enumerate(formulation.variables):
             if (variable.role, variable.name) == (Role.OPERATOR, plan.memory.at):
-                instance = formulation.instance_of.get(i)
-                if instance is None:
+                unit = formulation.unit_of.get(i)
+                if unit is None:
                     yield BackwardPoint(variable=i)
                 elif formulation.prices.micro_batches == 1:
-                    yield BackwardPoint(variable=formulation.first_of(instance), starts_block=True)
+                    yield BackwardPoint(variable=formulation.first_of(unit), starts_block=True)
         resharded = {c.use for c in plan.stage.reshardings if c.value == plan.memory.at}
         inside = formulation.inside_blocks
         for i, use in enumerate(formulation.uses if resharded else ()):
@@ -549,7 +549,7 @@ class BudgetSearch:
         # With several micro-batches, gradients of parameters do not grow during backward.
         grows = formulation.prices.training and formulation.prices.micro_batches == 1
         if grows and self._options.activation_checkpointing != "never":
-            for nodes in dict.fromkeys(formulation.instance_of.values()):
+            for nodes in formulation.checkpoint_units:
                 yield BackwardPoint(variable=formulation.first_of(nodes), starts_block=True)
 
     def _candidates(self, rounds: Rounds) -> list[BoolArray] | None:

@@ -1,17 +1,21 @@
 """Formulation within limits: of time, of the number of strategies, and until it is cancelled."""
 
+import re
 import time
+from fnmatch import fnmatchcase
 from math import inf, prod
 
 from autoshard.collection import collection_paused
 from autoshard.costs import most_held
 from autoshard.errors import GraphError, OptionError
-from autoshard.graph import Graph, InputKind, check_total_bytes
+from autoshard.graph import Graph, InputKind, check_total_bytes, find_blocks
 from autoshard.limits import CancelToken, LimitReached, Limits, limited
 from autoshard.mesh import Mesh
 from autoshard.outcome import SolveStatus
 from autoshard.plan.gradients import Gradients
+from autoshard.plan.modules import module_paths
 from autoshard.plan.options import PlanOptions
+from autoshard.plan.recompute import checkpoint_units
 from autoshard.planner.formulation import Formulation
 
 LEAST_SECONDS = 5.0
@@ -20,6 +24,10 @@ _USUAL_AXES = 3
 """Largest number of mesh axes for which nearly all programs have few strategies."""
 _USUAL_SIZE = 8
 """Size of the innermost axis of a mesh that a message proposes; usual numbers of GPUs of a node."""
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+_MAX_PATTERNS = 20
+"""Maximum number of patterns of modules that a message lists."""
 
 
 def work_limits(seconds: float = inf, cancel: CancelToken | None = None) -> Limits:
@@ -73,8 +81,10 @@ def check_mode(graph: Graph, options: PlanOptions) -> None:
 
     Raises:
         GraphError: it has nothing to train.
-        OptionError: micro-batches contradict the mode or each other.
+        OptionError: micro-batches contradict the mode or each other, or activation checkpointing
+            does not find what the options ask for.
     """
+    check_checkpointing(graph, options)
     if options.mode == "training":
         check_trainable(graph)
     elif options.micro_batches > 1:
@@ -87,6 +97,42 @@ def check_mode(graph: Graph, options: PlanOptions) -> None:
             f"in_flight is {options.in_flight}, but a step has {options.micro_batches} "
             f"micro-batches; give at most as many"
         )
+
+
+def check_checkpointing(graph: Graph, options: PlanOptions) -> None:
+    """Check that activation checkpointing finds the modules and blocks that the options ask for.
+
+    A part of a program may be without them.
+
+    Raises:
+        OptionError: it does not.
+    """
+    names, asked = options.checkpointed_modules, options.activation_checkpointing
+    if names and asked == "never":
+        raise OptionError(
+            "checkpointed_modules names what activation checkpointing recomputes, but "
+            "activation_checkpointing is 'never': leave one of them out"
+        )
+    if _is_part(graph):
+        return
+    paths = dict.fromkeys(path for node in graph.nodes for path in module_paths(node.module))
+    patterns = list(dict.fromkeys(_NUMBER.sub("*", path) for path in paths))
+    shown = ", ".join(patterns[:_MAX_PATTERNS]) + (", ..." if patterns[_MAX_PATTERNS:] else "")
+    for name in names:
+        if not any(fnmatchcase(path, name) for path in paths):
+            raise OptionError(
+                f"checkpointed_modules: no module matches {name!r}; there are {shown or 'none'}"
+            )
+    if asked == "always" and options.mode == "training":
+        units = checkpoint_units(graph, find_blocks(graph), names)
+        made = {value for unit in units for i in unit for value in graph.nodes[i].outputs}
+        if not any(graph.values[value].requires_grad for value in made):
+            kind = "module of these names" if names else "repeated block"
+            what = f"no {kind} has gradients" if units else f"the program has no {kind}"
+            raise OptionError(
+                f"activation_checkpointing is 'always', but {what}: name modules to recompute in "
+                f"checkpointed_modules (there are {shown or 'none'}), or leave it out"
+            )
 
 
 def check_size(formulation: Formulation, max_strategies: int | None) -> None:
@@ -151,11 +197,8 @@ def check_trainable(graph: Graph) -> None:
     Raises:
         GraphError: one of both does not hold.
     """
-    is_part = any(i.kind is InputKind.RECEIVED for i in graph.inputs) or any(
-        output.sent for output in graph.outputs
-    )
     trained = any(graph.values[p.name].requires_grad for p in graph.parameters)
-    if not trained and not is_part:
+    if not trained and not _is_part(graph):
         raise GraphError(
             "the graph has no parameter that requires a gradient, so there is nothing to train; "
             "plan with mode 'inference', or export the model with its parameters"
@@ -171,3 +214,10 @@ def check_trainable(graph: Graph) -> None:
                 "operator has none; register one with register_autograd, or plan with mode "
                 "'inference'"
             )
+
+
+def _is_part(graph: Graph) -> bool:
+    """True for a part of a program, which receives or sends values."""
+    return any(i.kind is InputKind.RECEIVED for i in graph.inputs) or any(
+        output.sent for output in graph.outputs
+    )

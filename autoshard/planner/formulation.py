@@ -33,6 +33,7 @@ from autoshard.plan.legality import without_invariant
 from autoshard.plan.nontrivial_axes import NontrivialAxes
 from autoshard.plan.options import PlanOptions
 from autoshard.plan.pricing import Prices, Usage
+from autoshard.plan.recompute import checkpoint_units
 from autoshard.planner.edge_costs import EdgeCosts
 from autoshard.solve import Edge, Problem, Repeat, ShortestPathCost
 from autoshard.solve import Node as ProblemNode
@@ -112,6 +113,7 @@ class Formulation:
         self.constraints = constraints
         self.gradients = prices.gradients
         self.blocks = find_blocks(graph)
+        self.checkpoint_units = checkpoint_units(graph, self.blocks, prices.checkpointed_modules)
         self.variables: list[Variable] = []
         self.uses: list[Use] = []
         # Pairs of variables that must have the same layout, and a label for each strategy.
@@ -199,10 +201,9 @@ class Formulation:
         return tuple(Repeat(members) for members in runs if len(members) > 1)
 
     @cached_property
-    def instance_of(self) -> dict[int, range]:
-        """For each operator variable in a repeated block, the nodes of its instance."""
-        instances = (nodes for block in self.blocks for nodes in block.instances())
-        return {self._variable_by_node[i]: nodes for nodes in instances for i in nodes}
+    def unit_of(self) -> dict[int, range]:
+        """For each operator variable in a unit of activation checkpointing, the nodes of that."""
+        return {self._variable_by_node[i]: unit for unit in self.checkpoint_units for i in unit}
 
     def first_of(self, nodes: range) -> int:
         """The variable of the first node of a range."""

@@ -1,7 +1,7 @@
 """The optimization problem of a formulation, with memory counted as usage.
 
 In addition to the variables of the formulation it has a residency for each tensor that backward
-needs, and a binary variable for the checkpointing of each instance of a repeated block. Usage is
+needs, and a binary variable for the checkpointing of each unit, such as a repeated block. Usage is
 the memory of a training step at some time points, see `autoshard.planner.time_points`. It is a
 lower bound of the true memory, so a lower bound of this problem is valid for every plan that fits.
 
@@ -462,8 +462,7 @@ class MemoryProblem:
     def _nodes_of(self, nodes: range) -> tuple[int, ...]:
         """The nodes of the problem that belong to an instance of a block."""
         found = [v for i in self._formulation.variables_of(nodes) for v in self._groups[i]]
-        switch = self._switches.get(nodes.start)
-        return (*found, *(() if switch is None else (switch,)))
+        return (*found, *(self._switches[i] for i in nodes if i in self._switches))
 
 
 def _compatible(problem: Problem, kept: Mapping[int, BoolArray]) -> list[BoolArray]:

@@ -23,7 +23,7 @@ from autoshard.planner.formulation import Formulation, Role
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSpan:
-    """Nodes that can be checkpointed together: one instance of a repeated block.
+    """Nodes that can be checkpointed together: an instance of a repeated block, or a module.
 
     Attributes:
         nodes: indices of the nodes.
@@ -41,7 +41,7 @@ class SavedTensors:
 
     Args:
         formulation: a formulation in training mode.
-        checkpoints: True if instances of repeated blocks may be checkpointed.
+        checkpoints: True if units of activation checkpointing may be checkpointed.
         negligible: maximum total bytes of the small values that are not counted.
 
     Attributes:
@@ -66,8 +66,7 @@ class SavedTensors:
         )
         self.is_view = tuple(_views(graph))
         self.spans: list[CheckpointSpan | None] = [None] * len(graph.nodes)
-        instances = (nodes for block in formulation.blocks for nodes in block.instances())
-        for nodes in instances if checkpoints else ():
+        for nodes in formulation.checkpoint_units if checkpoints else ():
             reading, recomputed = recomputed_part(nodes, lambda i: Keeps.of(saves[i]))
             if reading:
                 span = CheckpointSpan(nodes, reading, recomputed)

@@ -34,8 +34,8 @@ class BackwardPoint:
         variable: index of the variable of the operator, or of the block's first operator; -1 for
             a resharding.
         use: index of the resharded use; -1 for an operator.
-        starts_block: True for the start of the backward of the block instance whose first
-            operator is `variable`.
+        starts_block: True for the start of the backward of the block instance, or other unit of
+            activation checkpointing, whose first operator is `variable`.
     """
 
     variable: int = -1
@@ -137,7 +137,7 @@ class TimePoints:
         """Position of a time point in the program; backward runs from the end to the start."""
         numbers, variables = self._graph.numbers, self._formulation.variables
         if point.starts_block:
-            return self._formulation.instance_of[point.variable].stop - 0.5
+            return self._formulation.unit_of[point.variable].stop - 0.5
         if point.variable >= 0:
             return numbers[variables[point.variable].name]
         use = self._formulation.uses[point.use]

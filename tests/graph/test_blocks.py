@@ -20,20 +20,14 @@ from autoshard.graph import (
 
 
 class Stack(nn.Module):
-    """Linear layers of given widths, one behind the other, each followed by two activations.
-
-    The input goes through a parameter first: a layer whose input has no gradient is not like
-    the others.
-    """
+    """Linear layers of given widths, one behind the other, each followed by two activations."""
 
     def __init__(self, widths: list[int]) -> None:
         super().__init__()
         pairs = pairwise(widths)
         self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairs)
-        self.scale = nn.Parameter(torch.ones(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x * self.scale
         for layer in self.layers:
             x = torch.tanh(torch.relu(layer(x))) * 2.0
         return x
@@ -71,6 +65,22 @@ def test_equal_layers_are_found_and_unequal_ones_are_not() -> None:
     assert find_blocks(stack([8, 9, 10, 11, 12])) == ()
 
 
+def test_the_first_layer_may_lack_the_gradient_of_its_input() -> None:
+    graph = stack([8] * 3)
+    (block,) = find_blocks(graph)
+    assert (block.start, block.length, block.count) == (0, 4, 2)
+    assert graph.kinds[0] != graph.kinds[4]
+    assert graph.kinds[1:4] == graph.kinds[5:8]
+
+
+def test_frozen_layers_are_a_block_of_their_own() -> None:
+    model = Stack([8] * 9)
+    for layer in model.layers[:4]:
+        layer.requires_grad_(requires_grad=False)
+    blocks = find_blocks(graph_of((model, {"x": torch.zeros(4, 8)})))
+    assert [(block.length, block.count) for block in blocks] == [(4, 4), (4, 4)]
+
+
 def test_two_kinds_of_layer_are_two_blocks() -> None:
     blocks = find_blocks(stack([8, 8, 8, 8, 16, 16, 16, 16]))
     assert [block.count for block in blocks] == [3, 3]
@@ -101,7 +111,7 @@ class Shared(nn.Module):
 
 def test_a_value_from_outside_may_be_shared() -> None:
     (block,) = find_blocks(graph_of((Shared(), {"x": torch.zeros(4, 8)})))
-    assert block.count == 3  # the first one's input has no gradient
+    assert block.count == 4
 
 
 class Alternating(nn.Module):

@@ -71,9 +71,19 @@ def test_however_a_product_is_halved_its_weight_has_two_sub_shards(
     }
 
 
-def test_a_dim_that_the_caller_passes_has_no_sub_shards() -> None:
+def test_an_input_has_two_sub_shards_if_a_dim_of_it_is_halved() -> None:
     """The batch is halved here, and no weight lies along it."""
-    assert not offered(Halved(lambda x: x.chunk(2, 0)), 4, 8)
+    assert offered(Halved(lambda x: x.chunk(2, 0)), 4, 8) == {
+        (4, 8): {"S(0)/1+1"},
+        (4, 16): {"S(0)/1+1"},
+    }
+
+
+def test_what_is_made_inside_and_meets_no_weight_has_no_sub_shards() -> None:
+    def halve(x: torch.Tensor) -> Any:
+        return torch.cat([x, -x]).exp().chunk(2, 0)
+
+    assert not offered(Halved(halve), 4, 8)
 
 
 X = torch.randn(4, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(3))

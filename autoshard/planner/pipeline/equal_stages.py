@@ -117,7 +117,8 @@ class EqualStages:
     def plan(self, graph: Graph, mesh: Mesh, options: PlanOptions) -> StagePlan:
         """The plan of a program with its own names."""
         pins = options.pins
-        if pins.parameters or pins.buffers or pins.nodes or options.algo != "optimal":
+        has_names = pins.parameters or pins.buffers or pins.nodes or options.checkpointed_modules
+        if has_names or options.algo != "optimal":
             return self._new(graph, mesh, options)
         numbered = NumberedGraph.of(graph)
         inputs = {numbered.values.get(name, name): x for name, x in pins.inputs.items()}

@@ -21,7 +21,7 @@ from autoshard.plan.schedules import Schedule, schedule_error
 from autoshard.plan.stage_options import on_sub_mesh, stage_options, with_pinned_ends
 from autoshard.plan.sub_meshes import num_pipeline_ranks, sub_mesh
 from autoshard.planner.baselines import ComparisonLimits, with_comparisons
-from autoshard.planner.formulating import check_trainable
+from autoshard.planner.formulating import check_checkpointing, check_trainable
 from autoshard.planner.pipeline.equal_stages import LEAST_TIME_LIMIT, EqualStages
 from autoshard.planner.pipeline.limits import SearchLimits, Stopped
 from autoshard.planner.pipeline.policies import (
@@ -148,6 +148,7 @@ def _plan(graph: Graph, mesh: Mesh, options: PlanOptions, given: ComparisonLimit
     number = num_stages(options, cutter)
     if number == 1:
         return plan_stage(graph, mesh, options, given.on_progress)
+    check_checkpointing(graph, options)
     if options.mode == "training":
         check_trainable(graph)
     largest_sub_mesh(mesh, options, number)

@@ -102,13 +102,13 @@ def _fitted(
     search: BudgetSearch, formulation: Formulation, decisions: Decisions
 ) -> StagePlan | None:
     """The plan of some decisions with as few recomputed blocks as fit; None if none fit."""
-    blocks = [nodes for block in formulation.blocks for nodes in block.instances()]
+    blocks = formulation.checkpoint_units
     budget = formulation.prices.memory_budget
     made: dict[int, StagePlan] = {}
 
     def fits(number: int) -> bool:
         if number not in made:
-            chosen = replace(decisions, checkpoints=tuple(blocks[:number]))
+            chosen = replace(decisions, checkpoints=blocks[:number])
             made[number] = search.build(chosen)
         return made[number].memory.peak <= budget
 

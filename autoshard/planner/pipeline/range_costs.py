@@ -472,14 +472,13 @@ class _NodeCosts:
         sums["kept"] = sums["saved"].copy()
         if not formulation.prices.training:
             return
-        for block in formulation.blocks:
-            for nodes in block.instances():
-                inside = slice(nodes.start, nodes.stop)
-                sums["recomputed"][inside] = sums["forward"][inside]
-                sums["block"][nodes.start] = sums["saved"][inside].sum()
-                sums["blocks"][nodes.start] = 1.0
-                sums["kept"][inside] = 0.0
-                sums["kept"][nodes.start] = self._bytes_before(nodes.start)
+        for nodes in formulation.checkpoint_units:
+            inside = slice(nodes.start, nodes.stop)
+            sums["recomputed"][inside] = sums["forward"][inside]
+            sums["block"][nodes.start] = sums["saved"][inside].sum()
+            sums["blocks"][nodes.start] = 1.0
+            sums["kept"][inside] = 0.0
+            sums["kept"][nodes.start] = self._bytes_before(nodes.start)
 
     def _bytes_before(self, node: int) -> float:
         """Bytes of a rank's shards of the activations that enter a block, sharded fully."""

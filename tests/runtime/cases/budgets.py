@@ -20,7 +20,10 @@ TOLERANCE = 1e-10
 def double(build: Callable[[], models.Case]) -> models.Case:
     """In double precision, where a difference of 1e-10 is a different computation."""
     model, inputs = build()
-    return model.double(), inputs
+    return model.double(), {
+        name: value.double() if value.is_floating_point() else value
+        for name, value in inputs.items()
+    }
 
 
 @dataclass
@@ -73,5 +76,13 @@ CASES = {
     ),
     "gathered again and checkpointed": Case(
         partial(double, models.llama), {"dp": 2, "tp": 2}, HYBRID
+    ),
+    "named modules checkpointed": Case(
+        partial(double, models.llama),
+        {"dp": 2, "tp": 2},
+        {**HYBRID, "checkpointed_modules": ["*.mlp", "*.layers.1"]},
+    ),
+    "a first layer without the gradient of its input checkpointed": Case(
+        partial(double, models.residuals), {"dp": 2, "tp": 2}, HYBRID
     ),
 }

@@ -95,6 +95,31 @@ class Joined(nn.Module):
         return self.out(torch.cat([self.left(x).tanh(), self.right(x)], -1)).square().mean()
 
 
+class Halves(nn.Module):
+    """A product of two halves of the input, taken apart in some way."""
+
+    def __init__(self, halve: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.halve = halve
+        self.down = nn.Linear(8, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.halve(x)
+        return self.down(functional.silu(gate) * up).square().mean()
+
+
+class Pairs(nn.Module):
+    """The differences between the two halves of a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        left, right = self.layer(x).tanh().chunk(2)
+        return (left - right).square().mean()
+
+
 def small(module: Callable[[], nn.Module]) -> models.Case:
     return module(), {"x": torch.randn(2, 8, 16, dtype=torch.float64)}
 
@@ -108,6 +133,9 @@ MODELS: dict[str, Callable[[], models.Case]] = {
     "slices": partial(small, partial(Gated, lambda x: (x[..., :24], x[..., 24:]))),
     "narrow": partial(small, partial(Gated, lambda x: (x.narrow(-1, 0, 24), x.narrow(-1, 24, 24)))),
     "joined": partial(small, Joined),
+    "halves": partial(small, partial(Halves, lambda x: x.chunk(2, -1))),
+    "halves of a view": partial(small, partial(Halves, lambda x: x.unflatten(2, (2, 8)).unbind(2))),
+    "pairs": lambda: (Pairs(), {"x": torch.randn(8, 16, dtype=torch.float64)}),
 }
 
 
@@ -124,7 +152,7 @@ class Case:
     Attributes:
         model: its name.
         options: that steer.
-        cut: a parameter, and the layout in which it must rest or be taken then.
+        cut: a parameter or an input, and the layout in which it must rest or be taken then.
         axes: of the mesh.
     """
 
@@ -143,14 +171,14 @@ class Case:
         self.plan = Plan.from_json(plan.to_json())
         (stage,) = self.plan.stages
         name, layout = self.cut
-        (parameter,) = (p for p in stage.parameters if p.target == name)
+        (placed_input,) = (placed for placed in stage.inputs if placed.target == name)
         taken = {
             text
             for node, placed in zip(graph.nodes, stage.nodes, strict=True)
             for used, text in zip(node.inputs, placed.inputs, strict=True)
-            if used == parameter.name
+            if used == placed_input.name
         }
-        assert layout in {parameter.layout, *taken}
+        assert layout in {placed_input.layout, *taken}
 
     def __call__(self) -> None:
         model, inputs = built(self.model)
@@ -177,4 +205,13 @@ CASES = {
     "attention": Case("attention", MEGATRON, ("qkv.weight", "I,S(0)/1+1+1")),
     **{name: Case(name, MEGATRON, GATED) for name in ("chunk", "split", "slices", "narrow")},
     "joined": Case("joined", MEGATRON, ("out.weight", "I,S(1)/1+1")),
+    "halves of an input": Case(
+        "halves", {"pins": {"nodes": {"chunk": "*,S(2)"}}}, ("x", "R,S(2)/1+1")
+    ),
+    "halves of a view of an input": Case(
+        "halves of a view", {"pins": {"nodes": {"unbind": "*,S(2)"}}}, ("x", "R,S(2)/1+1")
+    ),
+    "halves of a batch": Case(
+        "pairs", {"pins": {"nodes": {"linear": "*,S(0)/1+1"}}}, ("x", "R,S(0)/1+1")
+    ),
 }
