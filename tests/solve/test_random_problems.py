@@ -49,3 +49,23 @@ def test_small_problems_with_wrong_hints_are_proven_optimal(seed: int) -> None:
     found, truth = solve_problem(wrong), brute_force(wrong)
     assert found.status is truth.status
     assert found.objective == pytest.approx(truth.objective)
+
+
+@pytest.mark.parametrize(("later", "earlier"), [(3, 2), (2, 1), (1, 0)])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_link_of_one_group_to_an_inner_node_of_another_is_kept(
+    seed: int, later: int, earlier: int
+) -> None:
+    problem = layered(seed, num_layers=4, num_inner=1, num_shared=0)
+    groups = problem.repeats[0].instances
+    source, target = groups[later][1], groups[earlier][0]
+    best = brute_force(problem).choice
+    assert best is not None
+    # The link makes a pair cheapest that the best choice without it does not have.
+    prices = np.zeros((3, 3))
+    prices[(best[source] + 1) % 3, (best[target] + 1) % 3] = -50.0
+    extra = Edge(source, target, prices, np.arange(3), np.arange(3))
+    linked = replace(problem, edges=(*problem.edges, extra))
+    found, truth = solve_problem(linked), brute_force(linked)
+    assert found.status is SolveStatus.OPTIMAL
+    assert found.objective == pytest.approx(truth.objective)

@@ -132,13 +132,14 @@ class _Instance:
     """Contents and links of one group.
 
     A link is a row: a position in the group, the other end, the key. The other end is a position
-    in this group or in the previous one, or a node outside of all groups. Rows are in ascending
-    order.
+    in this group, the previous or the next one, or a node outside of all groups. Rows are in
+    ascending order.
 
     Attributes:
         contents: of each node, shape [P].
         inside: links inside the group, shape [L, 3].
         back: links to the previous group, shape [L, 3].
+        ahead: links to the next group, shape [L, 3].
         outside: links to nodes outside of all groups, shape [L, 3].
         neighbours_only: true if all links to other groups are to the previous and the next one.
     """
@@ -146,6 +147,7 @@ class _Instance:
     contents: IntArray
     inside: IntArray
     back: IntArray
+    ahead: IntArray
     outside: IntArray
     neighbours_only: bool
 
@@ -190,6 +192,7 @@ def _read(links: _Links, instances: Sequence[Sequence[int]]) -> list[_Instance]:
             links.nodes[list(nodes)],
             inside=spans[len(_KINDS) * k + _INSIDE],
             back=spans[len(_KINDS) * k + _BACK],
+            ahead=spans[len(_KINDS) * k + _AHEAD],
             outside=spans[len(_KINDS) * k + _OUTSIDE],
             neighbours_only=not len(spans[len(_KINDS) * k + _FAR]),
         )
@@ -214,11 +217,14 @@ def _run(instances: Sequence[Sequence[int]], read: Sequence[_Instance]) -> Run |
     for links in outside[1:]:
         shared_nodes = shared_nodes & links
     boundary = sorted(set(read[1].back[:, 1].tolist()))
+    if not set(read[-1].ahead[:, 0].tolist()) <= {*boundary}:
+        # The next group, which is not of this run, is linked to inner nodes of the last one.
+        return _run(instances[:-1], read[:-1])
     rest = [links - shared_nodes for links in outside]
     shared = {w for _, w, _ in shared_nodes}
     if any(rest[1:-1]) or any(p not in boundary or w in shared for p, w, _ in rest[-1]):
         return None
-    before = _before(read[1], rest[0])
+    before = None if len(read[0].back) else _before(read[1], rest[0])
     if before is None:
         # The first group has other links to the nodes before it: the run starts after it.
         first_before = tuple(instances[0][q] for q in boundary)
