@@ -100,9 +100,9 @@ def permuted(rng: np.random.Generator, source: int, target: int, size: int) -> E
 
 def test_aliases_merge_into_one_variable_with_all_their_usage() -> None:
     rng = np.random.default_rng(4)
-    nodes = tuple(Node(rng.random(4), rng.random(4), (v, v + 2)) for v in range(5))
+    nodes = tuple(Node(rng.random(4), rng.permutation(4) * 1.0, (v, v + 2)) for v in range(5))
     edges = tuple(permuted(rng, v, v + 1, 4) for v in range(4))
-    network = Network.from_problem(Problem(nodes, edges, usage_limit=1.5))
+    network = Network.from_problem(Problem(nodes, edges, usage_limit=10.0))
     SubstituteVariables().apply(network)
     (variable,) = network.variables.values()
     assert len(variable.terms) == 5
@@ -111,9 +111,9 @@ def test_aliases_merge_into_one_variable_with_all_their_usage() -> None:
 
 def test_a_follower_of_two_leaders_ties_them() -> None:
     rng = np.random.default_rng(5)
-    nodes = tuple(Node(rng.random(3), rng.random(3), (0, 1)) for _ in range(3))
+    nodes = tuple(Node(rng.random(3), np.rint(100 * rng.random(3)), (0, 1)) for _ in range(3))
     edges = (permuted(rng, 0, 2, 3), permuted(rng, 1, 2, 3))
-    problem = Problem(nodes, edges, usage_limit=2.0)
+    problem = Problem(nodes, edges, usage_limit=200.0)
     found, truth = solve_problem(problem), brute_force(problem)
     assert found.status is truth.status
     assert found.objective == pytest.approx(truth.objective, rel=1e-12)

@@ -11,7 +11,7 @@ from autoshard.solve import Edge, MinMarginals, Node, Problem, brute_force
 def random_problem(seed: int) -> Problem:
     rng = np.random.default_rng(seed)
     sizes = rng.integers(1, 4, size=5)
-    nodes = [Node(rng.random(n), rng.random(n), (0, 1)) for n in sizes]
+    nodes = [Node(rng.random(n), np.rint(9 * rng.random(n)), (0, 1)) for n in sizes]
     edges = []
     for source, target in ((0, 1), (1, 2), (0, 2), (3, 4)):
         cost = rng.random((sizes[source], sizes[target]))

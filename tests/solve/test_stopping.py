@@ -20,9 +20,9 @@ def hard_problem() -> Problem:
     """A dense graph under a tight limit, too large to be solved at once by HiGHS."""
     rng = np.random.default_rng(0)
     index = np.arange(6)
-    nodes = tuple(Node(rng.random(6), rng.random(6), (0, 1)) for _ in range(24))
+    nodes = tuple(Node(rng.random(6), np.rint(1000 * rng.random(6)), (0, 1)) for _ in range(24))
     edges = tuple(Edge(u, v, rng.random((6, 6)), index, index) for v in range(24) for u in range(v))
-    return Problem(nodes, edges, usage_limit=6.5)
+    return Problem(nodes, edges, usage_limit=6500.0)
 
 
 def test_cancelled_before_the_start_has_no_answer(hard_problem: Problem) -> None:
