@@ -87,7 +87,7 @@ _THIN = replace(
     mini_bucket_growth=2.0,
     max_elimination_work=40.0,
 )
-_HUGE = replace(_NO_TABLES, large_entries=0, huge_entries=0)
+_HUGE = replace(_NO_TABLES, large_entries=0, huge_entries=0, forest_patience=20)
 
 ROUTES = MappingProxyType(
     {

@@ -417,15 +417,17 @@ def _best_subset(changes: _Changes, effort: Effort) -> BoolArray | None:
     if not (prices[useful] < 0).any():
         return None
     prices, usage = prices[useful], usage[useful]
-    taken, rows = prices < 0, np.zeros(0, dtype=np.intp)
+    taken, rows, margin = prices < 0, np.zeros(0, dtype=np.intp), 0.0
     for _ in range(effort.settings.forest_knapsack_rounds):
         effort.check()
         over = usage[taken].sum(axis=0) - changes.slack
         if not (over > 0).any():
             break
+        if (over[rows] > 0).any():
+            margin = _TOLERANCE
         worst = np.argsort(-over)[: effort.settings.forest_knapsack_rows]
         rows = np.union1d(rows, worst[over[worst] > 0])
-        found = _knapsack(prices, usage[:, rows].T, changes.slack[rows], effort)
+        found = _knapsack(prices, usage[:, rows].T, changes.slack[rows], margin, effort)
         if found is None:
             return None
         taken = found
@@ -438,7 +440,7 @@ def _best_subset(changes: _Changes, effort: Effort) -> BoolArray | None:
 
 
 def _knapsack(
-    prices: FloatArray, usage: FloatArray, slack: FloatArray, effort: Effort
+    prices: FloatArray, usage: FloatArray, slack: FloatArray, margin: float, effort: Effort
 ) -> BoolArray | None:
     """The items of least price within the slack, shape [C]; None if the search ends before.
 
@@ -446,6 +448,7 @@ def _knapsack(
         prices: of each item, shape [C].
         usage: of each item, shape [T, C].
         slack: not negative, shape [T].
+        margin: of the slack, relative to the largest usage of an item.
         effort: limits of work.
     """
     num_rows, num_items = usage.shape
@@ -456,7 +459,7 @@ def _knapsack(
     lp.col_cost_ = prices / np.abs(prices).max()
     lp.col_lower_, lp.col_upper_ = np.zeros(num_items), np.ones(num_items)
     lp.row_lower_ = np.full(num_rows, -np.inf)
-    lp.row_upper_ = np.maximum(slack / unit - _TOLERANCE, 0.0)
+    lp.row_upper_ = np.maximum(slack / unit - margin, 0.0)
     lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
     lp.a_matrix_.start_ = rows.indptr.astype(np.int32)
     lp.a_matrix_.index_ = rows.indices.astype(np.int32)

@@ -66,6 +66,8 @@ class SolverSettings:
         forest_stalled_gain: relative gain of a choice that is notable.
         forest_price_spread: standard deviation of the logarithm of the factor of prices of usage.
         forest_price_follow: share by which its mean moves to a factor that led to a gain.
+        forest_rounding_period: sweeps of messages from one rounded choice to the next that is
+            combined with the best choice of a huge problem.
         forest_descents: forests optimised from each choice that messages round.
         forest_knapsack_rounds: integer programs solved to combine two choices.
         forest_knapsack_rows: times added to each of them.
@@ -168,6 +170,7 @@ class SolverSettings:
     forest_stalled_gain: float = 1e-6
     forest_price_spread: float = 1.0
     forest_price_follow: float = 0.05
+    forest_rounding_period: int = 25
     forest_descents: int = 3
     forest_knapsack_rounds: int = 12
     forest_knapsack_rows: int = 10

@@ -476,13 +476,9 @@ class TRWS:
         return ForestSearch(self._reduced.network, seed=self._state.seed, effort=self._state.effort)
 
     def _offer_rounded(self, picks: IntArray, prices: FloatArray) -> None:
-        """Offer a choice; combine it with the best one, or repair it if it is promising."""
-        choice = self._state.choice
-        if choice is not None and is_huge(self._reduced.network, self._settings):
-            best = self._reduced.pick_of(choice)
-            if best is not None:
-                self._improve(best, picks, prices)
-                return
+        """Offer a choice; repair it if it is promising; combine it with the best one at times."""
+        if self._sweeps % self._settings.forest_rounding_period == 0:
+            self._improve(picks, prices)
         flat, state = self._flat, self._state
         price = flat.price(picks)
         fits = bool((flat.usage(picks) <= flat.capacity).all())
@@ -501,8 +497,14 @@ class TRWS:
         if repaired is not None:
             self._reduced.offer(repaired)
 
-    def _improve(self, best: dict[int, int], picks: IntArray, prices: FloatArray) -> None:
-        """Combine the best choice with another one, and offer the result."""
+    def _improve(self, picks: IntArray, prices: FloatArray) -> None:
+        """Combine the best choice of a huge problem with another one, and offer the result."""
+        network, choice = self._reduced.network, self._state.choice
+        if choice is None or not is_huge(network, self._settings):
+            return
+        best = self._reduced.pick_of(choice)
+        if best is None:
+            return
         variables = self._flat.variables
         current = np.array([best[v] for v in variables], dtype=np.intp)
         better = self._forests.improved(current, picks, prices)

@@ -51,10 +51,14 @@ def test_components_are_combined_within_the_limit() -> None:
     # Without edges, every node is a component of its own: a knapsack.
     rng = np.random.default_rng(2)
     nodes = tuple(
-        Node(np.array([9.0, rng.random() * 9.0]), np.array([0.0, rng.random()]), (0, 1 + v % 2))
+        Node(
+            np.array([9.0, rng.random() * 9.0]),
+            np.array([0.0, float(rng.integers(1, 9))]),
+            (0, 1 + v % 2),
+        )
         for v in range(12)
     )
-    problem = Problem(nodes, usage_limit=2.0)
+    problem = Problem(nodes, usage_limit=18.0)
     search = ForestSearch(Network.from_problem(problem))
     best = search.step(np.zeros(12, dtype=np.intp), np.zeros(1))
     assert best is not None
