@@ -35,7 +35,14 @@ if TYPE_CHECKING:
         operator_coverage,
         simulate,
     )
-    from autoshard.planner import compare_baselines, explain, make_plan, make_plans, search_meshes
+    from autoshard.planner import (
+        check_optimality,
+        compare_baselines,
+        explain,
+        make_plan,
+        make_plans,
+        search_meshes,
+    )
     from autoshard.runtime import (
         dcp_state_dict,
         full_tensor,
@@ -68,6 +75,7 @@ __all__ = [
     "SolveStatus",
     "__version__",
     "auto_parallelize",
+    "check_optimality",
     "check_plan",
     "compare_baselines",
     "compare_plans",

@@ -1,7 +1,12 @@
-"""Status of a solve, and the relative gap: shared by solver, plan and service."""
+"""Status of a solve, relative gap and names of solvers: shared by solver, plan and service."""
 
 from enum import StrEnum
 from math import isfinite
+
+OWN_SOLVER = "autoshard"
+"""The solver that reduces a problem first."""
+PLAIN_SOLVER = "ilp"
+"""HiGHS, on the integer program of a problem as it is given."""
 
 
 class SolveStatus(StrEnum):

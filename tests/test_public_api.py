@@ -26,6 +26,7 @@ PUBLIC = [
     "SolveStatus",
     "__version__",
     "auto_parallelize",
+    "check_optimality",
     "check_plan",
     "compare_baselines",
     "compare_plans",

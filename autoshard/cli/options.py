@@ -31,8 +31,15 @@ from autoshard.files import explain_topology_error, read_file
 from autoshard.layouts import Notation
 from autoshard.mesh import Topology as MeshTopology
 from autoshard.mesh import parse_shape, topology_from_json
+from autoshard.outcome import OWN_SOLVER
 from autoshard.plan import Algorithm, Mode, Plan, PlanOptions
-from autoshard.plan.options import ExportableTo, Recomputing, ScheduleName, StateDType, SubMeshes
+from autoshard.plan.options import (
+    ExportableTo,
+    Recomputing,
+    ScheduleName,
+    StateDType,
+    SubMeshes,
+)
 from autoshard.quantities import MIN_PLAUSIBLE_BYTES, parse_bytes, unit_hint
 
 _PIN_KINDS = {
@@ -182,6 +189,7 @@ class Planning:
     ] = None
     overlap: Annotated[bool, _described("overlap", _TRAINING)] = False
     time_limit: Annotated[float, _described("time_limit", _SOLVER, metavar="SECONDS")] = 60.0
+    solver: Annotated[str, _described("solver", _SOLVER, metavar="autoshard|ilp|NAME")] = OWN_SOLVER
     algo: Annotated[Algorithm, _described("algo", _CONSTRAINTS)] = "optimal"
     exportable_to: Annotated[ExportableTo | None, _described("exportable_to", _CONSTRAINTS)] = None
     pin: Annotated[

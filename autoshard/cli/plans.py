@@ -26,16 +26,22 @@ from autoshard.cli.output import (
 )
 from autoshard.cli.plan_output import print_summary
 from autoshard.cli.progress import followed
-from autoshard.cli.render import choices_report, difference_report, explanation_report
+from autoshard.cli.render import (
+    check_report,
+    choices_report,
+    difference_report,
+    explanation_report,
+)
 from autoshard.cli.render_plan import SECTIONS, plan_report
-from autoshard.cli.tables import Column, Line, Report, Table
 from autoshard.client.core import load_planned_graph
 from autoshard.client.requests import read_model
 from autoshard.files import write_file
 from autoshard.graph import load_graph
+from autoshard.outcome import PLAIN_SOLVER
 from autoshard.plan import EXPORT_TARGETS, check_plan
 from autoshard.plan.choices import find_choices
 from autoshard.plan.options import MIN_EXPRESSED
+from autoshard.planner import OptimalityCheck, check_optimality
 
 mase = typer.Typer(
     no_args_is_help=True,
@@ -87,20 +93,38 @@ def check(
     graph: Annotated[Path, typer.Argument(help="The archive that was planned.")],
     plan: PlanSource,
     *,
+    optimality: Annotated[
+        bool,
+        typer.Option(
+            "--optimality",
+            help="Also solve the problem of the plan once more, with a plain solver and without "
+            "reductions, and compare the result with the certificate.",
+        ),
+    ] = False,
+    solver: Annotated[
+        str,
+        typer.Option(
+            metavar="ilp|NAME",
+            help="The plain solver: ilp for HiGHS, or another one that cvxpy finds.",
+        ),
+    ] = PLAIN_SOLVER,
+    time_limit: Annotated[
+        float, typer.Option(metavar="SECONDS", help="Time limit of the plain solver.")
+    ] = 600.0,
     output: Output,
     connection: Connection,
 ) -> None:
     """Check a plan against its graph: every layout valid, the predicted cost correct."""
     made = connection.read_plan(plan)
-    findings = check_plan(made, load_planned_graph(read_model(graph), made))
-    table = Table("findings", "", (Column("finding"),))
+    program = load_planned_graph(read_model(graph), made)
+    findings = check_plan(made, program)
+    checks: tuple[OptimalityCheck, ...] = ()
+    if optimality and not findings:
+        checks = check_optimality(made, program, solver=solver, time_limit=time_limit)
+        findings = tuple(text for found in checks for text in found.contradictions)
     for finding in findings:
-        table.add(finding)
         errors.print(marked("wrong:", finding), soft_wrap=True)
-    if output.chosen != "table":
-        print_output(Report.of(table), output.chosen)
-    elif not findings:
-        print_output(Report.of(Line("the plan is valid; predicted cost verified")), "table")
+    print_output(check_report(findings, checks, as_text=output.chosen == "table"), output.chosen)
     if findings:
         raise typer.Exit(1)
 

@@ -19,7 +19,7 @@ from autoshard.plan import (
 )
 from autoshard.plan.choices import Choice
 from autoshard.plan.parameter_rows import fold_changes
-from autoshard.planner import Explanation
+from autoshard.planner import Explanation, OptimalityCheck
 from autoshard.quantities import format_bytes, format_flops, format_rate, format_seconds
 
 if TYPE_CHECKING:  # they need torch
@@ -67,6 +67,39 @@ def explanation_report(
             bold=alternative.chosen,
         )
     return Report((table, *legend_lines(layouts, notation)))
+
+
+def check_report(
+    findings: Sequence[str], checks: Sequence[OptimalityCheck], *, as_text: bool
+) -> Report:
+    """The result of checking a plan.
+
+    Args:
+        findings: what is wrong; as text, they are printed as errors.
+        checks: of its optimality; empty if that was not asked for.
+        as_text: True for sentences, False for tables.
+    """
+    if as_text:
+        valid = () if findings else (Line("the plan is valid; predicted cost verified"),)
+        return Report.of(*valid, *(Line(check.statement) for check in checks))
+    wrong = Table("findings", "", (Column("finding"),))
+    for finding in findings:
+        wrong.add(finding)
+    if not checks:
+        return Report.of(wrong)
+    columns = (
+        *(Column("stage", Unit.COUNT), Column("solver"), Column("whole problem")),
+        *(Column("columns", Unit.COUNT), Column("objective", Unit.SECONDS)),
+        *(Column("certificate bound", Unit.SECONDS), Column("found", Unit.SECONDS)),
+        *(Column("bound", Unit.SECONDS), Column("confirmed"), Column("statement")),
+    )
+    table = Table("optimality", "", columns)
+    for check in checks:
+        table.add(
+            *(check.stage, check.solver, check.is_whole, check.size.columns, check.objective),
+            *(check.certified, check.found, check.bound, check.is_confirmed, check.statement),
+        )
+    return Report.of(wrong, table)
 
 
 def choices_report(

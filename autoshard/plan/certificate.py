@@ -41,7 +41,7 @@ def certificate_statement(
     if proof is not None:
         also = f" Its plans obey {listed(obeyed)}." if obeyed else ""
         return (
-            f"{_distance(certificate)} a lower bound of {_milliseconds(certificate.bound)} "
+            f"{_distance(certificate)} a lower bound of {milliseconds(certificate.bound)} "
             f"{hardware}. It holds for these pipelines: {proof}.{also}"
         )
     budget = options.memory_budget or mesh.topology.device.memory
@@ -52,7 +52,7 @@ def certificate_statement(
         return f"Optimal {plans}: none is faster {hardware}."
     return (
         f"{_head(certificate, late=late)} {plans}: none takes less than "
-        f"{_milliseconds(certificate.bound)} {hardware}."
+        f"{milliseconds(certificate.bound)} {hardware}."
     )
 
 
@@ -108,7 +108,7 @@ def listed(labels: Sequence[str]) -> str:
     return " and ".join([", ".join(named[:-1]), named[-1]] if len(named) > 1 else named)
 
 
-def _milliseconds(seconds: float) -> str:
+def milliseconds(seconds: float) -> str:
     """Seconds in milliseconds, rounded down: a bound is never overstated."""
     if seconds <= 0:
         return "0 ms"

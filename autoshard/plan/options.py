@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from autoshard.errors import ArgumentTypeError, OptionError
 from autoshard.integers import MAX_INT32
 from autoshard.names import did_you_mean
+from autoshard.outcome import OWN_SOLVER
 from autoshard.quantities import ByteCount
 
 Mode = Literal["training", "inference"]
@@ -312,6 +313,17 @@ class PlanOptions(_Options):
     )
     seed: int = Field(
         default=0, ge=0, le=MAX_INT32, description="seed of the solver's random numbers."
+    )
+    solver: str = Field(
+        default=OWN_SOLVER,
+        pattern="^[A-Za-z][A-Za-z0-9_]*$",
+        max_length=64,
+        description=(
+            "solver of the optimization problem. autoshard: the problem is reduced first. ilp: it "
+            "is stated as one integer program, without reductions, which HiGHS solves; for small "
+            "problems. Or another solver of integer programs that cvxpy finds, such as SCIP or "
+            "GUROBI. Of pipelines, it plans the stages."
+        ),
     )
     algo: Algorithm = Field(
         default="optimal",

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
         candidate_meshes,
         search_meshes,
     )
+    from autoshard.planner.optimality import (
+        OptimalityCheck,
+        check_optimality,
+    )
     from autoshard.planner.pipeline.micro_batches import (
         MicroBatches,
         choose_micro_batches,
@@ -44,8 +48,10 @@ __all__ = [
     "GraphIdentity",
     "JointPlans",
     "MicroBatches",
+    "OptimalityCheck",
     "SearchProgress",
     "candidate_meshes",
+    "check_optimality",
     "choose_micro_batches",
     "compare_baselines",
     "cut_names",

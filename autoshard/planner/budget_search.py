@@ -44,6 +44,7 @@ from autoshard.solve import (
     WarmStart,
     minimum_usage,
     solve_problem,
+    with_equal_groups,
 )
 
 _MAX_ROUNDS = 8
@@ -109,6 +110,7 @@ class BudgetSearch:
         on_progress: called while the solver runs.
         cancel: an event; setting it stops the solver.
         block_cache: a store of solved blocks.
+        alike: True to consider only plans whose repeated blocks are all alike, for small problems.
         quick: True to return the first plan that fits, with the layouts of the fastest plan
             without recomputation. If every parameter must be re-gathered, other tensors are not.
     """
@@ -119,6 +121,7 @@ class BudgetSearch:
         options: PlanOptions,
         *,
         seconds: float | None = None,
+        alike: bool = False,
         quick: bool = False,
         on_progress: Callable[[Progress], None] | None = None,
         cancel: CancelToken | None = None,
@@ -126,6 +129,7 @@ class BudgetSearch:
     ) -> None:
         self._formulation = formulation
         self._options = options
+        self._alike = alike
         self._quick = quick
         self._deadline = time.perf_counter() + (seconds or options.time_limit)
         self._on_progress = on_progress
@@ -495,12 +499,13 @@ class BudgetSearch:
         # In inference nearly all memory is counted, so usually one round is enough.
         several = self._formulation.prices.training and isfinite(problem.usage_limit)
         solution = solve_problem(
-            problem,
+            with_equal_groups(problem) if self._alike else problem,
             time_limit=seconds or (self._time_share if several else self._remaining),
             relative_gap=self._options.relative_gap if gap is None else gap,
             seed=self._options.seed,
             on_progress=self._on_progress,
             cancel=self._cancel,
+            solver=self._options.solver,
             block_cache=self._block_cache,
             warm_start=warm_start,
         )

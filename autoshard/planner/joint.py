@@ -183,6 +183,7 @@ def _joint_layouts(
         problem,
         time_limit=max(options.time_limit for options in limits),
         relative_gap=min(options.relative_gap for options in limits),
+        solver=limits[0].solver,
         seed=limits[0].seed,
     )
     if solution.choice is None:

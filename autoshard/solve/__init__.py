@@ -9,6 +9,12 @@ from autoshard.solve.block_cache import (
     write_sealed,
 )
 from autoshard.solve.elimination import MinMarginals
+from autoshard.solve.integer_program import (
+    ProgramSize,
+    ProgramTooLargeError,
+    program_size,
+    with_equal_groups,
+)
 from autoshard.solve.iopddl import read_iopddl
 from autoshard.solve.minimum_usage import minimum_usage
 from autoshard.solve.path_costs import ShortestPathCost
@@ -26,6 +32,8 @@ __all__ = [
     "MinMarginals",
     "Node",
     "Problem",
+    "ProgramSize",
+    "ProgramTooLargeError",
     "Progress",
     "Repeat",
     "ShortestPathCost",
@@ -37,10 +45,12 @@ __all__ = [
     "brute_force",
     "content_key",
     "minimum_usage",
+    "program_size",
     "read_iopddl",
     "read_sealed",
     "restrict",
     "solve_problem",
     "solve_reference",
+    "with_equal_groups",
     "write_sealed",
 ]

@@ -217,7 +217,9 @@ class HighsSolver:
         self._cap = cap
         self._scale = _LARGEST_COST / max(float(np.abs(model.cost).max(initial=0.0)), 1e-300)
         row_scale = abs(model.usage).max(axis=1).toarray().ravel() if model.usage.nnz else None
-        self._row_scale = np.ones(len(model.capacity)) if row_scale is None else row_scale
+        if row_scale is None:
+            row_scale = np.ones(len(model.capacity))
+        self._row_scale = np.where(row_scale > 0, row_scale, 1.0)
         self._active: list[int] = []
         self._highs = self._loaded()
         if model.usage.nnz <= self._state.settings.eager_usage_entries:
@@ -234,8 +236,16 @@ class HighsSolver:
         self._highs.setOptionValue("solver", "ipm" if large else "choose")
         return self._until_fits()
 
-    def branch(self, start: FloatArray | None) -> LinearOutcome:
-        """Solve with integral strategies, from a point unless it is None."""
+    def branch(
+        self, start: FloatArray | None, *, relative_gap: float | None = None
+    ) -> LinearOutcome:
+        """Solve with integral strategies.
+
+        Args:
+            start: a point to start from, unless it is None.
+            relative_gap: gap relative to the objective, without a limit of work; None for the gap
+                of the state, and its limit of work.
+        """
         columns = np.arange(self._model.num_strategies, dtype=np.int32)
         kinds = np.full(len(columns), int(highspy.HighsVarType.kInteger), dtype=np.uint8)
         self._highs.changeColsIntegrality(len(columns), columns, kinds)
@@ -244,9 +254,10 @@ class HighsSolver:
             self._highs.setSolution(len(index), index, start)
         allowed = self._state.gap * self._state.magnitude * self._scale
         self._highs.setOptionValue("mip_abs_gap", max(0.25 * allowed, 1e-6))
-        self._highs.setOptionValue("mip_rel_gap", 0.0)
-        nodes = self._state.settings.branch_work / len(self._model.cost)
-        self._highs.setOptionValue("mip_max_nodes", max(int(nodes), 1))
+        self._highs.setOptionValue("mip_rel_gap", relative_gap or 0.0)
+        if relative_gap is None:
+            nodes = self._state.settings.branch_work / len(self._model.cost)
+            self._highs.setOptionValue("mip_max_nodes", max(int(nodes), 1))
         return self._until_fits()
 
     def forbid(self, x: FloatArray, times: BoolArray) -> None:

@@ -1,10 +1,11 @@
-"""Reference solvers for tests: brute force, and the integer program stated in cvxpy."""
+"""Plain solvers: brute force for small problems, and the solvers that cvxpy finds."""
 
 import importlib
 import time
 import warnings
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy import sparse
@@ -13,11 +14,10 @@ from autoshard.arrays import FloatArray, IntArray
 from autoshard.errors import OptionError
 from autoshard.outcome import SolveStatus
 from autoshard.solve.edge_usage import without_edge_usage
-from autoshard.solve.linear_program import LinearModel, linear_model
-from autoshard.solve.network import Network
-from autoshard.solve.presolve.drop_strategies import subtract_least
+from autoshard.solve.integer_program import IntegerProgram
+from autoshard.solve.linear_program import LinearModel
 from autoshard.solve.problem import Problem, UsageLimit
-from autoshard.solve.state import Solution
+from autoshard.solve.state import Interrupted, Solution, SolveState
 
 MAX_CHOICES = 1 << 21
 
@@ -81,14 +81,39 @@ def _peaks(problem: Problem, limit: UsageLimit, choices: IntArray) -> FloatArray
     return peaks
 
 
-_SLACK = 1e-6
+_SLACK = 5e-7
 """Relative tolerance of another solver's optimum."""
 _LARGEST_COST = 1e4
-_EXACT: dict[str, dict[str, float]] = {
-    "HIGHS": {"mip_rel_gap": 0.0, "mip_feasibility_tolerance": 1e-9},
-    "GUROBI": {"MIPGap": 0.0, "FeasibilityTol": 1e-9, "IntFeasTol": 1e-9},
+
+
+class _OptionNames(NamedTuple):
+    """Names of the options of a solver in cvxpy.
+
+    Attributes:
+        seconds: of the time limit.
+        gap: of the relative gap; empty if the default is exact.
+        group: the argument that holds these options as a dictionary; empty if they are arguments.
+    """
+
+    seconds: str
+    gap: str = ""
+    group: str = ""
+
+
+_OPTIONS: Mapping[str, _OptionNames] = {
+    "CBC": _OptionNames("maximumSeconds"),
+    "COPT": _OptionNames("TimeLimit", "RelGap"),
+    "CPLEX": _OptionNames("timelimit", "mip.tolerances.mipgap", "cplex_params"),
+    "GUROBI": _OptionNames("TimeLimit", "MIPGap"),
+    "HIGHS": _OptionNames("time_limit", "mip_rel_gap"),
+    "MOSEK": _OptionNames("MSK_DPAR_MIO_MAX_TIME", "MSK_DPAR_MIO_TOL_REL_GAP", "mosek_params"),
+    "SCIP": _OptionNames("limits/time", "limits/gap", "scip_params"),
+    "SCIPY": _OptionNames("time_limit", "mip_rel_gap", "scipy_options"),
 }
-_TIME_OPTIONS = {"CBC": "maximumSeconds", "GUROBI": "TimeLimit", "HIGHS": "time_limit"}
+_EXACT: Mapping[str, dict[str, float]] = {
+    "HIGHS": {"mip_feasibility_tolerance": 1e-9},
+    "GUROBI": {"FeasibilityTol": 1e-9, "IntFeasTol": 1e-9},
+}
 
 
 def solve_reference(
@@ -99,55 +124,86 @@ def solve_reference(
     Args:
         problem: the problem.
         solver: name of an installed mixed-integer solver that cvxpy supports.
-        time_limit: seconds; for CBC, GUROBI and HIGHS.
+        time_limit: seconds; see `_OPTIONS` for the solvers that take one.
 
     Returns:
-        the solution. cvxpy does not report the bound of a solver, so the bound is 1e-6 (relative)
-        below the objective if the solver reports an optimum, else -inf.
+        the solution. cvxpy does not report the bound of a solver: if the solver reports an optimum,
+        the bound is 5e-7 (relative to the sum of absolute prices) below the objective, else -inf.
 
     Raises:
         OptionError: cvxpy or the solver is not installed, or it takes no time limit here.
     """
-    start = time.perf_counter()
+    state = SolveState(without_edge_usage(problem), time_limit=time_limit, gap=2 * _SLACK)
+    infeasible = False
+    try:
+        infeasible = not solve_with_cvxpy(state, solver=solver)
+    except Interrupted:
+        state.count("interrupted")
+    solution = state.finish(infeasible=infeasible)
+    if solution.choice is None:
+        return solution
+    return replace(solution, choice=solution.choice[: len(problem.nodes)])
+
+
+def solve_with_cvxpy(state: SolveState, *, solver: str) -> bool:
+    """As `solve_reference`, in a state.
+
+    Args:
+        state: of the solve of the problem; it is not looked at while the solver runs.
+        solver: name of an installed mixed-integer solver that cvxpy supports.
+
+    Returns:
+        False if the problem is infeasible.
+
+    Raises:
+        OptionError: as `solve_reference`.
+        Interrupted: the solver stopped without an optimum.
+    """
     solver = solver.upper()
     cvxpy = _cvxpy_with(solver)
-    options: dict[str, Any] = dict(_EXACT.get(solver, {}))
-    if time_limit is not None:
-        if solver not in _TIME_OPTIONS:
-            known = ", ".join(sorted(_TIME_OPTIONS))
-            raise OptionError(
-                f"no time limit can be set for {solver}; leave time_limit out, or use {known}"
-            )
-        options[_TIME_OPTIONS[solver]] = float(time_limit)
-    network = Network.from_problem(without_edge_usage(problem))
-    # Large numbers that differ in the last digits only would be equal within tolerances.
-    subtract_least(network)
-    model = linear_model(network)
+    options = _options(solver, state)
+    if min(limit.limit for limit in state.problem.resources) < 0:
+        return False
+    state.enter("state the integer program")
+    program = IntegerProgram(state.problem)
+    if not program.has_choices:
+        return False
+    state.enter(f"solve with {solver}")
     covers: list[FloatArray] = []
     while True:
-        strategies, status = _solved(
-            cvxpy, network, model, solver=solver, options=options, covers=covers
+        columns, status = _solved(
+            cvxpy, program.model, solver=solver, options=options, covers=covers
         )
-        over = _exceeded(model, strategies)
-        if not len(over):
+        over = [] if columns is None else program.covers(columns)
+        if not over:
             break
-        covers.extend(over)
-    elapsed = time.perf_counter() - start
-    if status == cvxpy.INFEASIBLE or min(x.limit for x in problem.resources) < 0:
-        return Solution(SolveStatus.INFEASIBLE, None, np.inf, np.inf, elapsed)
-    choice = None if strategies is None else _choice(model, strategies)[: len(problem.nodes)]
-    if choice is None or not problem.fits(choice):
-        return Solution(SolveStatus.TIMED_OUT, None, np.inf, -np.inf, elapsed)
-    value = problem.objective(choice)
-    if value > problem.cutoff:
-        proven = status == cvxpy.OPTIMAL
-        none = SolveStatus.INFEASIBLE if proven else SolveStatus.TIMED_OUT
-        return Solution(none, None, np.inf, np.inf if proven else -np.inf, elapsed)
-    if status != cvxpy.OPTIMAL:
-        return Solution(SolveStatus.FEASIBLE, choice, value, -np.inf, elapsed)
-    finite = model.cost[np.isfinite(model.cost)]
-    slack = _SLACK * max(abs(value), float(np.abs(finite).max(initial=0.0)))
-    return Solution(SolveStatus.OPTIMAL, choice, value, value - slack, elapsed)
+        covers += over
+    if status == cvxpy.INFEASIBLE:
+        return False
+    if columns is None or not state.offer(program.choice(columns)) or status != cvxpy.OPTIMAL:
+        raise Interrupted
+    slack = max(0.5 * state.gap, _SLACK)
+    state.raise_bound(state.objective - slack * state.magnitude)
+    return True
+
+
+def _options(solver: str, state: SolveState) -> dict[str, Any]:
+    """Options of a solver, for exactness, gap and time.
+
+    Raises:
+        OptionError: the state has a time limit, which cannot be set here.
+    """
+    if solver not in _OPTIONS:
+        if np.isinf(state.remaining):
+            return {}
+        known = ", ".join(sorted(_OPTIONS))
+        raise OptionError(f"no time limit can be set for {solver}; use {known}, or ilp")
+    names, options = _OPTIONS[solver], dict(_EXACT.get(solver, {}))
+    if names.gap:
+        options[names.gap] = 0.5 * state.gap
+    if np.isfinite(state.remaining):
+        options[names.seconds] = float(state.remaining)
+    return {names.group: options} if names.group else options
 
 
 def _cvxpy_with(solver: str) -> Any:
@@ -155,62 +211,43 @@ def _cvxpy_with(solver: str) -> Any:
         cvxpy = importlib.import_module("cvxpy")
     except ImportError as error:
         raise OptionError(
-            "the reference model needs cvxpy; install autoshard[reference]"
+            f"the solver {solver} needs cvxpy: install autoshard[reference], or use ilp, which "
+            f"needs nothing more"
         ) from error
-    installed = cvxpy.installed_solvers()
+    installed = importlib.import_module("cvxpy.reductions.solvers.defines").INSTALLED_MI_SOLVERS
     if solver not in installed:
         raise OptionError(
-            f"cvxpy does not find the solver {solver}; install it, or use one of {installed}"
+            f"cvxpy finds no solver {solver} of integer programs; install it, or use ilp, "
+            f"{', '.join(installed)}"
         )
     return cvxpy
 
 
-def _exceeded(model: LinearModel, strategies: FloatArray | None) -> FloatArray:
-    """Rows of the strategies that exceed the limit together, one per time, shape [C, S].
-
-    A solver counts usage with a tolerance. Usage is not negative, so these strategies cannot all
-    be chosen, and a constraint excludes them.
-    """
-    if strategies is None:
-        return np.zeros((0, 0))
-    picks, _ = model.rounded(strategies)
-    chosen = np.zeros(model.num_strategies)
-    chosen[[start + s for start, s in zip(model.starts.tolist(), picks.values(), strict=False)]] = 1
-    usage = model.usage[:, : model.num_strategies]
-    users = usage[np.flatnonzero(usage @ chosen > model.capacity)].toarray()
-    return np.where(users > 0, chosen, 0.0)
-
-
 def _solved(
     cvxpy: Any,
-    network: Network,
     model: LinearModel,
     *,
     solver: str,
     options: dict[str, Any],
     covers: Sequence[FloatArray],
-) -> tuple[np.ndarray[Any, np.dtype[np.float64]] | None, str]:
-    """Value of each strategy's column, and the status that the solver reports."""
+) -> tuple[FloatArray | None, str]:
+    """The value of each binary column, and the status that the solver reports."""
     split = model.num_strategies
-    allowed = np.isfinite(model.cost)
-    cost = np.where(allowed, model.cost, 0.0)
-    scale = _LARGEST_COST / max(float(np.abs(cost).max(initial=0.0)), 1e-300)
+    scale = _LARGEST_COST / max(float(np.abs(model.cost).max(initial=0.0)), 1e-300)
     strategies = cvxpy.Variable(split, boolean=True)
-    flows = cvxpy.Variable(max(len(cost) - split, 1), nonneg=True)
+    flows = cvxpy.Variable(max(len(model.cost) - split, 1), nonneg=True)
     usage = model.usage[:, :split]
     row_scale = np.maximum(abs(usage).max(axis=1).toarray().ravel(), 1.0)
     rows = [
         model.matrix[:, :split] @ strategies + _padded(model.matrix[:, split:]) @ flows
         == model.right,
-        strategies <= allowed[:split].astype(np.float64),
         sparse.diags_array(1.0 / row_scale) @ usage @ strategies <= model.capacity / row_scale,
-        _tie_rows(network, model) @ strategies == 0.0,
         *(cover @ strategies <= cover.sum() - 1.0 for cover in covers),
     ]
     rows = [row for row in rows if row.size]
-    total = scale * (cost[:split] @ strategies)
-    if len(cost) > split:
-        total = total + scale * (cost[split:] @ flows)
+    total = scale * (model.cost[:split] @ strategies)
+    if len(model.cost) > split:
+        total = total + scale * (model.cost[split:] @ flows)
     program = cvxpy.Problem(cvxpy.Minimize(total), rows)
     with warnings.catch_warnings():
         # cvxpy warns if a solver stops early; the status shows it too.
@@ -225,27 +262,3 @@ def _solved(
 def _padded(matrix: sparse.csr_array) -> sparse.csr_array:
     """Add a column of zeros to a matrix without columns: cvxpy has no empty variables."""
     return matrix if matrix.shape[1] else sparse.csr_array((matrix.shape[0], 1))
-
-
-def _tie_rows(network: Network, model: LinearModel) -> sparse.csr_array:
-    """Rows that are zero if and only if tied nodes pick the same strategy."""
-    start = dict(zip(model.variables, model.starts.tolist(), strict=False))
-    heads, others = [np.zeros(0, np.intp)], [np.zeros(0, np.intp)]
-    for head, *rest in network.ties:
-        for v in rest:
-            span = np.arange(len(network.variables[v].cost))
-            heads.append(start[head] + span)
-            others.append(start[v] + span)
-    plus, minus = np.concatenate(heads), np.concatenate(others)
-    row = np.arange(len(plus))
-    values = np.concatenate([np.ones(len(plus)), -np.ones(len(plus))])
-    index = (np.concatenate([row, row]), np.concatenate([plus, minus]))
-    return sparse.csr_array((values, index), shape=(len(plus), model.num_strategies))
-
-
-def _choice(model: LinearModel, strategies: np.ndarray[Any, np.dtype[np.float64]]) -> IntArray:
-    picks, _ = model.rounded(strategies)
-    choice = np.zeros(len(model.variables), dtype=np.intp)
-    for v, s in picks.items():
-        choice[v] = s
-    return choice

@@ -1,6 +1,6 @@
 """The solver: computes a certified solution of a problem."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -9,10 +9,11 @@ import numpy as np
 from autoshard.arrays import FloatArray
 from autoshard.errors import OptionError, ProblemError
 from autoshard.limits import CancelToken
-from autoshard.outcome import SolveStatus
+from autoshard.outcome import OWN_SOLVER, PLAIN_SOLVER
 from autoshard.solve.block_cache import KeyValueStore
 from autoshard.solve.edge_usage import without_edge_usage
 from autoshard.solve.forest_search import search_forests
+from autoshard.solve.integer_program import solve_integer_program
 from autoshard.solve.linear_program import HighsSolver, LinearModel, RunStatus, linear_model
 from autoshard.solve.local_search import CoordinateDescent
 from autoshard.solve.mini_buckets import solve_by_mini_buckets
@@ -20,7 +21,7 @@ from autoshard.solve.minimum_usage import minimum_usage
 from autoshard.solve.network import Network
 from autoshard.solve.problem import Problem
 from autoshard.solve.reduced_problem import ReducedProblem
-from autoshard.solve.reference import solve_reference
+from autoshard.solve.reference import solve_with_cvxpy
 from autoshard.solve.restricted_problem import solve_wide
 from autoshard.solve.runs import RunOutcome, solve_runs
 from autoshard.solve.settings import SolverSettings
@@ -45,7 +46,7 @@ def solve_problem(
     seed: int = 0,
     on_progress: Callable[[Progress], None] | None = None,
     cancel: CancelToken | None = None,
-    solver: str = "highs",
+    solver: str = OWN_SOLVER,
     block_cache: KeyValueStore | None = None,
     warm_start: WarmStart | None = None,
     settings: SolverSettings | None = None,
@@ -66,8 +67,9 @@ def solve_problem(
         seed: of random numbers.
         on_progress: called at each phase and each improvement, from the solving thread.
         cancel: such as a `threading.Event`; once set, the best choice so far is returned.
-        solver: "highs", or the name of a cvxpy solver for the reduced problem (see
-            `solve_reference`; `cancel` is then checked only between phases).
+        solver: "autoshard"; or a plain solver of the integer program of the problem as it is given,
+            without reductions: "ilp" for HiGHS, or the name of a solver that cvxpy finds. It takes
+            no caches, warm start and seed; one of cvxpy does not look at `cancel` either.
         block_cache: stores tables of repeated groups for other solves; `Solution.blocks` shows
             which tables were reused.
         warm_start: pass the same one to solves of one problem under several limits; later solves
@@ -104,7 +106,9 @@ def solve_problem(
     )
     infeasible = False
     try:
-        infeasible = not _solve(state, solver)
+        infeasible = not _SOLVERS.get(solver.lower(), partial(solve_with_cvxpy, solver=solver))(
+            state
+        )
         known = "minimum_usage" in state.statistics
         only_limit = not problem.further_limits and np.isinf(problem.cutoff)
         if infeasible and not known and only_limit and np.isfinite(problem.usage_limit):
@@ -133,7 +137,7 @@ def _find_minimum_usage(state: SolveState) -> None:
         state.statistics["minimum_usage"] = least
 
 
-def _solve(state: SolveState, solver: str) -> bool:
+def _solve(state: SolveState) -> bool:
     """Run all phases; False if the problem is infeasible."""
     if min(x.limit for x in state.problem.resources) < 0:
         return False
@@ -142,7 +146,7 @@ def _solve(state: SolveState, solver: str) -> bool:
     outcome = _solve_structured(state)
     if outcome is not RunOutcome.SKIPPED:
         return outcome is RunOutcome.UPDATED
-    return _flat(state, solver)
+    return _flat(state)
 
 
 def _solve_structured(state: SolveState) -> RunOutcome:
@@ -217,7 +221,7 @@ def _solve_restricted(
         infeasible = outcome is RunOutcome.INFEASIBLE
         limit_binds = inner.choice is not None and restricted.can_bind
         if not infeasible and not inner.closed and not limit_binds:
-            infeasible = not _flat(inner, "highs")
+            infeasible = not _flat(inner)
     except Interrupted:
         state.count("restricted.interrupted")
     state.blocks = inner.blocks
@@ -227,7 +231,7 @@ def _solve_restricted(
     return solution
 
 
-def _flat(state: SolveState, solver: str) -> bool:
+def _flat(state: SolveState) -> bool:
     """Solve without run contraction; False if the problem is infeasible."""
     state.enter("reduce")
     _offer_greedy(state)
@@ -236,10 +240,10 @@ def _flat(state: SolveState, solver: str) -> bool:
     if reduced.network.infeasible:
         return False
     if not state.problem.can_bind:
-        return _solve_reduced(reduced, solver)
-    if solver == "highs" and not state.closed and _seems_unlimited(reduced):
-        _solve_reduced(reduced, solver)
-    return state.closed or _under_limit(state, solver)
+        return _solve_reduced(reduced)
+    if not state.closed and _seems_unlimited(reduced):
+        _solve_reduced(reduced)
+    return state.closed or _under_limit(state)
 
 
 def _seems_unlimited(reduced: ReducedProblem) -> bool:
@@ -261,37 +265,16 @@ def _offer_greedy(state: SolveState) -> None:
         state.offer(choice)
 
 
-def _under_limit(state: SolveState, solver: str) -> bool:
+def _under_limit(state: SolveState) -> bool:
     """Run all phases under the usage limit; False if the problem is infeasible."""
     state.enter("reduce under the limit")
     reduced = ReducedProblem(Network.from_problem(state.problem), state)
     reduced.reduce()
-    if reduced.network.infeasible:
-        return False
-    return _solve_reduced(reduced, solver)
+    return not reduced.network.infeasible and _solve_reduced(reduced)
 
 
-def _solve_externally(reduced: ReducedProblem, solver: str) -> bool:
-    """Solve the reduced problem with another solver."""
-    state = reduced.state
-    if reduced.done or state.closed:
-        return state.choice is not None
-    state.enter(f"solve with {solver}")
-    problem, owners = reduced.network.to_problem()
-    limit = None if np.isinf(state.remaining) else state.remaining
-    answer = solve_reference(problem, solver=solver, time_limit=limit)
-    if answer.choice is not None:
-        reduced.offer(
-            {int(v): int(s) for v, s in zip(owners, answer.choice, strict=True) if v >= 0}
-        )
-    reduced.raise_bound(answer.bound + reduced.network.constant)
-    return answer.status is not SolveStatus.INFEASIBLE
-
-
-def _solve_reduced(reduced: ReducedProblem, solver: str) -> bool:
+def _solve_reduced(reduced: ReducedProblem) -> bool:
     """Solve a reduced problem; False if it is infeasible."""
-    if solver != "highs":
-        return _solve_externally(reduced, solver)
     if not len(reduced.network.capacity):
         solve_by_mini_buckets(reduced)
     return _solve_large(reduced) or _branch(reduced)
@@ -397,3 +380,9 @@ def _descend(
 def _by_variable(model: LinearModel, bounds: FloatArray) -> dict[int, FloatArray]:
     spans = zip(model.variables, model.starts, model.starts[1:], strict=False)
     return {v: bounds[first:last] for v, first, last in spans}
+
+
+_SOLVERS: Mapping[str, Callable[[SolveState], bool]] = {
+    OWN_SOLVER: _solve,
+    PLAIN_SOLVER: solve_integer_program,
+}

@@ -321,7 +321,7 @@ class PlanQuery:
         *,
         topology: Topology | None = None,
     ) -> None:
-        _check_time_limit(request.options.time_limit, settings)
+        _check_solving(request.options, settings)
         self.graph_sha256 = graph_sha256
         self.options = request.options
         self.rules = rules_from_json(list(request.rules))
@@ -378,7 +378,7 @@ def search_task(
         OptionError: a number is out of its range.
         ServerError: LIMIT, if there are more devices or meshes than this service allows.
     """
-    _check_time_limit(request.options.time_limit, settings)
+    _check_solving(request.options, settings)
     check_limit("max_devices", request.num_devices, "devices of a mesh", settings)
     given = request.topology
     inline = None
@@ -458,6 +458,21 @@ def _checked_mesh(mesh: MeshInput, settings: Settings, topology: Topology | None
     check_limit("max_mesh_axes", len(sizes), "axes of a mesh", settings)
     check_limit("max_devices", prod(sizes), "devices of a mesh", settings)
     return mesh.build(topology)
+
+
+def _check_solving(options: PlanOptions, settings: Settings) -> None:
+    """Check the options that say who solves a problem, and how long.
+
+    Raises:
+        OptionError: this service does not allow them.
+    """
+    _check_time_limit(options.time_limit, settings)
+    allowed = settings.allowed_solvers
+    if options.solver.lower() not in {name.lower() for name in allowed}:
+        raise OptionError(
+            f"solver is {options.solver!r}, but this service allows {' and '.join(allowed)}; use "
+            f"one of them, or add it to AUTOSHARD_SOLVERS"
+        )
 
 
 def _check_time_limit(seconds: float, settings: Settings) -> None:

@@ -244,6 +244,11 @@ class Settings(BaseSettings):
     max_topology_bytes: ByteCount = Field(
         default=_MIB // 4, description="Largest JSON of a stored topology."
     )
+    solvers: str = Field(
+        default="autoshard,ilp",
+        description="Solvers that the option `solver` may name, with commas between them; status "
+        "422 for others. Those other than `autoshard` and `ilp` must be installed with cvxpy.",
+    )
     max_time_limit: float = Field(
         default=3600.0, gt=0, description="Largest time_limit of a request, seconds."
     )
@@ -322,6 +327,11 @@ class Settings(BaseSettings):
     def allowed_origins(self) -> list[str]:
         """Origins of pages that may send requests from a browser."""
         return _listed(self.cors_origins)
+
+    @property
+    def allowed_solvers(self) -> list[str]:
+        """Names of the solvers that requests may ask for."""
+        return _listed(self.solvers)
 
     @property
     def is_in_memory(self) -> bool:

@@ -26,6 +26,12 @@ def test_plan_show_and_check(archive: Path, tmp_path: Path) -> None:
     for word in ("up.weight", "over x, y", "activations"):
         assert word in tables
     assert "predicted cost verified" in autoshard("check", archive, path).output
+    confirmed = autoshard("check", archive, path, "--optimality")
+    assert "ilp got the whole problem as one integer program" in confirmed.stdout
+    assert "The certificate is confirmed." in confirmed.stdout
+    document = json.loads(autoshard("check", archive, path, "--optimality", "--json").stdout)
+    assert document["findings"] == []
+    assert document["optimality"][0]["confirmed"] is True
 
 
 def blocks_reused(*arguments: object) -> int:
@@ -80,6 +86,21 @@ def test_check_finds_what_is_wrong(archive: Path, tmp_path: Path) -> None:
     result = autoshard("check", archive, path)
     assert result.exit_code == 1
     assert "total cost" in result.output
+
+
+def test_check_finds_a_bound_that_is_wrong(archive: Path, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    arguments = "--mesh", "2", "--pin", "parameter:*=S(0)", "--solver", "ilp"
+    autoshard("plan", archive, *arguments, "-o", path)
+    document = json.loads(path.read_text())
+    document["options"]["pins"] = {}
+    path.write_text(json.dumps(document))
+    assert autoshard("check", archive, path).exit_code == 0
+    result = autoshard("check", archive, path, "--optimality")
+    assert result.exit_code == 1
+    assert "none takes less than" in result.output
+    refused = autoshard("plan", archive, "--mesh", "2", "--solver", "nosuch")
+    assert "finds no solver NOSUCH of integer programs" in refused.output
 
 
 @pytest.mark.parametrize(

@@ -151,6 +151,15 @@ def test_more_time_than_the_service_allows(service: Any, graph: bytes, limit: st
     expect_problem(response, 422, "options", "AUTOSHARD_MAX_TIME_LIMIT", "3600")
 
 
+def test_a_solver_that_the_service_does_not_allow(service: Any, graph: bytes) -> None:
+    response = service.post(graph, {**MESH, "options": {"solver": "GUROBI"}})
+    named = ("'GUROBI'", "autoshard and ilp", "AUTOSHARD_SOLVERS")
+    expect_problem(response, 422, "options", *named)
+    plain = service.post(graph, {**MESH, "options": {"solver": "ilp"}}, wait=60)
+    assert plain.status_code == 200
+    assert plain.json()["options"]["solver"] == "ilp"
+
+
 def test_an_optimizer_that_is_not_known(service: Any, graph: bytes) -> None:
     response = service.post(graph, {**MESH, "options": {"optimizer": "newton"}}, wait=60)
     expect_problem(response, 422, "options", "newton")
