@@ -198,7 +198,8 @@ class Planning:
             metavar="KIND:NAME=LAYOUT",
             rich_help_panel=_CONSTRAINTS,
             help="Fix a layout, with KIND input, output, parameter, buffer or node; NAME may be a "
-            "pattern: 'parameter:*.wte.weight=*,S(0)'. Repeatable.",
+            "pattern: 'parameter:*.wte.weight=*,S(0)'; S(*) shards a dim of the plan's choice. "
+            "Repeatable.",
         ),
     ] = None
     stored_as: Annotated[
@@ -220,9 +221,24 @@ class Planning:
         ),
     ] = None
     batch_axis: Annotated[str | None, _described("batch_axis", _CONSTRAINTS, metavar="AXIS")] = None
-    skip_fully_replicated: Annotated[bool, _described("skip_fully_replicated", _CONSTRAINTS)] = (
-        False
-    )
+    skip_fully_replicated: Annotated[
+        bool,
+        typer.Option(
+            "--skip-fully-replicated",
+            rich_help_panel=_CONSTRAINTS,
+            help="Rule out that an operator which can be sharded does all of its work on every "
+            "rank; views, scalars and operators without inputs are exempt.",
+        ),
+    ] = False
+    skip_fully_replicated_on: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="AXIS",
+            rich_help_panel=_CONSTRAINTS,
+            help="Shard each operator over as many ranks of this axis, or of these axes together, "
+            "as it can be. Repeatable.",
+        ),
+    ] = None
 
     def read(self) -> PlanOptions:
         """Read the options of planning.
@@ -239,6 +255,9 @@ class Planning:
             for kind, layouts in _read_plan_file(stored_as).state_pins().model_dump().items():
                 given["pins"][kind] = layouts | given["pins"].get(kind, {})
         given["forbid"] = [_read_forbidden(text) for text in self.forbid or ()]
+        given["skip_fully_replicated"] = (
+            given.pop("skip_fully_replicated_on") or self.skip_fully_replicated
+        )
         given["cuts"] = given.pop("cut") or ()
         given["checkpointed_modules"] = given.pop("checkpointed_module") or ()
         numbers = (self.balance or "").split(",")

@@ -9,8 +9,9 @@ which the data loader gives every rank its slice of each thing. Interleavings th
 useless, and not offered.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from itertools import accumulate, pairwise
+from types import MappingProxyType
 
 from autoshard.graph import Graph, InputKind, Node
 from autoshard.layouts import AxisType, S, relative_sizes
@@ -22,13 +23,21 @@ from autoshard.ops.views import JOINING, SELECTING
 _Dim = tuple[str, int]
 """A value and one of its dims."""
 
+NOTHING_PINNED: Mapping[_Dim, Collection[tuple[int, ...]]] = MappingProxyType({})
 
-def interleaved_types(graph: Graph) -> Mapping[tuple[int, ...], tuple[AxisType, ...]]:
+
+def interleaved_types(
+    graph: Graph, pinned: Mapping[tuple[str, int], Collection[tuple[int, ...]]] = NOTHING_PINNED
+) -> Mapping[tuple[int, ...], tuple[AxisType, ...]]:
     """Return the interleaved types to consider, by tensor shape.
 
     They depend on the shape and not on the name, so that tensors of equal shape have equal layouts.
+
+    Args:
+        graph: the program.
+        pinned: sub-shards to consider also if no operator requires them, by value and dim.
     """
-    return {shape: tuple(types) for shape, types in _Propagation(graph).run().items()}
+    return {shape: tuple(types) for shape, types in _Propagation(graph).run(pinned).items()}
 
 
 def weights_of(graph: Graph) -> dict[str, str]:
@@ -52,12 +61,16 @@ class _Propagation:
         self._user_inputs = {i.name for i in graph.inputs if i.kind is InputKind.USER}
         self._seen: set[tuple[_Dim, tuple[int, ...]]] = set()
 
-    def run(self) -> dict[tuple[int, ...], dict[AxisType, None]]:
-        """Propagate the sub-shards of all operators that split or concatenate."""
+    def run(
+        self, pinned: Mapping[_Dim, Collection[tuple[int, ...]]]
+    ) -> dict[tuple[int, ...], dict[AxisType, None]]:
+        """Propagate the sub-shards of all operators that split or concatenate, and of pins."""
         found: dict[tuple[int, ...], dict[AxisType, None]] = {}
-        for place, sub_shards in self._sources():
-            if (place, sub_shards) not in self._seen:
-                for value, dim in self._reached(place, sub_shards):
+        sources = [(*source, False) for source in self._sources()]
+        sources += [(x, sub_shards, True) for x, all_of in pinned.items() for sub_shards in all_of]
+        for place, sub_shards, is_pinned in sources:
+            if is_pinned or (place, sub_shards) not in self._seen:
+                for value, dim in self._reached(place, sub_shards, is_pinned=is_pinned):
                     types = found.setdefault(self._graph.values[value].shape, {})
                     types[S(dim, sub_shards)] = None
         return found
@@ -112,9 +125,12 @@ class _Propagation:
                 return (value, selected[0]), (1,) * rule.sizes[letters[0]]
         return None
 
-    def _reached(self, start: _Dim, sub_shards: tuple[int, ...]) -> list[_Dim]:
-        """Dims that must be interleaved together with one; none without a weight or user input."""
-        found, waiting, is_useful = {start: None}, [start], False
+    def _reached(self, start: _Dim, sub_shards: tuple[int, ...], *, is_pinned: bool) -> list[_Dim]:
+        """Dims that must be interleaved together with one.
+
+        None, unless it is pinned, if no weight or user input is among them.
+        """
+        found, waiting, is_useful = {start: None}, [start], is_pinned
         while waiting:
             value, _ = place = waiting.pop()
             self._seen.add((place, sub_shards))

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 
-from autoshard.plan.options import ForbiddenCollective, Pins, PlanOptions
+from autoshard.plan.options import ForbiddenCollective, Pins, PlanOptions, SkipReplicated
 
 _FREE: Mapping[str, object] = {
     "reshard_after_forward": "auto",
@@ -53,6 +53,13 @@ def forbid_label(forbidden: ForbiddenCollective) -> str:
     return f"forbidden {forbidden}"
 
 
+def skip_label(wanted: SkipReplicated) -> str:
+    """The option `skip_fully_replicated` in words, with the axes that it names."""
+    return option_label(
+        "skip_fully_replicated", wanted if isinstance(wanted, bool) else ", ".join(wanted)
+    )
+
+
 def option_label(name: str, value: object) -> str:
     """An option with a value in words; a flag is its name alone."""
     return name if value is True else f"{name} {value!r}"
@@ -71,7 +78,10 @@ def _restrictions(options: PlanOptions) -> Iterator[str]:
     yield from map(forbid_label, options.forbid)
     for name, free in _FREE.items():
         value = getattr(options, name)
-        if name in {"pins", "forbid"} or value == free:
+        if name in {"pins", "forbid"} or value in (free, ()):
+            continue
+        if name == "skip_fully_replicated":
+            yield skip_label(value)
             continue
         is_list = name in {"cuts", "checkpointed_modules"}
         yield option_label(name, ", ".join(value) if is_list else value)

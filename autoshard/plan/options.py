@@ -51,6 +51,12 @@ _Balance = Annotated[
     tuple[Annotated[int, Field(ge=1, le=MAX_INT32)], ...],
     Field(min_length=1, max_length=1024, fail_fast=True),
 ]
+_AxisNames = Annotated[
+    tuple[Annotated[str, Field(min_length=1, max_length=255)], ...],
+    Field(max_length=64, fail_fast=True),
+]
+SkipReplicated = bool | _AxisNames
+"""Whether work must be divided at all, or the axes that divide it."""
 _PinTable = Annotated[Mapping[_Pattern, _LayoutText], Field(max_length=1024)]
 
 
@@ -106,9 +112,14 @@ class Pins(_Options):
     * `I`, `R`, `S(dim)`, `P`: the SPMD type; for inputs, outputs and parameters `I` and `R` are
       equivalent;
     * `Replicate()`, `Shard(dim)`, `Partial()`: DTensor's names; `Replicate()` is `I` or `R`;
+    * `S(dim)/1+1+1`, or `_StridedShard(dim, split_factor=3)`: interleaved, each of three sections
+      of the dim is sharded;
+    * `S(*)`, `Shard(*)`: sharded, along a dim that the plan chooses. Under a pattern of names, an
+      input, parameter, buffer or output is sharded over as many ranks of these axes as it can be;
     * `*`: any type.
 
-    The part for an axis of one rank is ignored.
+    Axes that shard one dim nest in the order of the mesh, or as given: `S(0),S(0);1>0` for axis 1
+    outside of axis 0, `S(0),S(0);*` for any order. The part for an axis of one rank is ignored.
     """
 
     inputs: _PinTable = Field(default={}, description="by argument name of forward.")
@@ -370,11 +381,12 @@ class PlanOptions(_Options):
             "time limit."
         ),
     )
-    skip_fully_replicated: bool = Field(
+    skip_fully_replicated: SkipReplicated = Field(
         default=False,
         description=(
             "whether to rule out that an operator which can be sharded does all of its work on "
-            "every rank; views, scalars and operators without inputs are exempt."
+            "every rank; views, scalars and operators without inputs are exempt. A list of axes: "
+            "each operator is sharded over as many ranks of these axes as it can be."
         ),
     )
 

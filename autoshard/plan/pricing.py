@@ -38,6 +38,7 @@ from autoshard.ops import (
     saved_tensors,
     strategies,
 )
+from autoshard.plan.constraints import pinned_sub_shards
 from autoshard.plan.document import Resharding
 from autoshard.plan.gradients import Gradients
 from autoshard.plan.legality import without_invariant
@@ -156,6 +157,7 @@ class Prices:
     def __init__(self, graph: Graph, mesh: Mesh, options: PlanOptions) -> None:
         self.graph = graph
         self.mesh = mesh
+        self._options = options
         self.training = options.mode == "training"
         self.micro_batches = options.micro_batches
         self.in_flight = options.in_flight
@@ -178,7 +180,8 @@ class Prices:
     @cached_property
     def interleaved(self) -> Mapping[tuple[int, ...], tuple[AxisType, ...]]:
         """The interleaved shard types that a tensor can have, by shape."""
-        return interleaved_types(self.graph)
+        pinned = pinned_sub_shards(self.graph, self._axes, self._options)
+        return interleaved_types(self.graph, pinned)
 
     def input(
         self, graph_input: Input, local_shapes: Sequence[tuple[int, ...]]

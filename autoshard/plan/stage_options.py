@@ -1,6 +1,6 @@
 """Options of one stage of a pipeline, from those of the whole program."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 
 from autoshard.graph import Graph, Input, InputKind
@@ -46,7 +46,7 @@ def stage_options(
     return options.model_copy(
         update={
             "pins": pins.model_copy(update=own),
-            "forbid": tuple(f for f in options.forbid if f.axis in (None, *mesh.axis_names)),
+            **_on_axes(options, mesh.axis_names),
             "in_flight": in_flight,
             "memory_budget": budget,
             **_SINGLE_STAGE,
@@ -56,7 +56,9 @@ def stage_options(
 
 
 def on_sub_mesh(options: PlanOptions, mesh: Mesh, whole: Mesh) -> PlanOptions:
-    """Options without collectives that are forbidden on axes which a sub-mesh does not have.
+    """Options without what concerns axes that a sub-mesh does not have.
+
+    These are collectives that are forbidden there, and axes of `skip_fully_replicated`.
 
     Args:
         options: of the whole mesh.
@@ -64,8 +66,7 @@ def on_sub_mesh(options: PlanOptions, mesh: Mesh, whole: Mesh) -> PlanOptions:
         whole: the whole mesh; axes that it does not have either are left, and refused later.
     """
     absent = set(whole.axis_names) - set(mesh.axis_names)
-    kept = tuple(one for one in options.forbid if one.axis not in absent)
-    return options.model_copy(update={"forbid": kept})
+    return options.model_copy(update=_without_axes(options, absent))
 
 
 def with_pinned_ends(
@@ -89,6 +90,25 @@ def with_pinned_ends(
         },
     }
     return options.model_copy(update={"pins": pins.model_copy(update=own)})
+
+
+def _on_axes(options: PlanOptions, names: Collection[str]) -> dict[str, object]:
+    """The options that name axes, restricted to these axes."""
+    skipped = options.skip_fully_replicated
+    forbidden = (one.axis for one in options.forbid)
+    named = () if isinstance(skipped, bool) else skipped
+    return _without_axes(options, {x for x in (*forbidden, *named) if x} - set(names))
+
+
+def _without_axes(options: PlanOptions, absent: Collection[str]) -> dict[str, object]:
+    """The options that name axes, without those on these axes."""
+    skipped = options.skip_fully_replicated
+    if not isinstance(skipped, bool):
+        skipped = tuple(name for name in skipped if name not in absent)
+    return {
+        "forbid": tuple(one for one in options.forbid if one.axis not in absent),
+        "skip_fully_replicated": skipped,
+    }
 
 
 def _names(inputs: Iterable[Input]) -> set[str]:

@@ -64,6 +64,17 @@ def test_options_arrive_in_the_plan(archive: Path) -> None:
     )
 
 
+def test_axes_that_share_work_arrive_in_the_plan(archive: Path) -> None:
+    result = autoshard(
+        *("plan", archive, "--mesh", "2,2", "--json", "--skip-fully-replicated-on", "axis1"),
+        *("--pin", "parameter:*=Shard(*),Shard(*)"),
+    )
+    plan = Plan.from_json(result.stdout)
+    assert plan.options.skip_fully_replicated == ("axis1",)
+    assert plan.options.pins.parameters == {"*": "Shard(*),Shard(*)"}
+    assert "skip_fully_replicated 'axis1'" in str(plan.certificate.statement)
+
+
 def test_options_of_pipelines_arrive_in_the_plan(archive: Path) -> None:
     result = autoshard(
         *("plan", archive, "--mesh", "2,2", "--json", "--cut", "before:down"),

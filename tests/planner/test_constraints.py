@@ -2,11 +2,25 @@
 
 from collections.abc import Callable
 from functools import partial
+from math import prod
 from typing import Any
 
 import pytest
+import torch
 from support.meshes import slow_devices
-from support.models import Planner, bert, gpt2, graph_of, llama, meta, mlp, small_graph
+from support.models import (
+    Case,
+    Mlp,
+    Planner,
+    bert,
+    gpt2,
+    graph_of,
+    llama,
+    meta,
+    mlp,
+    small_graph,
+)
+from torch import nn
 
 from autoshard.errors import OptionError
 from autoshard.graph import Graph, Origin
@@ -101,6 +115,99 @@ def test_a_pin_says_how_axes_nest() -> None:
     assert inward.matches(Layout.parse("S(0),S(0);1>0"))
     assert not inward.matches(Layout.parse("S(0),S(0)"))
     assert LayoutPattern.parse("S(0),*", axes, exact=True).matches(Layout.parse("S(0),S(0);1>0"))
+
+
+def matching(text: str, *layouts: str) -> list[bool]:
+    pattern = LayoutPattern.parse(text, NontrivialAxes.of(SLOW_2X2), exact=True)
+    return [pattern.matches(Layout.parse(layout)) for layout in layouts]
+
+
+def test_a_pin_may_leave_the_dim_or_the_nesting_open() -> None:
+    nested = "S(0),S(0)", "S(0),S(0);1>0"
+    assert matching("S(0),S(0)", *nested) == [True, False]
+    assert matching("S(0),Shard(0);*", *nested, "S(0),S(1)") == [True, True, False]
+    assert (
+        matching("S(*),Shard(*)", *nested, "S(0),S(1)", "S(0),R", "R,R") == [True] * 3 + [False] * 2
+    )
+    assert matching("S(*),I", "S(1),I", "S(0)/1+1,I", "S(1),R", "P,I") == [True, True, False, False]
+
+
+def test_words_of_dtensor_give_nesting_and_sections() -> None:
+    nested = "_StridedShard(0, split_factor=2),Shard(0)"
+    assert matching(nested, "S(0),S(0);1>0", "S(0),S(0)") == [True, False]
+    sections = "Replicate(),_StridedShard(dim=0, sf=3)"
+    assert matching(sections, "I,S(0)/1+1+1", "R,S(0)/1+1+1", "I,S(0)") == [True, True, False]
+
+
+def num_ranks(plan: Plan, name: str) -> int:
+    """Number of ranks over which an input is sharded."""
+    (placed,) = [i for i in plan.stages[0].inputs if i.target == name]
+    return prod(a // b for a, b in zip(placed.shape, placed.local_shape, strict=True))
+
+
+def test_parameters_may_be_pinned_to_be_sharded_anyhow(planned: Planner) -> None:
+    graph = graph_of(meta(mlp, 64, 512, 512, 6))
+    free = planned(graph, SLOW_2X2, pins=Pins(parameters={"*": "I,I"}))
+    assert num_ranks(free, "up.weight") == 1
+    anyhow = {"*": "Shard(*),Shard(*)"}
+    plan = planned(graph, SLOW_2X2, pins=Pins(parameters=anyhow))
+    for name in ("up.weight", "up.bias", "down.weight"):
+        assert num_ranks(plan, name) == 4
+    # Six features divide over one axis only.
+    assert num_ranks(plan, "down.bias") == 2
+    dims = [
+        planned(graph, SLOW_2X2, pins=Pins(parameters={**anyhow, "up.weight": layout}))
+        for layout in ("S(0),S(0)", "S(0),S(1)", "S(1),S(0)", "S(1),S(1)", "S(0),S(0);1>0")
+    ]
+    objective = plan.certificate.objective
+    assert all(objective <= other.certificate.objective * (1 + 1e-9) for other in dims)
+
+
+def test_a_pin_introduces_interleaved_sections(planned: Planner) -> None:
+    graph = graph_of(meta(mlp, 64, 512, 512, 512))
+    pins = Pins(parameters={"up.weight": "*,S(0)/1+1+2+4", "down.weight": "*,S(1)/1+1+2+4"})
+    with pytest.raises(OptionError, match="pin the operators that read the tensor"):
+        planned(graph, SLOW_2X2, pins=pins)
+    equal = {"up.weight": "*,S(0)/1+1", "down.weight": "*,_StridedShard(1, split_factor=2)"}
+    plan = planned(graph, SLOW_2X2, pins=Pins(parameters=equal))
+    assert inputs(plan)["up.weight"].endswith(",S(0)/1+1")
+    assert inputs(plan)["down.weight"].endswith(",S(1)/1+1")
+    # What the first product makes has the sections of its weight, and the second sums over them.
+    assert node(plan, "linear")[1][0].endswith(",S(1)/1+1")
+    assert node(plan, "linear_1")[0][0].endswith(",S(1)/1+1")
+    # Operators may have sections of several sizes.
+    unequal = planned(graph, SLOW_2X2, pins=Pins(nodes={"linear": "*,S(1)/1+1+2+4"}))
+    assert node(unequal, "linear")[1][0].endswith(",S(1)/1+1+2+4")
+
+
+def test_each_operator_is_sharded_over_the_named_axes(planned: Planner) -> None:
+    graph = graph_of(meta(mlp, 6, 512, 512, 512))
+    mesh = make_mesh((2, 2))
+
+    def idle(plan: Plan, axis: int) -> set[str]:
+        return {
+            n.name
+            for n in plan.stages[0].nodes
+            if not any(Layout.parse(x).types[axis].is_shard for x in (*n.inputs, *n.outputs))
+        }
+
+    assert idle(planned(graph, mesh, skip_fully_replicated=True), 0) | idle(
+        planned(graph, mesh, skip_fully_replicated=True), 1
+    )
+    second = planned(graph, mesh, skip_fully_replicated=["axis1"])
+    assert not idle(second, 1)
+    both = planned(graph, mesh, skip_fully_replicated=["axis0", "axis1"])
+    assert not idle(both, 0) | idle(both, 1)
+    assert second.certificate.objective <= both.certificate.objective
+
+
+def test_axes_that_an_operator_cannot_fill_together_share_it(planned: Planner) -> None:
+    # Four points in all: one of the two axes has no work left, and the larger one is preferred.
+    graph = graph_of(meta(elementwise, 4))
+    both = ["axis0", "axis1"]
+    plan = planned(graph, make_mesh((2, 4)), mode="inference", skip_fully_replicated=both)
+    for placed in plan.stages[0].nodes:
+        assert [t.is_shard for t in Layout.parse(placed.outputs[0]).types] == [False, True]
 
 
 def test_a_pin_on_an_axis_of_one_rank_says_nothing(planned: Planner) -> None:
@@ -216,6 +323,25 @@ def test_no_heavy_operator_does_all_work_everywhere(planned: Planner) -> None:
     assert not whole(plan)
 
 
+class OddMlp(Mlp):
+    """An MLP with a bias that few ranks can share."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8, 8)
+        self.odd = nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.odd(super().forward(x))
+
+
+def odd_mlp() -> Case:
+    return OddMlp(), {"x": torch.randn(6, 8)}
+
+
+def elementwise(size: int) -> Case:
+    return nn.ReLU(), {"input": torch.randn(size)}
+
+
 NO_NAME = "no such name"
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "parameter": ({"pins": {"parameters": {"nothing.*": "R,R"}}}, NO_NAME),
@@ -227,6 +353,16 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no nesting": ({"pins": {"inputs": {"x": "S(0),R;1>0"}}}, "non-ascending order"),
     "no dim": ({"pins": {"parameters": {"up.bias": "S(1),R"}}}, "no dim 1"),
     "no divisor": ({"pins": {"inputs": {"x": "S(0),S(0)"}}}, "does not divide into 4"),
+    "no dims": (
+        {"pins": {"outputs": {"0": "S(*),S(*)"}, "inputs": {"x": "S(*),S(1);1>0"}}},
+        "order",
+    ),
+    "too few elements": ({"pins": {"parameters": {"odd.bias": "S(*),S(*)"}}}, "at most 2 of the 4"),
+    "sections": (
+        {"pins": {"parameters": {"up.bias": "I,S(0)/1+1+1"}}},
+        "of the sections 1\\+1\\+1",
+    ),
+    "axis to share": ({"skip_fully_replicated": ["pp"]}, "'pp'"),
     "partial at rest": ({"pins": {"parameters": {"up.weight": "P,R"}}}, "has no such strategy"),
     "no rule": ({"pins": {"nodes": {"relu": "P,R"}}}, "has no such strategy"),
     "too few layouts": ({"pins": {"nodes": {"linear": "R,R -> R,R"}}}, "gives 1 inputs"),
@@ -240,7 +376,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 def test_what_cannot_be_is_named(name: str) -> None:
     options, complaint = BAD[name]
     mesh = slow_devices(a=4, b=2) if name == "batch size" else SLOW_2X2
-    graph = graph_of(meta(mlp, 6, 8, 8, 8))
+    graph = graph_of(meta(odd_mlp))
     with pytest.raises(OptionError, match=complaint):
         make_plan(graph, mesh, PlanOptions.model_validate(options))
 
@@ -257,6 +393,8 @@ DISOBEYED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "batch": ({"batch_axis": "axis0"}, "does not obey the batch_axis"),
     "pattern": ({"algo": "megatron"}, "does not obey the algo"),
+    "any dim": ({"pins": {"parameters": {"*": "*,S(*)"}}}, "to '*,S(*)'"),
+    "shared work": ({"skip_fully_replicated": ["axis1"]}, "skip_fully_replicated 'axis1'"),
 }
 
 

@@ -14,8 +14,10 @@ from autoshard.plan.constraints.data_parallel import (
     check_batch,
     sharding_axes,
 )
-from autoshard.plan.constraints.from_options import LayoutPattern, plan_constraints
+from autoshard.plan.constraints.from_options import plan_constraints
+from autoshard.plan.constraints.layout_pattern import LayoutPattern
 from autoshard.plan.constraints.megatron import megatron_pattern, sequence_parallel_pattern
+from autoshard.plan.constraints.pins import pinned_sub_shards
 
 __all__ = [
     "UNCONSTRAINED",
@@ -30,6 +32,7 @@ __all__ = [
     "StrategyConstraint",
     "check_batch",
     "megatron_pattern",
+    "pinned_sub_shards",
     "plan_constraints",
     "sequence_parallel_pattern",
     "sharding_axes",

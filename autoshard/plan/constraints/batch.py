@@ -15,7 +15,6 @@ from autoshard.plan.constraints.constraints import (
     ChoiceId,
     Dim,
     ShardingConstraint,
-    StrategyConstraint,
     shard_any,
 )
 from autoshard.plan.nontrivial_axes import NontrivialAxes
@@ -170,7 +169,7 @@ class BatchSharding:
 
 def batch_constraints(
     graph: Graph, axes: NontrivialAxes, axis: int | None
-) -> dict[ChoiceId, StrategyConstraint]:
+) -> dict[ChoiceId, ShardingConstraint]:
     """Constraints that shard the batch on one axis wherever possible, and on no other axis.
 
     Args:
@@ -201,7 +200,7 @@ def batch_constraints(
             tuple(batch if a == axis and required else frozenset() for a in range(len(sizes))),
         )
 
-    constraints: dict[ChoiceId, StrategyConstraint] = {}
+    constraints: dict[ChoiceId, ShardingConstraint] = {}
     for value in (i.name for i in graph.inputs if i.kind is InputKind.USER):
         batch, dims = origins.of_input(value, Origin.BATCH), origins.of_input(value, *Origin)
         constraints["input", value] = constraint(batch, dims, required=True)

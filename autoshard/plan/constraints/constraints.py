@@ -5,15 +5,15 @@ the same variables as the free one, and its certificate has the same meaning. Th
 checker evaluate the same constraint objects.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from autoshard.arrays import FloatArray
 from autoshard.errors import OptionError
-from autoshard.layouts import Action, Pricer
-from autoshard.ops import OperatorRule, Strategy, axis_rules
+from autoshard.layouts import Action, AxisType, Pricer
+from autoshard.ops import AxisRule, OperatorRule, Strategy, axis_rules
 from autoshard.plan.nontrivial_axes import NontrivialAxes
 
 ChoiceId = tuple[str, str]
@@ -45,13 +45,22 @@ class ShardingConstraint:
         """True if every axis shards a required dim and no dim that is not allowed."""
         tensors = (*strategy.inputs, *strategy.outputs)
         for axis, (allowed, required) in enumerate(zip(self.allowed, self.required, strict=True)):
-            types = [layout.types[axis] for layout in tensors]
-            sharded = {(i, t.dim) for i, t in enumerate(types) if t.is_shard}
+            sharded = _sharded(layout.types[axis] for layout in tensors)
             if allowed is not None and not sharded <= allowed:
                 return False
             if required and sharded.isdisjoint(required):
                 return False
         return True
+
+    def allows(self, axis: int, option: AxisRule) -> bool:
+        """True if an axis may shard the dims that an option of it shards."""
+        allowed = self.allowed[axis]
+        return allowed is None or _sharded((*option.inputs, *option.outputs)) <= allowed
+
+
+def _sharded(types: Iterable[AxisType]) -> set[Dim]:
+    """The dims that an axis shards, by its type of each tensor."""
+    return {(i, t.dim) for i, t in enumerate(types) if t.is_shard}
 
 
 def shard_any(rule: OperatorRule, num_ranks: int, dims: frozenset[Dim]) -> OperatorRule | None:

@@ -57,5 +57,15 @@ CASES = {
             "forbid": [{"kind": "all_to_all", "axis": "dp"}],
         },
     ),
-    "batch axis llama": Case("llama", {"batch_axis": "tp", "skip_fully_replicated": True}),
+    "interleaved gpt2": Case(
+        "gpt2",
+        {
+            "pins": {
+                "parameters": {"*": "S(*),*", "*.mlp.c_fc.weight": "*,S(1)/1+1+1+1"},
+                "nodes": {"addmm_3": "*,S(1)/1+3", "addmm_2": "S(0),S(1)/1+1+1+1"},
+            },
+            "forbid": [{"kind": "all_gather", "of": "activations", "axis": "dp"}],
+        },
+    ),
+    "batch axis llama": Case("llama", {"batch_axis": "tp", "skip_fully_replicated": ["tp", "dp"]}),
 }
