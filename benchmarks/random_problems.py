@@ -13,7 +13,7 @@ hints which nodes repeat):
     narrow           restricted problems of a few strategies, whatever the number of strategies
     shared relaxed   shared nodes of runs are relaxed first, and little work is spent on them
     runs alone       run contraction and its prices on usage, without the steps that close a gap
-    thin             plain: relaxations with few links instead of elimination
+    thin             plain, without the limit: relaxations with few links instead of elimination
     several limits   the same problem under several limits, each with the results of the others
     short of time    stops after a few milliseconds; large-neighbourhood search if there is time
 
@@ -62,6 +62,7 @@ class Route:
         settings: limits of work.
         gap: requested.
         with_hints: true if the solver is told which nodes repeat.
+        with_limit: true if the usage limit is kept.
         may_stay_open: true if the solution need not be proven optimal.
         time_limit: seconds, or None.
     """
@@ -69,6 +70,7 @@ class Route:
     settings: SolverSettings
     gap: float = _GAP
     with_hints: bool = True
+    with_limit: bool = True
     may_stay_open: bool = False
     time_limit: float | None = None
 
@@ -83,9 +85,9 @@ _STARVED = SolverSettings(
 _THIN = replace(
     _NO_PRODUCTS,
     mini_bucket_min_entries=0,
-    mini_bucket_work=5.0,
+    mini_bucket_work=2.0,
     mini_bucket_growth=2.0,
-    max_elimination_work=40.0,
+    max_elimination_work=12.0,
 )
 _HUGE = replace(_NO_TABLES, large_entries=0, huge_entries=0, forest_patience=20)
 
@@ -99,7 +101,7 @@ ROUTES = MappingProxyType(
         "narrow": Route(_NARROW, may_stay_open=True),
         "shared relaxed": Route(_STARVED),
         "runs alone": Route(_DEFAULT, may_stay_open=True),
-        "thin": Route(_THIN, with_hints=False),
+        "thin": Route(_THIN, with_hints=False, with_limit=False),
         "several limits": Route(_DEFAULT),
         "short of time": Route(_HUGE, may_stay_open=True, time_limit=_SHORT),
     }
@@ -154,6 +156,8 @@ def _solved(problem: Problem, name: str, labels: set[str]) -> Iterator[tuple[Pro
     route = ROUTES[name]
     if not route.with_hints:
         problem = replace(problem, repeats=())
+    if not route.with_limit:
+        problem = replace(problem, usage_limit=np.inf)
     if name == "runs alone":
         yield problem, _solved_by_runs(problem, route)
         return
