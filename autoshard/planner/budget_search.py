@@ -62,7 +62,7 @@ _NEGLIGIBLE = 0.005
 """Maximum total size of the values that are not counted, as a share of the budget."""
 _LOOSE_GAP = 6.0
 """Factor by which the relative gap is larger while limits and time points are searched."""
-_TIME_SHARE = 0.3
+_TIME_SHARE = 0.6
 """Share of the remaining time for one solve under a limit."""
 _MIN_SECONDS = 1.0
 """Minimum time limit of a single solve, seconds, even after the deadline."""
@@ -137,6 +137,7 @@ class BudgetSearch:
         self._block_cache = block_cache
         self._unlimited = WarmStart()  # for the problem without memory
         self._cut_short = False  # by a time limit, in any solve
+        self._first_layouts: IntArray | None = None  # of the first plan that fits
         self.must_recompute = "always" in (
             options.reshard_after_forward,
             options.activation_checkpointing,
@@ -233,18 +234,21 @@ class BudgetSearch:
         if self._formulation.prices.micro_batches > 1 and not self.must_recompute:
             found.append(self._with_frequencies(unlimited, memory_budget))
         assert unlimited.choice is not None
-        found.append(self._with_layouts(unlimited.choice, memory_budget))
+        layouts = unlimited.choice
+        found.append(self._with_layouts(layouts, memory_budget))
         for elasticity in _ELASTICITIES:
             if any(found):
                 break
             priced = self._priced(elasticity * unlimited.objective / memory_budget)
             if priced.choice is not None:
-                found.append(self._with_layouts(priced.choice, memory_budget))
+                layouts = priced.choice
+                found.append(self._with_layouts(layouts, memory_budget))
         plans = [plan for plan in found if plan is not None]
         if not plans:
             return None
         solution, plan = min(plans, key=lambda pair: pair[1].costs.total)
         solution = self._with_bound(solution, unlimited.bound)
+        self._first_layouts = layouts
         # Its blocks are those of the problem without memory, as its layouts.
         return replace(solution, blocks=unlimited.blocks), plan
 
@@ -257,8 +261,7 @@ class BudgetSearch:
         rounds.add_points(self._block_points())
         for _ in range(_FIRST_ROUNDS):
             if rounds.counted is None:
-                counted = self._count(self._negligible(memory_budget), rounds.points)
-                rounds.counted = counted.restricted(masks)
+                rounds.counted = self._count_with(masks, rounds)
             limit = rounds.limits.limit
             limited = replace(rounds.counted.problem, usage_limit=limit)
             solution = self._solve(
@@ -283,6 +286,11 @@ class BudgetSearch:
             if rounds.limits.is_over:
                 break
         return rounds.best
+
+    def _count_with(self, masks: Sequence[BoolArray], rounds: Rounds) -> CountedProblem:
+        """The problem that counts memory, with some strategies of each variable."""
+        counted = self._count(self._negligible(rounds.budget), rounds.points)
+        return counted.restricted(masks)
 
     def _with_frequencies(
         self, solution: Solution, memory_budget: int
@@ -370,8 +378,10 @@ class BudgetSearch:
         candidates = self._candidates(rounds)
         bound_of_unlimited = rounds.bound
         relaxed: Solution | None = None  # with the budget itself as the limit
+        limited: Problem | None = None
         for _ in range(_MAX_ROUNDS):
             if rounds.counted is None:
+                limited = None  # frees its memory
                 rounds.counted = self._count(self._negligible(rounds.budget), rounds.points)
                 warm_start = rounds.counted.warm_start
                 warm_start.unlimited_bound = bound_of_unlimited if unlimited else None
@@ -572,6 +582,8 @@ class BudgetSearch:
         formulation, first = self._formulation, self._unlimited.strategy_bounds
         if not formulation.prices.training or rounds.unlimited is None:
             return None
+        if self._first_layouts is not None:
+            return self._only(self._first_layouts)
         if not first:
             choice = rounds.unlimited[0].choice
             return None if choice is None else self._only(choice)

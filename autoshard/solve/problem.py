@@ -21,6 +21,9 @@ from autoshard.solve.path_costs import ShortestPathCost
 MAX_USAGE = float(1 << 53)
 """Usage at one time must be below this: sums of whole numbers are then exact in any order."""
 
+_LARGE_ENTRIES = 1 << 16
+"""Entries of a matrix from which on it is not copied to price choices."""
+
 
 @dataclass(frozen=True, slots=True)
 class Node:
@@ -183,8 +186,8 @@ class Problem:
         places = np.where(widths > 0, listed.matrices[edges] + rows * widths + cols, -1)
         paid = listed.prices[places]
         for i in np.flatnonzero(widths == 0).tolist():
-            path_cost = listed.path_costs[int(listed.numbers[edges][i])]
-            paid[i] = path_cost.price(int(rows[i]), int(cols[i]))
+            apart, pair = listed.apart[int(listed.numbers[edges][i])], (int(rows[i]), int(cols[i]))
+            paid[i] = apart.price(*pair) if isinstance(apart, ShortestPathCost) else apart[pair]
         return np.concatenate((listed.costs[listed.starts[nodes] + picks[nodes]], paid))
 
     @cached_property
@@ -232,11 +235,9 @@ class Problem:
     def _flat_arrays(self) -> "_FlatArrays":
         costs, starts = _concatenated([node.cost for node in self.nodes])
         labels, places = _concatenated([x for edge in self.edges for x in (edge.rows, edge.cols)])
-        path_costs = {
-            i: e.prices for i, e in enumerate(self.edges) if isinstance(e.prices, ShortestPathCost)
-        }
+        apart = {i: e.prices for i, e in enumerate(self.edges) if _is_large(e.prices)}
         empty = np.zeros((0, 0))
-        given = [empty if i in path_costs else e.cost for i, e in enumerate(self.edges)]
+        given = [empty if i in apart else e.cost for i, e in enumerate(self.edges)]
         prices, matrices = _concatenated(given)
         return _FlatArrays(
             costs,
@@ -251,7 +252,7 @@ class Problem:
             np.array([edge.source for edge in self.edges], dtype=np.intp),
             np.array([edge.target for edge in self.edges], dtype=np.intp),
             np.arange(len(self.edges)),
-            path_costs,
+            apart,
         )
 
     @cached_property
@@ -392,6 +393,10 @@ def _peak(uses: FloatArray, spans: IntArray, num_times: int) -> float:
     return float(np.cumsum(grows - falls)[:-1].max())
 
 
+def _is_large(prices: FloatArray | ShortestPathCost) -> bool:
+    return isinstance(prices, ShortestPathCost) or prices.size > _LARGE_ENTRIES
+
+
 def _largest(values: FloatArray) -> float:
     """The largest finite value, at least 0."""
     return float(values[np.isfinite(values)].max(initial=0.0))
@@ -407,13 +412,13 @@ class _FlatArrays:
         labels: rows and columns of all edges.
         rows: offset of the rows of each edge in `labels`, shape [E].
         cols: offset of the columns of each edge in `labels`, shape [E].
-        prices: entries of all matrices, row by row.
+        prices: entries of all matrices that are not large, row by row.
         matrices: offset of the matrix of each edge in `prices`, shape [E].
         widths: number of its columns, shape [E]; 0 where there is none.
         sources: first node of each edge, shape [E].
         targets: second node of each edge, shape [E].
         numbers: number of each edge, shape [E].
-        path_costs: prices of each edge that has no matrix, by its number.
+        apart: path costs and large matrices, which are not copied, by the number of the edge.
     """
 
     costs: FloatArray
@@ -427,7 +432,7 @@ class _FlatArrays:
     sources: IntArray
     targets: IntArray
     numbers: IntArray
-    path_costs: dict[int, ShortestPathCost]
+    apart: dict[int, FloatArray | ShortestPathCost]
 
 
 def _concatenated(arrays: Sequence[NDArray[Any]]) -> tuple[NDArray[Any], IntArray]:

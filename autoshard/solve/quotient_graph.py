@@ -24,7 +24,7 @@ class Port:
 
     Attributes:
         node_class: number of the node class.
-        backward: true if the other ends of the edges are earlier nodes.
+        backward: true if the other ends of most of the edges are in earlier node classes.
         num_edges: number of edges with this end, of all nodes of the node class together.
         edge_classes: number of each edge class with this end; true if the end is its source.
     """
@@ -56,11 +56,13 @@ class EdgeClass:
         edge: an edge with the same content.
         source: port of their sources.
         target: port of their targets.
+        num_edges: number of the edges.
     """
 
     edge: Edge
     source: int
     target: int
+    num_edges: int
 
 
 class QuotientGraph:
@@ -98,6 +100,7 @@ class QuotientGraph:
         for run in inner:
             for edge in group_edges(problem, run):
                 self._add_edge_classes(edge, _alike_edges(run, edge))
+        self._set_directions()
 
     def weight(self, port: int) -> float:
         """Mean number of edges at a port per node of its node class."""
@@ -112,6 +115,24 @@ class QuotientGraph:
             if is_source
             else self.edge_classes[edge_class].source
         )
+
+    def _set_directions(self) -> None:
+        """Set the direction of each port, by the order in which node classes pass messages.
+
+        A group links to boundary nodes of the group before it. Their node class is later than those
+        of the rest of the group, although each of its nodes is earlier.
+        """
+        later = [0] * len(self.ports)
+        for edge_class in self.edge_classes:
+            ends = edge_class.source, edge_class.target
+            first = [self.node_classes[self.ports[end].node_class].nodes[0] for end in ends]
+            for end, apart in zip(ends, (first[1] - first[0], first[0] - first[1]), strict=True):
+                later[end] += edge_class.num_edges * (apart > 0) - edge_class.num_edges * (
+                    apart < 0
+                )
+        for port, number in zip(self.ports, later, strict=True):
+            if number:
+                port.backward = number < 0
 
     def _add_edge_classes(self, edge: Edge, alike: Iterable[tuple[int, int]]) -> None:
         """Add an edge class for each pair of node classes joined by edges equal to a given one."""
@@ -130,7 +151,7 @@ class QuotientGraph:
             self.ports[port].num_edges += number
             self.ports[port].edge_classes.append((len(self.edge_classes), is_source))
             made.append(port)
-        self.edge_classes.append(EdgeClass(edge, *made))
+        self.edge_classes.append(EdgeClass(edge, *made, number))
 
     def _port(self, node_class: int, edge: Edge, *, is_source: bool) -> int:
         key = (node_class, id(edge), is_source)

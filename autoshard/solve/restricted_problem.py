@@ -208,21 +208,36 @@ class RestrictedSolver:
         return answer.bound, answer.choice
 
     def bounds(
-        self, costs: Sequence[FloatArray], num_sweeps: int
-    ) -> tuple[float, list[FloatArray]]:
-        """Lower bounds for given costs, of all choices and by strategy of each node class.
+        self,
+        costs: Sequence[FloatArray],
+        num_sweeps: int,
+        *,
+        report_bound: Callable[[float], object],
+        enough: float,
+    ) -> list[FloatArray]:
+        """Lower bounds for given costs by strategy of each node class.
 
         Args:
             costs: as of `minimise`.
-            num_sweeps: number of sweeps; they start from the messages for the previous costs.
+            num_sweeps: largest number of sweeps; they start from the messages for the previous
+                costs.
+            report_bound: called with each better lower bound of all choices.
+            enough: bound at which the sweeps end.
         """
         self._state.enter("pass messages")
         self._set(costs)
+        before = -np.inf
         for _ in range(num_sweeps):
             self._messages.sweep()
             self._state.count("restricted.sweeps")
+            bound = self._messages.bound
+            report_bound(bound)
+            if bound >= enough or bound - before <= self._settings.quotient_min_gain * abs(bound):
+                break
+            before = bound
         proven, least = strategy_bounds(self._messages)
-        return max(self._messages.bound, proven), least
+        report_bound(proven)
+        return least
 
     @contextmanager
     def restored_messages(self) -> Iterator[None]:
@@ -405,9 +420,8 @@ class LimitedRestriction:
             inner.best_choices = [
                 restricted.part(old.whole(choice)) for choice in seen.best_choices
             ]
-            inner.swap_options = [
-                tuple(restricted.part(old.whole(choice)) for choice in some)
-                for some in seen.swap_options
+            inner.group_options = [
+                restricted.part(old.whole(choice)) for choice in seen.group_options
             ]
         warm_start.restricted = restricted, inner
 
@@ -438,14 +452,21 @@ class LimitedRestriction:
         prices = self._lagrangian.best_prices(limit)
         if not prices.any():
             return
+        slack = self._state.gap * self._state.magnitude
+        enough = self._state.objective - slack + float(prices.sum()) * limit
+
+        def report(bound: float) -> None:
+            self._state.raise_bound(self._lagrangian.proven(bound, prices))
+            warm_start.proven = limit, self._state.bound
+
         sweeps = (
             self._settings.limited_first_sweeps
             if np.isinf(warm_start.proven[0])
             else self._settings.limited_more_sweeps
         )
-        bound, least = self._restricted_solver.bounds(self._lagrangian.priced(prices), sweeps)
-        self._state.raise_bound(self._lagrangian.proven(bound, prices))
-        warm_start.proven = limit, self._state.bound
+        least = self._restricted_solver.bounds(
+            self._lagrangian.priced(prices), sweeps, report_bound=report, enough=enough
+        )
         if not self._state.closed and warm_start.restricted is not None:
             self._set_restricted(
                 [cheapest(bounds, self._settings.limited_width) for bounds in least]

@@ -94,8 +94,11 @@ class SolverSettings:
         usage_mixtures: largest number of mixtures of times to prove a limit infeasible.
         reserve_rounds: times that the limit is lowered to leave slack for unpriced times.
         nearest_choices: number of near-optimal choices at the best prices that are combined.
-        sweep_choices: choices along a ray of prices that swap local search combines.
-        max_swaps: largest number of swaps of one local search.
+        price_multiples: multiples of the best prices whose best choices are combined.
+        master_rounds: times that the integer program over groups is solved, each with one more
+            time at which the limit is stated.
+        master_nodes: nodes of its branch and bound.
+        master_gap: share of the requested gap that it may leave.
 
         wide_strategies: mean number of strategies of a node class from which on a problem is
             solved through restricted problems.
@@ -193,8 +196,10 @@ class SolverSettings:
     usage_mixtures: int = 8
     reserve_rounds: int = 3
     nearest_choices: int = 6
-    sweep_choices: int = 7
-    max_swaps: int = 400
+    price_multiples: tuple[float, ...] = (0.25, 1.0, 4.0)
+    master_rounds: int = 10
+    master_nodes: int = 4000
+    master_gap: float = 0.1
 
     wide_strategies: float = 100.0
     first_width: int = 24
@@ -211,8 +216,8 @@ class SolverSettings:
     limited_elasticities: tuple[float, ...] = (0.4, 3.0)
     limited_rough_gap: float = 0.01
     limited_width: int = 12
-    limited_first_sweeps: int = 12
-    limited_more_sweeps: int = 6
+    limited_first_sweeps: int = 30
+    limited_more_sweeps: int = 10
     limited_rounds: int = 3
     limited_share: float = 0.6
     limited_min_gain: float = 0.2

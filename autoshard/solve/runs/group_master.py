@@ -1,0 +1,481 @@
+"""Combination of the groups of several choices under the usage limit, as an integer program.
+
+A *column* is a choice of one group, with the strategies of the boundary nodes before it and of the
+shared nodes. Since groups are equal, a column may be used for any group of its run. The integer
+program chooses how many groups use each column, and one choice of the nodes outside of runs, so
+that the strategies at boundaries agree. Consecutive groups that are alive at the same times are one
+*segment*, so the size of the program does not depend on the number of groups.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise, product
+
+import numpy as np
+from scipy import sparse
+from scipy.optimize import Bounds, LinearConstraint, milp
+
+from autoshard.arrays import BoolArray, FloatArray, IntArray
+from autoshard.solve.network import spread
+from autoshard.solve.problem import Problem
+from autoshard.solve.runs.find import Run, independent_runs
+from autoshard.solve.state import SolveState
+
+_TIGHTER = 1e-6
+"""Relative decrease of the limit when a choice exceeds it because of rounding."""
+
+_ITEM = np.dtype(np.intp).itemsize
+
+_State = bytes
+"""Strategies of the boundary nodes between two groups, and of the shared nodes."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Column:
+    """A choice of one group.
+
+    Attributes:
+        start: state before the group.
+        end: state after it.
+        picks: strategies of its nodes, shape [P].
+        cost: price of its nodes and edges.
+        uses: usage of its nodes, shape [P].
+    """
+
+    start: _State
+    end: _State
+    picks: IntArray
+    cost: float
+    uses: FloatArray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Rest:
+    """A choice of the nodes outside of runs.
+
+    Attributes:
+        starts: state before the first group of each run.
+        ends: state after the last group of each run.
+        picks: strategies of the nodes.
+        cost: price of the nodes and of their edges.
+        uses: usage of the nodes.
+    """
+
+    starts: tuple[_State, ...]
+    ends: tuple[_State, ...]
+    picks: IntArray
+    cost: float
+    uses: FloatArray
+
+
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    """Consecutive groups of a run, from `first` to `last - 1`."""
+
+    run: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """States that the groups of a segment must enter to use a column that starts in one of them."""
+
+    segment: _Segment
+    states: frozenset[_State]
+
+
+class _Rows:
+    """The rows of an integer program, added one by one."""
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[int, int, float]] = []
+        self.low: list[float] = []
+        self.high: list[float] = []
+
+    def add(self, entries: Iterable[tuple[int, float]], low: float, high: float) -> None:
+        """Add a row of (column, value) entries and its limits."""
+        self._entries.extend((len(self.low), col, value) for col, value in entries)
+        self.low.append(low)
+        self.high.append(high)
+
+    def constraint(self, num_columns: int) -> LinearConstraint:
+        """All rows."""
+        rows, cols, values = zip(*self._entries, strict=True)
+        shape = (len(self.low), num_columns)
+        matrix = sparse.csr_array((values, (rows, cols)), shape=shape)
+        return LinearConstraint(matrix, self.low, self.high)
+
+
+class GroupMaster:
+    """The integer program over the groups of the choices added so far.
+
+    Args:
+        state: of the problem, whose limit is finite; it is offered the choices found.
+    """
+
+    def __init__(self, state: SolveState) -> None:
+        self._state, self._problem = state, state.problem
+        self._runs = independent_runs(state.problem)
+        self._columns: list[dict[bytes, _Column]] = [{} for _ in self._runs]
+        self._rests: dict[bytes, _Rest] = {}
+        self._first, self._last = self._problem.peak_spans.T
+        self._owner_of_node, self._owner_of_edge = _owners(self._problem, self._runs)
+        self._outside = np.flatnonzero(self._owner_of_node < 0)
+        ends = [v for run in self._runs for v in run.last_boundary]
+        self._key_nodes = np.concatenate((self._outside, np.array(ends, dtype=np.intp)))
+
+    def add(self, choice: IntArray) -> None:
+        """Add the groups of a choice, and its nodes outside of groups."""
+        uses, paid = self._problem.uses(choice), self._problem.prices(choice)
+        uses = np.where(self._first < self._last, uses, 0.0)
+        if not (np.isfinite(uses).all() and np.isfinite(paid).all()):
+            return
+        owners = np.concatenate((self._owner_of_node, self._owner_of_edge)) + 1
+        costs = np.bincount(owners, weights=paid, minlength=2)
+        starts, ends, number = [], [], 1
+        for run, known in zip(self._runs, self._columns, strict=True):
+            shared = choice[list(run.shared_nodes)]
+            picks = choice[run.node_array]
+            between = [choice[list(run.before)], *picks[:, list(run.boundary)]]
+            states = [np.append(picked, shared).tobytes() for picked in between]
+            for k, (start, end) in enumerate(pairwise(states)):
+                key = start + picks[k].tobytes()
+                if key not in known:
+                    used = uses[run.node_array[k]]
+                    known[key] = _Column(start, end, picks[k], float(costs[number + k]), used)
+            number += len(run.instances)
+            starts.append(states[0])
+            ends.append(states[-1])
+        rest = choice[self._outside]
+        self._rests[choice[self._key_nodes].tobytes()] = _Rest(
+            tuple(starts), tuple(ends), rest, float(costs[0]), uses[self._outside]
+        )
+
+    def _cross(self) -> None:
+        """Add the columns and the choices outside of groups that change the state before them."""
+        for i, run in enumerate(self._runs):
+            known, num_before = self._columns[i], len(run.boundary)
+            states = {s for column in known.values() for s in (column.start, column.end)}
+            own = self._owner_of_edge == self._owner_of_node[run.instances[1][0]]
+            nodes, edges = run.node_array[1], np.flatnonzero(own)
+            for column, start in product(tuple(known.values()), sorted(states)):
+                key = start + column.picks.tobytes()
+                same = start[num_before * _ITEM :] == column.start[num_before * _ITEM :]
+                if key in known or not same:
+                    continue
+                choice = np.zeros(len(self._problem.nodes), dtype=np.intp)
+                choice[[*run.before_of(1), *run.shared_nodes]] = np.frombuffer(start, dtype=np.intp)
+                choice[nodes] = column.picks
+                cost = float(self._problem.prices(choice, nodes=nodes, edges=edges).sum())
+                if np.isfinite(cost):
+                    known[key] = replace(column, start=start, cost=cost)
+
+    def combine(self) -> None:
+        """Offer the best combination of the groups that were added.
+
+        The limit is stated at the times at which combinations exceed it, one after the other.
+        """
+        state, limit = self._state, self._problem.usage_limit
+        times: list[int] = []
+        cuts: list[_Cut] = []
+        self._cross()
+        for _ in range(state.settings.master_rounds):
+            state.check()
+            program = _Program(self, times, limit, cuts)
+            values = None if state.closed else program.solve()
+            if values is None:
+                return
+            fresh = program.disconnected(values)
+            cuts += fresh
+            found = [] if fresh else list(self._choices(program, values))
+            fits = [state.offer(choice) for choice in found]
+            if any(fits):
+                return
+            if not found:
+                continue
+            time = int(self._over_time(found[0]).argmax())
+            if time in times:
+                limit -= _TIGHTER * abs(limit)
+            else:
+                times.append(time)
+
+    def _over_time(self, choice: IntArray) -> FloatArray:
+        uses = np.where(self._first < self._last, self._problem.uses(choice), 0.0)
+        return spread(self._first, self._last, uses, len(self._problem.peak_times))
+
+    def _choices(self, program: "_Program", values: FloatArray) -> Iterator[IntArray]:
+        """The choices of a solution of the integer program, in different orders of the groups."""
+        rest = program.rest(values)
+        for largest_first in (False, True):
+            choice = np.zeros(len(self._problem.nodes), dtype=np.intp)
+            choice[self._outside] = rest.picks
+            for i, run in enumerate(self._runs):
+                columns = program.trail(values, i, rest, largest_first=largest_first)
+                choice[run.node_array] = np.array([column.picks for column in columns])
+            yield choice
+
+    @property
+    def rests(self) -> list[_Rest]:
+        """The choices outside of groups."""
+        return list(self._rests.values())
+
+    @property
+    def columns(self) -> list[list[_Column]]:
+        """The columns of each run."""
+        return [list(known.values()) for known in self._columns]
+
+    @property
+    def state(self) -> SolveState:
+        """The state of the problem."""
+        return self._state
+
+    def segments(self, times: Sequence[int]) -> list[list[_Segment]]:
+        """Segments of each run: groups whose nodes are alive at the same ones of some times."""
+        found = []
+        for i, run in enumerate(self._runs):
+            alive = self._alive(run.node_array, times).reshape(len(run.instances), -1)
+            differs = np.flatnonzero((alive[1:] != alive[:-1]).any(axis=1)) + 1
+            cuts = [0, *differs.tolist(), len(run.instances)]
+            found.append([_Segment(i, first, last) for first, last in pairwise(cuts)])
+        return found
+
+    def used(self, segment: _Segment, column: _Column, times: Sequence[int]) -> FloatArray:
+        """Usage of a column in a segment at each of some times."""
+        alive = self._alive(self._runs[segment.run].node_array[segment.first], times)
+        used: FloatArray = alive.T @ column.uses
+        return used
+
+    def used_outside(self, rest: _Rest, times: Sequence[int]) -> FloatArray:
+        """Usage outside of groups at each of some times."""
+        used: FloatArray = self._alive(self._outside, times).T @ rest.uses
+        return used
+
+    def release(self, segment: _Segment, column: _Column) -> float:
+        """Decrease of usage from the first to the last time, if a group uses a column."""
+        ends = self.used(segment, column, (0, len(self._problem.peak_times) - 1))
+        return float(ends[0] - ends[1])
+
+    def _alive(self, nodes: IntArray, times: Sequence[int]) -> BoolArray:
+        """Mask of the nodes that are alive at some times, with an axis of times at the end."""
+        at = np.array(times, dtype=np.intp)
+        alive: BoolArray = (self._first[nodes][..., None] <= at) & (
+            at < self._last[nodes][..., None]
+        )
+        return alive
+
+
+class _Program:
+    """The integer program at some times.
+
+    Its variables are the choices outside of groups, the number of groups of each segment that use
+    each column, and the state between each two segments.
+    """
+
+    def __init__(
+        self, master: GroupMaster, times: Sequence[int], limit: float, cuts: Sequence[_Cut]
+    ) -> None:
+        self.rests, self._cuts = master.rests, cuts
+        self._master, self._times, self._limit = master, times, limit
+        self._columns = master.columns
+        self._segments = master.segments(times)
+        self._counts: dict[_Segment, int] = {}
+        self._between: dict[tuple[int, int, _State], int] = {}
+        size = len(self.rests)
+        for columns, segments in zip(self._columns, self._segments, strict=True):
+            for segment in segments:
+                self._counts[segment] = size
+                size += len(columns)
+        for i, segments in enumerate(self._segments):
+            for j in range(1, len(segments)):
+                for s in self._states[i]:
+                    self._between[i, j, s] = size
+                    size += 1
+        self._size = size
+
+    @cached_property
+    def _states(self) -> list[list[_State]]:
+        """The states of each run."""
+        return [
+            list(dict.fromkeys(s for column in columns for s in (column.start, column.end)))
+            for columns in self._columns
+        ]
+
+    def solve(self) -> FloatArray | None:
+        """Values of all variables; None if there is no combination."""
+        state = self._master.state
+        cost = np.zeros(self._size)
+        cost[: len(self.rests)] = [rest.cost for rest in self.rests]
+        most = np.ones(self._size)
+        for segment, first in self._counts.items():
+            columns = self._columns[segment.run]
+            cost[first : first + len(columns)] = [column.cost for column in columns]
+            most[first : first + len(columns)] = segment.last - segment.first
+        seconds = {} if np.isinf(state.remaining) else {"time_limit": max(state.remaining, 1e-3)}
+        answer = milp(
+            cost / max(float(np.abs(cost).max()), 1e-300),
+            integrality=np.ones(self._size),
+            bounds=Bounds(0.0, most),
+            constraints=self._rows().constraint(self._size),
+            options={
+                "node_limit": state.settings.master_nodes,
+                "mip_rel_gap": state.settings.master_gap * state.gap,
+                **seconds,
+            },
+        )
+        return None if answer.x is None else np.round(answer.x)
+
+    def _rows(self) -> _Rows:
+        rows = _Rows()
+        rows.add(((r, 1.0) for r in range(len(self.rests))), 1.0, 1.0)
+        for segment, first in self._counts.items():
+            number = float(segment.last - segment.first)
+            columns = range(first, first + len(self._columns[segment.run]))
+            rows.add(((c, 1.0) for c in columns), number, number)
+        for i, segments in enumerate(self._segments):
+            for j, segment in enumerate(segments):
+                for s in self._states[i]:
+                    rows.add(self._flow(segment, j, s), 0.0, 0.0)
+        for cut in self._cuts:
+            if cut.segment in self._counts:
+                rows.add(self._entering(cut), -np.inf, 0.0)
+        self._add_usage(rows)
+        return rows
+
+    def _entering(self, cut: _Cut) -> Iterator[tuple[int, float]]:
+        """Entries of the row of a cut."""
+        i, most = cut.segment.run, float(cut.segment.last - cut.segment.first)
+        for c, column in enumerate(self._columns[i], self._counts[cut.segment]):
+            if column.start in cut.states:
+                yield c, 1.0
+            elif column.end in cut.states:
+                yield c, -most
+        j = self._segments[i].index(cut.segment)
+        for s in cut.states if j else ():
+            yield self._between[i, j, s], -most
+        for r, rest in enumerate(self.rests if not j else ()):
+            if rest.starts[i] in cut.states:
+                yield r, -most
+
+    def _flow(self, segment: _Segment, j: int, s: _State) -> Iterator[tuple[int, float]]:
+        """Entries of the row that as many groups of a segment end in a state as start in it."""
+        i, last = segment.run, j == len(self._segments[segment.run]) - 1
+        for c, column in enumerate(self._columns[i], self._counts[segment]):
+            if (column.start == s) != (column.end == s):
+                yield c, 1.0 if column.end == s else -1.0
+        for r, rest in enumerate(self.rests):
+            enters, leaves = j == 0 and rest.starts[i] == s, last and rest.ends[i] == s
+            if enters != leaves:
+                yield r, 1.0 if enters else -1.0
+        if j:
+            yield self._between[i, j, s], 1.0
+        if not last:
+            yield self._between[i, j + 1, s], -1.0
+
+    def _add_usage(self, rows: _Rows) -> None:
+        """Add a row for the limit at each time."""
+        if not self._times:
+            return
+        unit = max(abs(self._limit), 1e-300)
+        entries: list[tuple[int, FloatArray]] = [
+            (r, self._master.used_outside(rest, self._times) / unit)
+            for r, rest in enumerate(self.rests)
+        ]
+        for segment, first in self._counts.items():
+            for c, column in enumerate(self._columns[segment.run], first):
+                entries.append((c, self._master.used(segment, column, self._times) / unit))
+        for t in range(len(self._times)):
+            row = ((c, float(used[t])) for c, used in entries if used[t])
+            rows.add(row, -np.inf, self._limit / unit)
+
+    def rest(self, values: FloatArray) -> _Rest:
+        """The choice outside of groups."""
+        return self.rests[int(values[: len(self.rests)].argmax())]
+
+    def disconnected(self, values: FloatArray) -> list[_Cut]:
+        """Cuts that forbid the columns of a solution that no path through its groups reaches."""
+        cuts = []
+        for i, start in enumerate(self.rest(values).starts):
+            at = start
+            for segment in self._segments[i]:
+                chosen = self._chosen(values, segment)
+                path = _trail(chosen, at)
+                if len(path) < len(chosen):
+                    reached = {at, *(c.end for c in path)}
+                    cuts.append(_Cut(segment, frozenset(self._states[i]) - reached))
+                at = self._end(values, segment, path[-1].end if path else at)
+        return cuts
+
+    def _end(self, values: FloatArray, segment: _Segment, reached: _State) -> _State:
+        """The state after a segment; `reached` after the last one."""
+        i = segment.run
+        j = self._segments[i].index(segment) + 1
+        between = (s for s in self._states[i] if values[self._between.get((i, j, s), 0)] > 0)
+        return next(between) if j < len(self._segments[i]) else reached
+
+    def _chosen(self, values: FloatArray, segment: _Segment) -> list[_Column]:
+        """The columns that the groups of a segment use, as often as they do."""
+        columns = self._columns[segment.run]
+        counts = values[self._counts[segment] :][: len(columns)].astype(np.intp)
+        return [c for c, n in zip(columns, counts, strict=True) for _ in range(n)]
+
+    def trail(
+        self, values: FloatArray, i: int, rest: _Rest, *, largest_first: bool
+    ) -> list[_Column]:
+        """The columns of a run in order.
+
+        Args:
+            values: of all variables; connected.
+            i: number of the run.
+            rest: the choice outside of groups.
+            largest_first: True to begin with the groups whose usage decreases most over time.
+        """
+        at, found = rest.starts[i], list[_Column]()
+        for segment in self._segments[i]:
+            chosen = self._chosen(values, segment)
+            keys = {id(c): self._master.release(segment, c) for c in chosen}
+            chosen.sort(key=lambda c: keys[id(c)], reverse=not largest_first)
+            found += _trail(chosen, at)
+            at = found[-1].end
+        return found
+
+
+def _trail(columns: Iterable[_Column], start: _State) -> list[_Column]:
+    """A path through columns, each used once, if there is one (Hierholzer, 1873)."""
+    left: dict[_State, list[_Column]] = {}
+    for column in columns:
+        left.setdefault(column.start, []).append(column)
+    stack: list[_Column] = []
+    path: list[_Column] = []
+    at = start
+    while True:
+        if left.get(at):
+            stack.append(left[at].pop())
+            at = stack[-1].end
+        elif stack:
+            path.append(stack.pop())
+            at = path[-1].start
+        else:
+            return path[::-1]
+
+
+def _owners(problem: Problem, runs: Sequence[Run]) -> tuple[IntArray, IntArray]:
+    """Number of the group of each node and of each edge, over all runs; -1 outside of groups."""
+    of_node = np.full(len(problem.nodes), -1, dtype=np.intp)
+    number, number_of_run = 0, []
+    for run in runs:
+        number_of_run.append(number)
+        of_node[run.node_array] = number + np.arange(len(run.instances))[:, None]
+        number += len(run.instances)
+    ends = np.array([(e.source, e.target) for e in problem.edges], dtype=np.intp).reshape(-1, 2)
+    of_edge = np.full(len(ends), -1, dtype=np.intp)
+    for run, first in zip(runs, number_of_run, strict=True):
+        last = first + len(run.instances) - 1
+        groups = of_node[ends]
+        inside = (first <= groups) & (groups <= last)
+        shared = np.isin(ends, run.shared_nodes)
+        before = np.isin(ends, run.before) & (groups[:, ::-1] == first)
+        belongs = inside.any(axis=1) & (inside | shared | before).all(axis=1)
+        of_edge[belongs] = np.where(inside, groups, -1).max(axis=1)[belongs]
+    return of_node, of_edge
