@@ -127,9 +127,7 @@ class QuotientGraph:
             ends = edge_class.source, edge_class.target
             first = [self.node_classes[self.ports[end].node_class].nodes[0] for end in ends]
             for end, apart in zip(ends, (first[1] - first[0], first[0] - first[1]), strict=True):
-                later[end] += edge_class.num_edges * (apart > 0) - edge_class.num_edges * (
-                    apart < 0
-                )
+                later[end] += edge_class.num_edges * ((apart > 0) - (apart < 0))
         for port, number in zip(self.ports, later, strict=True):
             if number:
                 port.backward = number < 0
@@ -151,7 +149,7 @@ class QuotientGraph:
             self.ports[port].num_edges += number
             self.ports[port].edge_classes.append((len(self.edge_classes), is_source))
             made.append(port)
-        self.edge_classes.append(EdgeClass(edge, *made, number))
+        self.edge_classes.append(EdgeClass(edge, made[0], made[1], number))
 
     def _port(self, node_class: int, edge: Edge, *, is_source: bool) -> int:
         key = (node_class, id(edge), is_source)

@@ -312,16 +312,16 @@ class _Program:
             columns = self._columns[segment.run]
             cost[first : first + len(columns)] = [column.cost for column in columns]
             most[first : first + len(columns)] = segment.last - segment.first
-        seconds = {} if np.isinf(state.remaining) else {"time_limit": max(state.remaining, 1e-3)}
+        seconds = max(state.remaining, 1e-3)
         answer = milp(
             cost / max(float(np.abs(cost).max()), 1e-300),
-            integrality=np.ones(self._size),
+            integrality=np.ones(self._size, dtype=np.intp),
             bounds=Bounds(0.0, most),
             constraints=self._rows().constraint(self._size),
             options={
                 "node_limit": state.settings.master_nodes,
                 "mip_rel_gap": state.settings.master_gap * state.gap,
-                **seconds,
+                "time_limit": seconds,
             },
         )
         return None if answer.x is None else np.round(answer.x)
