@@ -199,7 +199,7 @@ def assert_bounds(formulation: Formulation, plans: Sequence[Measured]) -> None:
     """With moments of backward, a limit on the peak leaves every plan that obeys it."""
     inside, variables = formulation.inside_blocks, formulation.variables
     outside = [i for i in range(len(variables)) if i not in inside]
-    blocks = dict.fromkeys(map(formulation.first_of, formulation.instance_of.values()))
+    blocks = dict.fromkeys(map(formulation.first_of, formulation.unit_of.values()))
     memory = MemoryProblem(
         formulation,
         reshard_after_forward="auto",
