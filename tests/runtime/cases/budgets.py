@@ -21,9 +21,12 @@ def double(build: Callable[[], models.Case]) -> models.Case:
     """In double precision, where a difference of 1e-10 is a different computation."""
     model, inputs = build()
     return model.double(), {
-        name: value.double() if value.is_floating_point() else value
-        for name, value in inputs.items()
+        name: value.double() if _is_float(value) else value for name, value in inputs.items()
     }
+
+
+def _is_float(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 @dataclass
