@@ -131,7 +131,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "chunks": (
         {"pins": {"parameters": {"down.weight": "S(0)/1+1,I"}}},
-        "size 10 does not divide into 4 shards, and unequal shards need a single axis on the dim",
+        r"size 10 does not divide into 4 shards of each of the sections 1\+1",
     ),
     "batch": (
         {"batch_axis": "a"},
