@@ -126,7 +126,8 @@ def _line(tried: str, before: str, outcome: Outcome) -> str:
 def _write(document: Path, head: str, found: Mapping[str, str]) -> None:
     """Replace the lines of the rows that ran."""
     text = document.read_text(encoding="utf-8")
-    known = [line for line in text.split("<!-- hostile -->")[1].splitlines() if line[:2] == "| "]
+    before = text.partition("<!-- hostile -->")[2].partition("<!-- /hostile -->")[0]
+    known = [line for line in before.splitlines() if line[:2] == "| "]
     tried = {line.split("|")[1]: line for line in [*known[1:], *found.values()]}
     table = "\n".join(
         ["| tried | before | now | as it should be |", "|---|---|---|---|", *tried.values()]
