@@ -61,7 +61,7 @@ TECHNIQUES = {
     ),
     "mini-buckets": _technique("mini_buckets", mini_bucket_rounds=0),
     "TRW-S": _technique("trws", trws_rounds=0),
-    "large-neighbourhood search": _technique("windows", huge_entries=1 << 60),
+    "search by forests": _technique("forests", huge_entries=1 << 60),
     "branch and bound": _technique("branch and bound", branch_work=0),
 }
 

@@ -7,6 +7,7 @@ import numpy as np
 
 from autoshard.arrays import FloatArray
 from autoshard.solve.problem import Edge, Node, Problem, UsageLimit
+from autoshard.solve.state import Solution
 
 
 def without_edge_usage(problem: Problem) -> Problem:
@@ -40,6 +41,13 @@ def without_edge_usage(problem: Problem) -> Problem:
         further_limits=tuple(further),
         cutoff=problem.cutoff,
     )
+
+
+def solution_of(problem: Problem, solution: Solution) -> Solution:
+    """The solution of a problem from that of the problem `without_edge_usage`."""
+    if solution.choice is None:
+        return solution
+    return replace(solution, choice=solution.choice[: len(problem.nodes)])
 
 
 def _node(edge: Edge) -> Node:

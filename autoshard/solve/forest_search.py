@@ -13,12 +13,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import highspy
 import numpy as np
 from scipy import sparse
 
 from autoshard.arrays import BoolArray, FloatArray, IntArray
-from autoshard.solve.network import Link, Network, component_labels, spread
+from autoshard.solve.linear_program import integer_point
+from autoshard.solve.network import Link, Network, UsageTable, component_labels
 from autoshard.solve.reduced_problem import ReducedProblem
 from autoshard.solve.settings import DEFAULT_EFFORT, Effort
 
@@ -139,19 +139,8 @@ class ForestSearch:
         for start, v in zip(self._starts.tolist(), self.variables, strict=False):
             cost = network.variables[v].cost
             self._cost[start : start + len(cost)] = cost
-        self._load_usage(network)
+        self._usage = UsageTable(network, self.variables, self._starts)
         self._load_links(network)
-
-    def _load_usage(self, network: Network) -> None:
-        terms = [(i, t) for i, v in enumerate(self.variables) for t in network.variables[v].terms]
-        sizes = np.array([len(t.usage) for _, t in terms], dtype=np.intp)
-        self._term_owner = np.array([i for i, _ in terms], dtype=np.intp)
-        self._term_span = np.array([(t.first, t.last) for _, t in terms], np.intp).reshape(-1, 2)
-        self._term_start = (np.cumsum(sizes) - sizes).astype(np.intp)
-        self._use = np.concatenate([np.zeros(0), *(t.usage for _, t in terms)])
-        self._use_term = np.repeat(np.arange(len(terms)), sizes)
-        within = np.arange(len(self._use)) - self._term_start[self._use_term]
-        self._use_strategy = self._starts[self._term_owner[self._use_term]] + within
 
     def _load_links(self, network: Network) -> None:
         """Stack the matrices of links of one shape, one stack after the other."""
@@ -190,7 +179,7 @@ class ForestSearch:
             picks: any choice, shape [V].
             prices: of usage at each checkpoint, shape [T].
         """
-        return self._optimised(self._drawn(), picks, self._priced(prices))
+        return self._optimised(self._drawn(), picks, self._usage.priced(self._cost, prices))
 
     def combined(self, picks: IntArray, other: IntArray) -> IntArray | None:
         """The best choice that takes each component of the difference of two from one of them.
@@ -237,21 +226,6 @@ class ForestSearch:
     def price(self, picks: IntArray) -> float:
         """Price of a choice, without the constant."""
         return float(self._cost[self._starts[:-1] + picks].sum() + self._link_prices(picks).sum())
-
-    def _priced(self, prices: FloatArray) -> FloatArray:
-        """Price of each strategy with its usage, shape [K]."""
-        total = np.concatenate([[0.0], np.cumsum(prices)])
-        price = total[self._term_span[:, 1]] - total[self._term_span[:, 0]]
-        used = np.bincount(
-            self._use_strategy, self._use * price[self._use_term], minlength=len(self._cost)
-        )
-        priced: FloatArray = self._cost + used
-        return priced
-
-    def _uses(self, picks: IntArray) -> FloatArray:
-        """Usage of each term."""
-        uses: FloatArray = self._use[self._term_start + picks[self._term_owner]]
-        return uses
 
     def _link_prices(self, picks: IntArray, among: BoolArray | None = None) -> FloatArray:
         """Price of each link, shape [L]; 0 for links that are not among some."""
@@ -376,18 +350,17 @@ class ForestSearch:
         self, picks: IntArray, best: IntArray, owner: IntArray, num_components: int
     ) -> tuple[FloatArray, FloatArray]:
         """Change of usage by component, and the slack, in spans where neither changes."""
-        num_times, before = len(self._capacity), self._uses(picks)
-        first, last = self._term_span.T
-        slack = self._capacity - spread(first, last, before, num_times)
-        change = self._uses(best) - before
+        num_times = len(self._capacity)
+        slack = self._capacity - self._usage.over_time(picks, num_times)
+        change = self._usage.of(best) - self._usage.of(picks)
         terms = np.flatnonzero(change)
-        first, last = self._term_span[terms].T
+        first, last = self._usage.spans[terms].T
         starts = np.unique(np.concatenate([first, last]))
         starts = starts[starts < num_times]
         if not len(starts):
             return np.zeros((num_components, 0)), np.zeros(0)
         usage = np.zeros((num_components, len(starts) + 1))
-        by = owner[self._term_owner[terms]]
+        by = owner[self._usage.owners[terms]]
         np.add.at(usage, (by, np.searchsorted(starts, first)), change[terms])
         np.add.at(usage, (by, np.searchsorted(starts, last)), -change[terms])
         return np.cumsum(usage, axis=1)[:, :-1], np.minimum.reduceat(slack, starts)
@@ -454,24 +427,13 @@ def _knapsack(
     num_rows, num_items = usage.shape
     unit = np.abs(usage).max(axis=1)
     rows = sparse.csr_array(usage / unit[:, None])
-    lp = highspy.HighsLp()
-    lp.num_col_, lp.num_row_ = num_items, num_rows
-    lp.col_cost_ = prices / np.abs(prices).max()
-    lp.col_lower_, lp.col_upper_ = np.zeros(num_items), np.ones(num_items)
-    lp.row_lower_ = np.full(num_rows, -np.inf)
-    lp.row_upper_ = np.maximum(slack / unit - margin, 0.0)
-    lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-    lp.a_matrix_.start_ = rows.indptr.astype(np.int32)
-    lp.a_matrix_.index_ = rows.indices.astype(np.int32)
-    lp.a_matrix_.value_ = rows.data
-    lp.integrality_ = [highspy.HighsVarType.kInteger] * num_items
-    highs = highspy.Highs()
-    highs.setOptionValue("output_flag", False)
-    highs.setOptionValue("mip_max_nodes", effort.settings.forest_knapsack_nodes)
-    highs.setOptionValue("mip_rel_gap", _KNAPSACK_GAP)
-    highs.passModel(lp)
-    highs.run()
-    found = highs.getInfo().primal_solution_status == int(
-        highspy.SolutionStatus.kSolutionStatusFeasible
+    found = integer_point(
+        prices / np.abs(prices).max(),
+        rows,
+        np.full(num_rows, -np.inf),
+        np.maximum(slack / unit - margin, 0.0),
+        np.ones(num_items),
+        max_nodes=effort.settings.forest_knapsack_nodes,
+        relative_gap=_KNAPSACK_GAP,
     )
-    return np.array(highs.getSolution().col_value) > 0.5 if found else None  # noqa: PLR2004 - rounding
+    return None if found is None else found > 0

@@ -15,7 +15,14 @@ from scipy import sparse
 
 from autoshard.arrays import BoolArray, FloatArray, IntArray
 from autoshard.errors import OptionError
-from autoshard.solve.linear_program import HighsSolver, LinearModel, RunStatus
+from autoshard.solve.linear_program import (
+    Entries,
+    HighsSolver,
+    LinearModel,
+    RunStatus,
+    assembled,
+    usage_entries,
+)
 from autoshard.solve.path_costs import ShortestPathCost
 from autoshard.solve.problem import Edge, Problem, UsageLimit
 from autoshard.solve.state import Interrupted, SolveState
@@ -70,7 +77,7 @@ class IntegerProgram:
                 f"that a plain solver may get; use the solver 'autoshard', or a mesh of fewer axes"
             )
         self._problem = problem
-        self._heads = _heads(problem)
+        self._heads = problem.tie_heads
         self._allowed = _allowed(problem, self._heads)
         sizes = [int(mask.sum()) for mask in self._allowed.values()]
         self._starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.intp)
@@ -159,17 +166,13 @@ class IntegerProgram:
 
     def _usage(self) -> sparse.csr_array:
         """Usage of the columns, a row per limit and time at which it can peak, shape [T, n]."""
-        rows = _Rows(self._rows.width, len(self._capacity))
-        for term in self._terms:
-            usage = term.usage[self._mask(term.node)]
-            used = np.flatnonzero(usage)
-            times = np.arange(term.first, term.last)
-            rows.add(
-                np.repeat(times, len(used)),
-                np.tile(self._columns(term.node)[used], len(times)),
-                np.tile(usage[used], len(times)),
+        entries = [
+            usage_entries(
+                term.first, term.last, self._columns(term.node), term.usage[self._mask(term.node)]
             )
-        return rows.assembled()
+            for term in self._terms
+        ]
+        return assembled(entries, (len(self._capacity), self._rows.width))
 
     def _count_usage(self) -> tuple[list["_Term"], FloatArray]:
         """The usage of each node at the rows in which it counts, and what the rows allow.
@@ -212,7 +215,7 @@ class _Rows:
 
     def __init__(self, width: int, height: int) -> None:
         self.width, self.height = width, height
-        self._entries: list[tuple[IntArray, IntArray, FloatArray]] = []
+        self._entries: list[Entries] = []
 
     def new_columns(self, number: int) -> IntArray:
         self.width += number
@@ -227,17 +230,13 @@ class _Rows:
         self._entries.append((rows, columns, np.broadcast_to(values, rows.shape)))
 
     def assembled(self) -> sparse.csr_array:
-        """The matrix; equal places are summed."""
-        shape = self.height, self.width
-        if not self._entries:
-            return sparse.csr_array(shape)
-        rows, columns, values = (np.concatenate(part) for part in zip(*self._entries, strict=True))
-        return sparse.csr_array((values, (rows, columns)), shape=shape)
+        """The matrix; entries at equal places are summed."""
+        return assembled(self._entries, (self.height, self.width))
 
 
 def program_size(problem: Problem) -> ProgramSize:
     """The size of the integer program of a problem, without building it."""
-    heads = _heads(problem)
+    heads = problem.tie_heads
     binaries = sum(int(mask.sum()) for mask in _allowed(problem, heads).values())
     finite: dict[int, int] = {}
     columns = binaries
@@ -264,7 +263,7 @@ def solve_integer_program(state: SolveState) -> bool:
         ProgramTooLargeError: the integer program is too large.
         Interrupted: the time is over or the solve was cancelled.
     """
-    if min(limit.limit for limit in state.problem.resources) < 0:
+    if state.problem.has_negative_limit:
         return False
     state.enter("state the integer program")
     state.raise_bound(state.problem.min_price)
@@ -306,14 +305,6 @@ def with_equal_groups(problem: Problem) -> Problem:
     known = {v for tie in problem.ties for v in tie}
     more = tuple(tie for tie in ties if known.isdisjoint(tie))
     return replace(problem, ties=(*problem.ties, *more))
-
-
-def _heads(problem: Problem) -> IntArray:
-    """The first node of each node's tie, shape [N]."""
-    heads = np.arange(len(problem.nodes))
-    for group in problem.ties:
-        heads[list(group)] = min(group)
-    return heads
 
 
 def _allowed(problem: Problem, heads: IntArray) -> dict[int, BoolArray]:

@@ -121,7 +121,7 @@ def linear_model(network: Network) -> LinearModel:
         group_starts.append(column)
     return LinearModel(
         np.concatenate(costs),
-        _assembled(entries, (row, column)),
+        assembled(entries, (row, column)),
         np.concatenate(right),
         _usage_rows(network, starts, column),
         network.capacity,
@@ -131,15 +131,16 @@ def linear_model(network: Network) -> LinearModel:
     )
 
 
-_Entries = tuple[IntArray, IntArray, FloatArray]
+Entries = tuple[IntArray, IntArray, FloatArray]
 """Row, column and value of some entries of a sparse matrix."""
 
 
-def _entries(rows: IntArray, cols: IntArray, value: float) -> _Entries:
+def _entries(rows: IntArray, cols: IntArray, value: float) -> Entries:
     return rows, cols, np.full(len(rows), value)
 
 
-def _assembled(entries: Sequence[_Entries], shape: tuple[int, int]) -> sparse.csr_array:
+def assembled(entries: Sequence[Entries], shape: tuple[int, int]) -> sparse.csr_array:
+    """The sparse matrix of some entries; those at equal places are summed."""
     if not entries:
         return sparse.csr_array(shape)
     rows, cols, values = (np.concatenate(parts) for parts in zip(*entries, strict=True))
@@ -147,14 +148,74 @@ def _assembled(entries: Sequence[_Entries], shape: tuple[int, int]) -> sparse.cs
 
 
 def _usage_rows(network: Network, starts: IntArray, width: int) -> sparse.csr_array:
-    entries = []
-    for i, variable in enumerate(network.variables.values()):
-        for term in variable.terms:
-            times, used = np.arange(term.first, term.last), np.flatnonzero(term.usage)
-            cols = np.tile(starts[i] + used, len(times))
-            values = np.tile(term.usage[used], len(times))
-            entries.append((np.repeat(times, len(used)), cols, values))
-    return _assembled(entries, (len(network.capacity), width))
+    entries = [
+        usage_entries(term.first, term.last, starts[i] + np.arange(len(term.usage)), term.usage)
+        for i, variable in enumerate(network.variables.values())
+        for term in variable.terms
+    ]
+    return assembled(entries, (len(network.capacity), width))
+
+
+def usage_entries(first: int, last: int, columns: IntArray, usage: FloatArray) -> Entries:
+    """Entries of the usage of some columns, shape [S], at the times from `first` to `last - 1`."""
+    times, used = np.arange(first, last), np.flatnonzero(usage)
+    columns, values = np.tile(columns[used], len(times)), np.tile(usage[used], len(times))
+    return np.repeat(times, len(used)), columns, values
+
+
+def integer_point(
+    cost: FloatArray,
+    matrix: sparse.csr_array,
+    low: FloatArray,
+    high: FloatArray,
+    most: FloatArray,
+    *,
+    max_nodes: int,
+    relative_gap: float,
+    time_limit: float = float("inf"),
+) -> FloatArray | None:
+    """The best integral point of a small program that HiGHS finds, shape [n]; None without one.
+
+    Args:
+        cost: to minimise, shape [n].
+        matrix: of the rows, shape [m, n].
+        low: least value of each row, shape [m].
+        high: largest value of each row, shape [m].
+        most: largest value of each column, shape [n]; the least is 0.
+        max_nodes: of branch and bound.
+        relative_gap: at which it stops.
+        time_limit: in seconds.
+    """
+    lp = highspy.HighsLp()
+    lp.num_col_, lp.num_row_ = len(cost), len(low)
+    lp.col_cost_, lp.col_lower_, lp.col_upper_ = cost, np.zeros(len(cost)), most
+    lp.row_lower_, lp.row_upper_ = low, high
+    lp.integrality_ = [highspy.HighsVarType.kInteger] * len(cost)
+    _set_matrix(lp, matrix, highspy.MatrixFormat.kRowwise)
+    highs = highspy.Highs()
+    highs.setOptionValue("output_flag", False)
+    highs.setOptionValue("mip_max_nodes", max_nodes)
+    highs.setOptionValue("mip_rel_gap", relative_gap)
+    if np.isfinite(time_limit):
+        highs.setOptionValue("time_limit", time_limit)
+    highs.passModel(lp)
+    highs.run()
+    return np.rint(highs.getSolution().col_value) if _is_feasible(highs) else None
+
+
+def _set_matrix(
+    lp: highspy.HighsLp, matrix: sparse.csr_array | sparse.csc_array, order: highspy.MatrixFormat
+) -> None:
+    lp.a_matrix_.format_ = order
+    lp.a_matrix_.start_ = matrix.indptr.astype(np.int32)
+    lp.a_matrix_.index_ = matrix.indices.astype(np.int32)
+    lp.a_matrix_.value_ = matrix.data
+
+
+def _is_feasible(highs: highspy.Highs) -> bool:
+    """True if the last run has found a point."""
+    feasible = int(highspy.SolutionStatus.kSolutionStatusFeasible)
+    return bool(highs.getInfo().primal_solution_status == feasible)
 
 
 _LARGEST_COST = 1e4
@@ -296,10 +357,7 @@ class HighsSolver:
         lp.col_cost_ = model.cost * self._scale
         lp.col_lower_, lp.col_upper_ = np.zeros(len(model.cost)), np.ones(len(model.cost))
         lp.row_lower_ = lp.row_upper_ = model.right
-        lp.a_matrix_.format_ = highspy.MatrixFormat.kColwise
-        lp.a_matrix_.start_ = columns.indptr.astype(np.int32)
-        lp.a_matrix_.index_ = columns.indices.astype(np.int32)
-        lp.a_matrix_.value_ = columns.data
+        _set_matrix(lp, columns, highspy.MatrixFormat.kColwise)
         highs = highspy.Highs()
         highs.setOptionValue("output_flag", False)
         highs.setOptionValue("random_seed", self._state.seed)
@@ -348,10 +406,7 @@ class HighsSolver:
 
     def _outcome(self, status: RunStatus) -> LinearOutcome:
         info, solution = self._highs.getInfo(), self._highs.getSolution()
-        feasible = info.primal_solution_status == int(
-            highspy.SolutionStatus.kSolutionStatusFeasible
-        )
-        x = np.array(solution.col_value) if feasible else None
+        x = np.array(solution.col_value) if _is_feasible(self._highs) else None
         duals = prices = None
         if solution.dual_valid:
             rows = np.array(solution.row_dual) / self._scale

@@ -5,7 +5,7 @@ as terms over checkpoints: the times at which the usage can peak. Variables, lin
 terms are immutable and are replaced, so a copy of a network is a copy of its dictionaries.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
@@ -321,6 +321,54 @@ def spread(
     delta = np.bincount(first, amounts, num_checkpoints + 1)
     delta -= np.bincount(last, amounts, num_checkpoints + 1)
     return np.cumsum(delta[:-1])
+
+
+class UsageTable:
+    """The usage of a network's strategies as flat arrays.
+
+    Args:
+        network: must not change while the object is in use.
+        variables: its variables by position.
+        starts: number of the first strategy of each variable, in one list of the strategies of all.
+
+    Attributes:
+        spans: span [first, last) of times in which each term counts, shape [n, 2].
+        owners: position of the variable of each term, shape [n].
+    """
+
+    def __init__(self, network: Network, variables: Sequence[int], starts: IntArray) -> None:
+        terms = [(i, t) for i, v in enumerate(variables) for t in network.variables[v].terms]
+        sizes = np.array([len(t.usage) for _, t in terms], dtype=np.intp)
+        self.spans = np.array([(t.first, t.last) for _, t in terms], np.intp).reshape(-1, 2)
+        self.owners = np.array([i for i, _ in terms], dtype=np.intp)
+        self._first = (np.cumsum(sizes) - sizes).astype(np.intp)
+        self._usage = np.concatenate([np.zeros(0), *(t.usage for _, t in terms)])
+        self._term = np.repeat(np.arange(len(terms)), sizes)
+        within = np.arange(len(self._usage)) - self._first[self._term]
+        self._strategy = starts[self.owners[self._term]] + within
+
+    def priced(self, cost: FloatArray, prices: FloatArray) -> FloatArray:
+        """Price of each strategy with its usage, shape [K].
+
+        Args:
+            cost: price of each strategy, shape [K].
+            prices: of usage at each checkpoint, shape [T].
+        """
+        total = np.concatenate([[0.0], np.cumsum(prices)])
+        price = total[self.spans[:, 1]] - total[self.spans[:, 0]]
+        used = np.bincount(self._strategy, self._usage * price[self._term], minlength=len(cost))
+        priced: FloatArray = cost + used
+        return priced
+
+    def of(self, picks: IntArray) -> FloatArray:
+        """Usage of each term by a strategy per variable, shape [n]."""
+        used: FloatArray = self._usage[self._first + picks[self.owners]]
+        return used
+
+    def over_time(self, picks: IntArray, num_checkpoints: int) -> FloatArray:
+        """Usage at each checkpoint by a strategy per variable, shape [T]."""
+        first, last = self.spans.T
+        return spread(first, last, self.of(picks), num_checkpoints)
 
 
 def joint_classes(first: IntArray, second: IntArray) -> tuple[IntArray, IntArray]:

@@ -289,6 +289,19 @@ class Problem:
         edges = {i: edge.usage for i, edge in enumerate(self.edges) if edge.usage is not None}
         return (UsageLimit(self.usage_limit, nodes, edges), *self.further_limits)
 
+    @property
+    def has_negative_limit(self) -> bool:
+        """True if no choice can satisfy a limit, because usage is at least 0."""
+        return min(limit.limit for limit in self.resources) < 0
+
+    @cached_property
+    def tie_heads(self) -> IntArray:
+        """The first node of each node's tie, shape [N]; a node without a tie is its own."""
+        heads = np.arange(len(self.nodes))
+        for group in self.ties:
+            heads[list(group)] = min(group)
+        return heads
+
     @cached_property
     def using_edges(self) -> tuple[int, ...]:
         """The edges that use a resource, ascending."""

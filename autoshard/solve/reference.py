@@ -4,7 +4,6 @@ import importlib
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +12,7 @@ from scipy import sparse
 from autoshard.arrays import FloatArray, IntArray
 from autoshard.errors import OptionError
 from autoshard.outcome import SolveStatus
-from autoshard.solve.edge_usage import without_edge_usage
+from autoshard.solve.edge_usage import solution_of, without_edge_usage
 from autoshard.solve.integer_program import IntegerProgram
 from autoshard.solve.linear_program import LinearModel
 from autoshard.solve.problem import Problem, UsageLimit
@@ -52,10 +51,7 @@ def brute_force(problem: Problem) -> Solution:
 
 def _all_choices(problem: Problem) -> IntArray:
     """Every choice that keeps the ties, shape [number of choices, N]."""
-    head = np.arange(len(problem.nodes))
-    for group in problem.ties:
-        head[list(group)] = min(group)
-    heads, place = np.unique(head, return_inverse=True)
+    heads, place = np.unique(problem.tie_heads, return_inverse=True)
     sizes = [problem.nodes[v].num_strategies for v in heads]
     total = float(np.prod(np.array(sizes, dtype=np.float64)))
     if total > MAX_CHOICES:
@@ -139,10 +135,7 @@ def solve_reference(
         infeasible = not solve_with_cvxpy(state, solver=solver)
     except Interrupted:
         state.count("interrupted")
-    solution = state.finish(infeasible=infeasible)
-    if solution.choice is None:
-        return solution
-    return replace(solution, choice=solution.choice[: len(problem.nodes)])
+    return solution_of(problem, state.finish(infeasible=infeasible))
 
 
 def solve_with_cvxpy(state: SolveState, *, solver: str) -> bool:
@@ -162,7 +155,7 @@ def solve_with_cvxpy(state: SolveState, *, solver: str) -> bool:
     solver = solver.upper()
     cvxpy = _cvxpy_with(solver)
     options = _options(solver, state)
-    if min(limit.limit for limit in state.problem.resources) < 0:
+    if state.problem.has_negative_limit:
         return False
     state.enter("state the integer program")
     program = IntegerProgram(state.problem)

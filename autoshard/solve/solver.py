@@ -1,7 +1,6 @@
 """The solver: computes a certified solution of a problem."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -11,7 +10,7 @@ from autoshard.errors import OptionError, ProblemError
 from autoshard.limits import CancelToken
 from autoshard.outcome import OWN_SOLVER, PLAIN_SOLVER
 from autoshard.solve.block_cache import KeyValueStore
-from autoshard.solve.edge_usage import without_edge_usage
+from autoshard.solve.edge_usage import solution_of, without_edge_usage
 from autoshard.solve.forest_search import search_forests
 from autoshard.solve.integer_program import solve_integer_program
 from autoshard.solve.linear_program import HighsSolver, LinearModel, RunStatus, linear_model
@@ -115,10 +114,7 @@ def solve_problem(
             _find_minimum_usage(state)
     except Interrupted:
         state.count("interrupted")
-    solution = state.finish(infeasible=infeasible)
-    if solution.choice is None:
-        return solution
-    return replace(solution, choice=solution.choice[: len(problem.nodes)])
+    return solution_of(problem, state.finish(infeasible=infeasible))
 
 
 def _check_options(time_limit: float | None, relative_gap: float) -> None:
@@ -139,7 +135,7 @@ def _find_minimum_usage(state: SolveState) -> None:
 
 def _solve(state: SolveState) -> bool:
     """Run all phases; False if the problem is infeasible."""
-    if min(x.limit for x in state.problem.resources) < 0:
+    if state.problem.has_negative_limit:
         return False
     state.check()
     state.raise_bound(state.problem.min_price)
@@ -181,8 +177,7 @@ def _is_plain(state: SolveState) -> bool:
     """
     if state.choice is None or not state.problem.can_bind:
         return True
-    entries = sum(edge.prices.shape[0] * edge.prices.shape[1] for edge in state.problem.edges)
-    return bool(entries <= state.settings.plain_entries)
+    return state.problem.num_prices <= state.settings.plain_entries
 
 
 def _is_solution(state: SolveState, wide: RunOutcome) -> bool:

@@ -22,7 +22,7 @@ import numpy as np
 from autoshard.arrays import FloatArray, IntArray
 from autoshard.solve.forest_search import ForestSearch
 from autoshard.solve.local_search import CoordinateDescent
-from autoshard.solve.network import Link, Matrix, Network, Variable, spread
+from autoshard.solve.network import Link, Matrix, Network, UsageTable, Variable
 from autoshard.solve.reduced_problem import ReducedProblem
 from autoshard.solve.settings import SolverSettings
 
@@ -110,19 +110,8 @@ class FlatNetwork:
         sizes = np.array([len(network.variables[v].cost) for v in self.variables], dtype=np.intp)
         self.starts = _offsets(sizes)
         self.cost = np.concatenate([network.variables[v].cost for v in self.variables])
-        self._load_usage(network)
+        self._usage = UsageTable(network, self.variables, self.starts)
         self._load_links(network)
-
-    def _load_usage(self, network: Network) -> None:
-        terms = [(i, t) for i, v in enumerate(self.variables) for t in network.variables[v].terms]
-        sizes = np.array([len(t.usage) for _, t in terms], dtype=np.intp)
-        self._term_span = np.array([(t.first, t.last) for _, t in terms], np.intp).reshape(-1, 2)
-        self._term_owner = np.array([i for i, _ in terms], dtype=np.intp)
-        self._term_start = _offsets(sizes)[:-1]
-        self._use = np.concatenate([np.zeros(0), *(t.usage for _, t in terms)])
-        self._use_term = np.repeat(np.arange(len(terms)), sizes)
-        within = np.arange(len(self._use)) - self._term_start[self._use_term]
-        self._use_strategy = self.starts[self._term_owner[self._use_term]] + within
 
     def _load_links(self, network: Network) -> None:
         place = {v: i for i, v in enumerate(self.variables)}
@@ -199,18 +188,11 @@ class FlatNetwork:
 
     def priced(self, prices: FloatArray) -> FloatArray:
         """Price of each strategy, shape [K], with its usage at prices per checkpoint."""
-        total = np.concatenate([[0.0], np.cumsum(prices)])
-        price = total[self._term_span[:, 1]] - total[self._term_span[:, 0]]
-        used = np.bincount(
-            self._use_strategy, self._use * price[self._use_term], minlength=len(self.cost)
-        )
-        return self.cost + used
+        return self._usage.priced(self.cost, prices)
 
     def usage(self, picks: IntArray) -> FloatArray:
         """Usage at each checkpoint, shape [T], of a position per variable, shape [V]."""
-        used = self._use[self._term_start + picks[self._term_owner]]
-        first, last = self._term_span.T
-        return spread(first, last, used, len(self.capacity))
+        return self._usage.over_time(picks, len(self.capacity))
 
     def price(self, picks: IntArray) -> float:
         """Price of a position per variable, shape [V], with the constant."""

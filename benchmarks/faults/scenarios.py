@@ -114,8 +114,7 @@ def worker_killed(place: Place) -> Outcome:
     with Service(url, num_workers=0) as service, ExitStack() as stack:
         workers = [stack.enter_context(Worker(url, num_workers=1)) for _ in range(2)]
         _post_all(submitted, service.address, range(place.num_jobs))
-        _await(lambda: bool(workers[0].events("solver_process")))
-        solver = workers[0].events("solver_process")[-1]["pid"]
+        solver = _stopped_solver(workers[0])
         workers[0].kill()
         _await(lambda: not _runs(solver))
         settled = settle(submitted, service.address, url)
@@ -295,6 +294,23 @@ def _await(condition: Callable[[], bool], *, timeout: float = 300.0) -> None:
         if time.monotonic() > deadline:
             raise TimeoutError("the condition of the scenario was not met in time")
         time.sleep(0.02)
+
+
+def _stopped_solver(worker: Worker) -> int:
+    """Stop a solver process of `worker` in the middle of its solve; its process id."""
+    stopped: set[int] = set()
+
+    def stop() -> bool:
+        for event in worker.events("solver_process"):
+            with suppress(psutil.NoSuchProcess):
+                solver = psutil.Process(event["pid"])
+                solver.suspend()
+                if solver.status() == psutil.STATUS_STOPPED:
+                    stopped.add(solver.pid)
+        return bool(stopped)
+
+    _await(stop)
+    return stopped.pop()
 
 
 def _solving(service: Service, but: set[str]) -> list[tuple[str, int]]:

@@ -39,10 +39,14 @@ class LiveMemory(TorchDispatchMode):
         """Bytes that were made inside the context and are alive now."""
         return sum(list(self._alive.values()))
 
-    def falls_to(self, nbytes: int) -> bool:
-        """Whether so much stays alive, and no more."""
+    def settled(self, nbytes: float) -> int:
+        """Bytes that are alive, after waiting a while until they are at most `nbytes`."""
         self._wait(nbytes)
-        return self.nbytes == nbytes
+        return self.nbytes
+
+    def falls_to(self, nbytes: int) -> bool:
+        """True if so much stays alive, and no more."""
+        return self.settled(nbytes) == nbytes
 
     def __torch_dispatch__(
         self,

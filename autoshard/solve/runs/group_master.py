@@ -14,9 +14,9 @@ from itertools import pairwise, product
 
 import numpy as np
 from scipy import sparse
-from scipy.optimize import Bounds, LinearConstraint, milp
 
 from autoshard.arrays import BoolArray, FloatArray, IntArray
+from autoshard.solve.linear_program import integer_point
 from autoshard.solve.network import spread
 from autoshard.solve.problem import Problem
 from autoshard.solve.runs.find import Run, independent_runs
@@ -100,12 +100,11 @@ class _Rows:
         self.low.append(low)
         self.high.append(high)
 
-    def constraint(self, num_columns: int) -> LinearConstraint:
-        """All rows."""
+    def matrix(self, num_columns: int) -> sparse.csr_array:
+        """The matrix of all rows."""
         rows, cols, values = zip(*self._entries, strict=True)
         shape = (len(self.low), num_columns)
-        matrix = sparse.csr_array((values, (rows, cols)), shape=shape)
-        return LinearConstraint(matrix, self.low, self.high)
+        return sparse.csr_array((values, (rows, cols)), shape=shape)
 
 
 class GroupMaster:
@@ -312,19 +311,17 @@ class _Program:
             columns = self._columns[segment.run]
             cost[first : first + len(columns)] = [column.cost for column in columns]
             most[first : first + len(columns)] = segment.last - segment.first
-        seconds = max(state.remaining, 1e-3)
-        answer = milp(
+        rows = self._rows()
+        return integer_point(
             cost / max(float(np.abs(cost).max()), 1e-300),
-            integrality=np.ones(self._size, dtype=np.intp),
-            bounds=Bounds(0.0, most),
-            constraints=self._rows().constraint(self._size),
-            options={
-                "node_limit": state.settings.master_nodes,
-                "mip_rel_gap": state.settings.master_gap * state.gap,
-                "time_limit": seconds,
-            },
+            rows.matrix(self._size),
+            np.array(rows.low),
+            np.array(rows.high),
+            most,
+            max_nodes=state.settings.master_nodes,
+            relative_gap=state.settings.master_gap * state.gap,
+            time_limit=max(state.remaining, 1e-3),
         )
-        return None if answer.x is None else np.round(answer.x)
 
     def _rows(self) -> _Rows:
         rows = _Rows()

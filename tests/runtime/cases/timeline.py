@@ -68,7 +68,7 @@ class Case:
         with LiveMemory(patient_above=made.max() * (1 + PEAK)) as memory:
             outputs = running(**inputs)
             if training:
-                turn = memory.nbytes
+                turn = memory.settled(made[time.turn] * (1 + TURN))
                 loss = outputs if isinstance(outputs, torch.Tensor) else outputs["loss"]
                 # Whoever calls backward holds what it begins with.
                 begin = torch.ones_like(loss)
