@@ -1,5 +1,6 @@
 """Running the service, or workers without a service, in this process."""
 
+import gc
 import signal
 import socket
 import ssl
@@ -104,6 +105,9 @@ def serve(
             ssl_keyfile=tls_key,
         )
         server = _Server(config, app, settings.store_url)
+        # What is loaded now lives as long as the process; going through it stops every request.
+        gc.collect()
+        gc.freeze()
         with suppress(KeyboardInterrupt):
             server.run(sockets=listeners)
     if not server.started:

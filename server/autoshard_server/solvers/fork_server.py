@@ -22,6 +22,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
+from pathlib import Path
 from typing import NoReturn
 
 from pydantic import BaseModel
@@ -40,6 +41,9 @@ _PROGRAMS: Mapping[Program, Callable[[], None]] = {
     "solve": solving.main,
     "parse": parsing.main,
 }
+
+NICENESS = 10
+"""Niceness of child processes (0 to 19; see nice(2))."""
 
 
 class _ForkServer:
@@ -134,6 +138,7 @@ def _run(program: Program, environment: Mapping[str, str], streams: Sequence[int
     try:
         # A session of its own, so that the child can be killed with its children.
         os.setsid()
+        _lower_priority()
         for target, stream in enumerate(streams):
             os.dup2(stream, target)
             os.close(stream)
@@ -147,6 +152,14 @@ def _run(program: Program, environment: Mapping[str, str], streams: Sequence[int
     finally:
         sys.stderr.flush()
         os._exit(status)
+
+
+def _lower_priority() -> None:
+    """Let the processes that answer requests go first."""
+    os.nice(NICENESS)
+    # Outside of cgroups, Linux compares sessions instead of processes.
+    with suppress(OSError):
+        Path("/proc/self/autogroup").write_text(str(NICENESS))
 
 
 def _complete_models(base: type[BaseModel]) -> None:
