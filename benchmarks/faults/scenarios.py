@@ -324,7 +324,7 @@ def _runs(pid: int) -> bool:
 
 
 def _ray_workers(service: int) -> set[int]:
-    """Process ids of a service's Ray actors that wait for the result of their job."""
+    """Process ids of a service's Ray actors, each of which has a job, that wait for its result."""
     found = set()
     for process in psutil.Process(service).children(recursive=True):
         with suppress(psutil.Error):

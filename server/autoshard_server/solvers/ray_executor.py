@@ -43,7 +43,10 @@ _log = structlog.get_logger(__name__)
 
 
 class RayExecutor:
-    """One Ray actor per solve, made before it is needed and killed to stop it.
+    """One Ray actor per solve, made when the solve starts and killed to stop it.
+
+    An actor reserves processors of the cluster. Actors that waited for jobs would keep those of
+    jobs that wait for an actor.
 
     Args:
         address: of the cluster; one on this machine is started if it is empty.
@@ -72,7 +75,7 @@ class RayExecutor:
         self._arguments = (command, dict(environment or {}), max_bytes)
 
     def prepare(self) -> Solver:
-        """Request an actor, which starts its process as soon as the cluster has capacity."""
+        """A solver that requests its actor when it starts, and waits for the cluster's capacity."""
         return _RaySolver(self._actor_class, self._arguments)
 
 
@@ -111,7 +114,7 @@ class _RaySolver:
     def __init__(self, actor_class: Any, arguments: tuple[Any, ...]) -> None:
         self._make = actor_class
         self._arguments = arguments
-        self._actor = self._make.remote(*arguments)
+        self._actor: Any = None
         self._work: SolverInput | None = None
         self._started: Any = None
         self._pending: Any = None
@@ -119,7 +122,7 @@ class _RaySolver:
 
     def start(self, work: SolverInput) -> None:
         self._work = work
-        self._started = self._actor.start.remote(work.request, work.graph)
+        self._request_actor(work)
 
     def receive(self, timeout: float) -> Message | None:
         error = _error_of(self._started)
@@ -139,6 +142,8 @@ class _RaySolver:
 
     def is_alive(self) -> bool:
         # The last known state; an actor for which the cluster has no capacity yet is not lost.
+        if self._actor is None:
+            return True
         if self._health_check is None:
             self._health_check = self._actor.is_alive.remote()
         if not _has_ended(self._health_check):
@@ -150,11 +155,17 @@ class _RaySolver:
             return False
 
     def stop(self) -> None:
+        if self._actor is None:
+            return
         # If the actor does not respond, its process ends when its stdin is closed.
         with suppress(RayError, GetTimeoutError):
             ray.get(self._actor.stop.remote(), timeout=_STOP_TIMEOUT)
         with suppress(RayError, ValueError):
             ray.kill(self._actor)
+
+    def _request_actor(self, work: SolverInput) -> None:
+        self._actor = self._make.remote(*self._arguments)
+        self._started = self._actor.start.remote(work.request, work.graph)
 
     def _lost(self, error: RayError) -> Message | None:
         has_started = self._started is None or _has_ended(self._started)
@@ -162,8 +173,7 @@ class _RaySolver:
         if self._work is not None and not has_started:
             # It was lost before it received the job, which was not caused by the job.
             work, self._work = self._work, None
-            self._actor = self._make.remote(*self._arguments)
-            self._started = self._actor.start.remote(work.request, work.graph)
+            self._request_actor(work)
             self._pending = None
             return None
         first = next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -3,7 +3,6 @@
 import os
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,7 +34,7 @@ def here() -> Iterator[RunningWorkers]:
     options = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": 80 << 20}
     executor = RayExecutor(max_bytes=150 << 20, command=SCRIPTED, **options)
     assert signal.getsignal(signal.SIGTERM) is before
-    with running_workers(executor, num_workers=1) as made:
+    with running_workers(executor, num_workers=2) as made:
         yield made
     ray.shutdown()
 
@@ -66,6 +65,13 @@ def test_a_solve_on_ray_over_its_memory_limit_fails_alone(here: RunningWorkers) 
     assert here.await_job(modest).state is JobState.SUCCEEDED
 
 
+def test_workers_without_a_job_keep_no_processors_of_the_cluster(here: RunningWorkers) -> None:
+    # There are two workers, and the cluster has one processor.
+    for _ in range(2):
+        jobs = [here.submit(f"f{number}", answer='"done"') for number in range(2)]
+        assert {here.await_job(job).state for job in jobs} == {JobState.SUCCEEDED}
+
+
 def test_cancel_on_ray_frees_the_processor(here: RunningWorkers) -> None:
     job_id = here.submit("d", spin=True)
     child = here.await_job(job_id, lambda job: "child" in job.progress).progress["child"]
@@ -81,17 +87,16 @@ def test_a_solver_that_cannot_be_given_its_work_is_lost(tmp_path: Path) -> None:
     program = tmp_path / "once"
     program.write_text('#!/bin/sh\nrm "$0"\n', encoding="utf-8")
     program.chmod(0o755)
-    # The process is gone when the work comes, and cannot be started again.
+    # The process of the first actor is gone when the work comes, and no other can be started.
     solver = RayExecutor(command=[str(program)], cpus=0).prepare()
-    while solver.is_alive():
-        time.sleep(0.02)
-    assert not program.exists()
+    assert solver.is_alive()
     solver.start(SolverInput("{}", b""))
     messages = iter(lambda: solver.receive(0.2), ())
     found = next(message for message in messages if message is not None)
     assert isinstance(found, Died)
     assert found.problem["type"] == TYPE_PREFIX + "solver-crashed"
     assert "lost" in found.problem["detail"]
+    assert not program.exists()
     solver.stop()
 
 
