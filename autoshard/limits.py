@@ -50,12 +50,14 @@ class Limits:
     Attributes:
         deadline: value of `time.perf_counter` at which it must stop.
         cancel: set it to stop.
+        least: number of strategies and layouts that it may make even after the deadline.
         most: maximum number of strategies and layouts that it may make.
         made: number that it has made so far.
     """
 
     deadline: float = inf
     cancel: CancelToken | None = None
+    least: int = 0
     most: int = MAX_MADE
     made: int = 0
 
@@ -67,7 +69,7 @@ class Limits:
         """
         if self.cancel is not None and self.cancel.is_set():
             raise LimitReached(SolveStatus.CANCELLED, self.made)
-        if time.perf_counter() > self.deadline:
+        if self.made >= self.least and time.perf_counter() > self.deadline:
             raise LimitReached(SolveStatus.TIMED_OUT, self.made)
         if self.made > self.most:
             raise LimitReached(None, self.made)

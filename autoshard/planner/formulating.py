@@ -20,6 +20,9 @@ from autoshard.planner.formulation import Formulation
 
 LEAST_SECONDS = 5.0
 """Least time limit of a formulation, so that short limits have a plan of usual programs."""
+LEAST_MADE = 20_000
+"""Number of strategies and layouts that no time limit stops, so that programs on two axes have a
+plan on a slow machine too."""
 _USUAL_AXES = 3
 """Largest number of mesh axes for which nearly all programs have few strategies."""
 _USUAL_SIZE = 8
@@ -34,10 +37,11 @@ def work_limits(seconds: float = inf, cancel: CancelToken | None = None) -> Limi
     """Limits of a formulation that begins now.
 
     Args:
-        seconds: time limit; a shorter one than `LEAST_SECONDS` counts as that.
+        seconds: time limit; a shorter one than `LEAST_SECONDS` counts as that, and the first
+            `LEAST_MADE` strategies and layouts are made in any case.
         cancel: setting it stops the formulation.
     """
-    return Limits(time.perf_counter() + max(seconds, LEAST_SECONDS), cancel)
+    return Limits(time.perf_counter() + max(seconds, LEAST_SECONDS), cancel, least=LEAST_MADE)
 
 
 @collection_paused()

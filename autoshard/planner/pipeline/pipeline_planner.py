@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from autoshard.errors import OptionError
 from autoshard.graph import Graph, GraphLike, StageCutter, to_graph
 from autoshard.mesh import Mesh, MeshLike, to_mesh
-from autoshard.outcome import SolveStatus, relative_gap
+from autoshard.outcome import TIME_LIMIT_REACHED, SolveStatus, relative_gap
 from autoshard.plan.certificate import with_statement
 from autoshard.plan.document import GraphSummary, Plan
 from autoshard.plan.lowering import count_collectives
@@ -267,13 +267,14 @@ class _Request:
     def _whole(self, search: PipelineSearch, candidate: Candidate | None) -> Plan | None:
         """The plan of one stage on the whole mesh, if it is faster than a pipeline."""
         pipeline = candidate.seconds if candidate else inf
-        try:
-            if search.whole_seconds() >= pipeline:
-                return None
-        except Stopped:
-            if candidate is None:
-                raise
-            return None
+        # When the time is over without a pipeline, one stage is planned without an estimate.
+        if candidate is not None or not self.limits.is_over:
+            try:
+                if search.whole_seconds() >= pipeline:
+                    return None
+            except Stopped:
+                if candidate is not None or self.limits.is_cancelled:
+                    return None
         share = max(self.options.time_limit / 2, LEAST_TIME_LIMIT)
         limits = self.options.model_copy(update={"stages": 1, "time_limit": share})
         graph = self.cutter.graph
@@ -284,8 +285,13 @@ class _Request:
             plan = self.stages.plan(graph, self.mesh, limits).plan
         if plan.costs is None or plan.costs.total >= pipeline:
             return None
-        known = plan_id(graph, self.mesh, self.options)
-        update = {"options": self.options, "id": known, "graph": GraphSummary.of(graph)}
+        late = TIME_LIMIT_REACHED in plan.provenance.statistics
+        update = {
+            "options": self.options,
+            "id": plan_id(graph, self.mesh, self.options),
+            "graph": GraphSummary.of(graph),
+            "certificate": with_statement(plan.certificate, self.options, self.mesh, late=late),
+        }
         return plan.model_copy(update=update)
 
     def _with_bound(self, candidate: Candidate) -> Candidate:
