@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 from support.command_line import autoshard
+from support.models import meta, residuals
 from typer.testing import Result
 
 from autoshard.cli import NO_PLAN
 from autoshard.cli.output import console
+from autoshard.graph import export_model, graph_from_json
 from autoshard.plan import Plan, PlanOptions
 
 
@@ -99,6 +101,24 @@ def test_options_of_pipelines_arrive_in_the_plan(archive: Path) -> None:
         micro_batches=4,
         comparisons=True,
     )
+
+
+def test_modules_to_recompute_arrive_in_the_plan(tmp_path: Path) -> None:
+    path = tmp_path / "layers.pt2"
+    model, inputs = meta(residuals, layers=3)
+    path.write_bytes(export_model(model, (), inputs))
+    arguments = ("plan", path, "--mesh", "2,2", "--json", "--activation-checkpointing", "always")
+    named = ("--checkpointed-module", "layers.0", "--checkpointed-module", "*.2")
+    result = autoshard(*arguments, *named)
+    plan = Plan.from_json(result.stdout)
+    assert plan.options.checkpointed_modules == ("layers.0", "*.2")
+    (stage,) = plan.stages
+    program = graph_from_json(stage.program)
+    modules = [program.nodes[program.numbers[one.first]].module for one in stage.checkpoints]
+    assert [".".join(module.split(".")[:2]) for module in modules] == ["layers.0", "layers.2"]
+    wrong = autoshard(*arguments, "--checkpointed-module", "blocks.*")
+    assert wrong.exit_code == 1
+    assert "--checkpointed-module: no module matches 'blocks.*'; there are layers," in words(wrong)
 
 
 def test_a_conflict_is_told(archive: Path) -> None:

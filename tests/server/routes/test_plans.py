@@ -6,8 +6,9 @@ from typing import Any
 from zipfile import ZipFile
 
 import pytest
+from support.models import meta, residuals
 
-from autoshard.graph import load_graph
+from autoshard.graph import export_model, graph_from_json, load_graph
 from autoshard.mesh import make_mesh, mesh_to_json
 from autoshard.plan import Plan, PlanOptions
 from autoshard.planner import plan_id
@@ -134,6 +135,31 @@ def test_a_budget_that_is_too_small_is_an_outcome_with_a_reason(service: Any, gr
     assert plan.certificate.status == "infeasible"
     assert "memory_budget" in plan.reason
     assert service.post(graph, request).headers["Autoshard-Cache"] == "hit"
+
+
+def test_named_modules_are_recomputed(service: Any) -> None:
+    model, inputs = meta(residuals, layers=3)
+    layers = export_model(model, (), inputs)
+
+    def request(names: list[str], activation_checkpointing: str) -> Any:
+        options = {
+            "checkpointed_modules": names,
+            "activation_checkpointing": activation_checkpointing,
+        }
+        return service.post(layers, {"mesh": {"shape": [2, 2]}, "options": options}, wait=60)
+
+    plan = Plan.from_json(request(["layers.1"], "always").content)
+    (stage,) = plan.stages
+    program = graph_from_json(stage.program)
+    (checkpoint,) = stage.checkpoints
+    assert program.nodes[program.numbers[checkpoint.first]].module.startswith("layers.1")
+    assert plan.options.checkpointed_modules == ("layers.1",)
+    unknown = request(["blocks.*"], "auto")
+    assert unknown.status_code == 422
+    assert "no module matches 'blocks.*'; there are layers," in unknown.json()["detail"]
+    contradiction = request(["layers.1"], "never")
+    assert contradiction.status_code == 422
+    assert "leave one of them out" in contradiction.json()["detail"]
 
 
 def test_equal_requests_at_once_share_one_job(
