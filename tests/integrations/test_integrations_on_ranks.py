@@ -4,13 +4,15 @@ from collections.abc import Callable
 
 import pytest
 from integrations.cases import accelerated, adapters, generated, trained
+from support.long_cases import all_but_one, with_long
 from support.ranks import joined
 
 NUM_RANKS = 4
 CASES = joined(accelerated, adapters, generated, trained)
+LONG = set(all_but_one(CASES, ("4", "2x2")))
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", with_long(CASES, LONG))
 def test_case(case: str, on_ranks: Callable[[str], None]) -> None:
     on_ranks(case)

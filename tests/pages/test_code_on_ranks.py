@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from support.long_cases import with_long
 from support.processes import launched_process
 from support.services import free_port
 from support.shared_folder import shared_folder
@@ -75,10 +76,12 @@ CASES: dict[str, Callable[[], None]] = {
     "generate_kv_cache": generates,
     "custom_operator": discovers,
 }
+LONG = ("trainer_llama", "lora_peft")
+"""The libraries' training loops and adapters are in the cases of integrations."""
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", with_long(CASES, LONG))
 def test_case(case: str, on_ranks: Callable[[str], None]) -> None:
     on_ranks(case)
 

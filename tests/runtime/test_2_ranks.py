@@ -10,8 +10,12 @@ from support.ranks import joined
 
 NUM_RANKS = 2
 CASES = {**ON_2, **pipeline_cuts.CASES, **joined(compiled)}
-LONG = [f"t5, {schedule}" for schedule in LOOPED[1:]]
-"""Each schedule, and T5 with two of them, are in the others."""
+LONG = [
+    *(f"t5, {schedule}" for schedule in LOOPED[1:]),
+    *("gpt2, 1F1B", "llama, GPipe", "t5, GPipe", "resnet, 1F1B"),
+    *("t5, ZBVZeroBubble, mixed precision", "opaque modules with declared costs"),
+]
+"""Each model and each schedule are in the others, or in those on 4 ranks."""
 
 
 @pytest.mark.ranks

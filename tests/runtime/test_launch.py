@@ -103,6 +103,7 @@ def test_torchrun_trains_and_a_killed_rank_ends_the_others(
     check_killed(plan, "kill", tmp_path)
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_a_killed_rank_ends_the_other_pipeline_stages(tmp_path: Path) -> None:
     options = PlanOptions(stages=4, schedule="1F1B", micro_batches=4)

@@ -22,7 +22,7 @@ from runtime.cases import (
     updated_buffers,
 )
 from runtime.cases.updated_buffers import MESHES
-from support.long_cases import all_but_one, with_long
+from support.long_cases import all_but_one, long_of, with_long
 from support.ranks import joined
 
 NUM_RANKS = 4
@@ -42,7 +42,10 @@ MODULES = (
     other_shapes,
 )
 CASES = joined(*MODULES)
-LONG = set(all_but_one(CASES, [*MESHES]))
+LONG = {
+    *all_but_one(CASES, [*MESHES]),
+    *long_of(one_call, micro_batches, mixed_precision, several_programs, optimizer_habits),
+}
 PAGE = Path(__file__).parents[2] / "docs" / "training.md"
 
 

@@ -8,8 +8,8 @@ from zoo.families_on_ranks import cases
 
 NUM_RANKS = 4
 CASES = cases(a=2, b=2)
-USUAL = ("mamba2", "bart", "convnext", "dit", "dlrm", "graphsage")
-MORE = ("opt", "gpt-oss", "patchtst", "clip", "two-tower", "lstm")
+USUAL = ("mamba2", "convnext", "dit", "dlrm", "graphsage")
+MORE = ("bart", "opt", "gpt-oss", "patchtst", "clip", "two-tower", "lstm")
 
 
 def named(families: tuple[str, ...]) -> list[str]:

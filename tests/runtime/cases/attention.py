@@ -103,3 +103,5 @@ CASES = {
         partial(decoding, 64, width=32, heads=4, groups=2), KEYS, "inference", inside=2
     ),
 }
+LONG = ("heads in between, inference", "masked queries, training", "causal queries")
+"""Each dim that is cut, each mask and each mode is in one of the others."""

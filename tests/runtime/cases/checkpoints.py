@@ -94,3 +94,5 @@ CASES = {
     "thirds to reversed": Case(THIRDS, REVERSED),
     "reversed to thirds": Case(REVERSED, THIRDS),
 }
+LONG = ("whole to thirds", "reversed to thirds")
+"""The layouts are in the others, in the other direction."""

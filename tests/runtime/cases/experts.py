@@ -196,3 +196,8 @@ CASES = {
     "checkpointed": Case("two layers", FOUR, TO_EXPERTS, FROM_EXPERTS, {"a": 1}, redone=True),
     "inference": Case("mixtral", FOUR, TO_EXPERTS, FROM_EXPERTS, {"a": 1}, {"mode": "inference"}),
 }
+LONG = (
+    *("experts", "groups of experts", "experts of whole tokens"),
+    *("experts and tokens", "experts twice"),
+)
+"""Each model and each axis is in one of the others."""

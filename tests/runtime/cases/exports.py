@@ -390,5 +390,13 @@ LONG = (
     "tensor parallel llama",
     "fsdp and a free plan of gpt2",
     "gpt2 by transformers",
+    "llama for fsdp2",
+    "gpt2 for parallelize_module",
+    "llama for both",
+    "tensor parallel gpt2, weights gathered",
+    "fsdp of gpt2",
+    "fsdp and a free plan of llama",
+    "llama by transformers",
+    "csv",
 )
 """Each kind of code, plan and model is in one of the others."""

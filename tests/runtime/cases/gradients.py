@@ -284,6 +284,10 @@ CASES: dict[str, Callable[[], None]] = {
     "copied, parameters cut": Case(MLP, copied, models.mlp),
 }
 LONG = (
+    "gradients accumulated, parameters gathered in checkpoints",
+    "gradients hooked, parameters cut and whole",
+    "overflow in float16, parameters whole",
+    "one of two results, parameters whole",
     "gradients hooked, parameters cut",
     "gradients hooked, parameters whole",
     "gradients accumulated, parameters gathered again",

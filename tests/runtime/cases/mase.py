@@ -47,3 +47,5 @@ CASES = {
     "bert": MaseCase(mase_bert, slow=False),
     "bert, slow devices": MaseCase(mase_bert, slow=True),
 }
+LONG = ("mlp, slow devices", "bert")
+"""Each model and each kind of device is in one of the others."""

@@ -268,3 +268,5 @@ CASES: dict[str, Callable[[], None]] = {
         {"a": 4}, "S(0)", {STEP}, options={"activation_checkpointing": "always"}
     ),
 }
+LONG = ("once per step", "gathered once", "as memory allows", "checkpoints")
+"""Each frequency is in one of the others."""

@@ -265,3 +265,8 @@ CASES: dict[str, Callable[[], None]] = {
     "not rounded": Rounded({"a": 4}, F32),
     "autocast": Autocast({"a": 4}),
 }
+LONG = (
+    *(f"{name}, {mesh}" for name in ("llama", "float32 of float64") for mesh in MESHES),
+    *("once per step", "replicated", "re-gathered", "not rounded"),
+)
+"""Each pair of element types, and of micro-batches and checkpoints, is in one of the others."""

@@ -139,3 +139,5 @@ CASES: dict[str, Callable[[], None]] = {
     "a service that does not answer": the_service_of_the_environment_is_used,
     "the default topology": the_default_topology_of_a_cpu_is_a_cpu,
 }
+LONG = ("llama", "vit")
+"""A model of transformers is in the others."""

@@ -167,3 +167,5 @@ CASES = {
         {"chunk": "S(0),S(1)/1+1", "grouped_mm_fallback_1": "S(0),S(0)"},
     ),
 }
+LONG = ("causal 4", "patches 2x2", "grouped products 4")
+"""The models are in the others, on one mesh each."""

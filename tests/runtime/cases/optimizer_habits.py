@@ -328,3 +328,5 @@ CASES: dict[str, Callable[[], None]] = {
     )
     for mesh in MESHES
 }
+LONG = tuple(f"torch.optim.Muon, {mesh}" for mesh in MESHES)
+"""The same updates are in Muon by hand."""

@@ -249,5 +249,13 @@ LONG = (
     "resnet, pp2 tp2, GPipe",
     "llama, pp2 dp2, 1F1B",
     "bert, pp2 tp2, GPipe",
+    "gpt2, pp4, GPipe",
+    "resnet, pp4, GPipe",
+    "gpt2, pp2 tp2, GPipe",
+    "bert, pp2 dp2, 1F1B",
+    "t5, pp2 tp2, GPipe",
+    "gpt2, pp2 dp2, Interleaved1F1B",
+    "gpt2, pp2 tp2, LoopedBFS",
+    "gpt2, pp2 dp2, DualPipeV",
 )
-"""Each model, schedule and axis is in one of the others, and in those on 2 ranks."""
+"""Each model, schedule and axis is in one of the others, or in those on 2 ranks."""

@@ -150,6 +150,8 @@ CASES = {
     )
 }
 LONG = (
+    "llama 2x2 hsdp again",
+    "noisy gpt2 2x2 megatron checkpoints",
     "gpt2 4 fsdp checkpoints",
     "llama 2x2 sequence checkpoints",
     "llama 2x2 sequence everything_again",

@@ -286,3 +286,5 @@ CASES: dict[str, Callable[[], None]] = {
         "decoding": Programs(axes, Prompted, prompts, check_decoding),
     }.items()
 }
+LONG = tuple(f"planned together, {mesh}" for mesh in MESHES)
+"""Plans that are optimized together store parameters alike, as the others do."""

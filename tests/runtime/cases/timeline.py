@@ -95,6 +95,9 @@ CASES = {
     ]
 }
 LONG = (
+    "llama 2x2 sequence plain",
+    "gpt2 2x2 megatron checkpoints",
+    "llama 2x2 hsdp everything_again",
     "gpt2 4 fsdp plain",
     "gpt2 4 fsdp checkpoints",
     "gpt2 2x2 megatron plain",

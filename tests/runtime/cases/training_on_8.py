@@ -16,3 +16,5 @@ CASES = {
         (({"dp": 2, "tp": 4}, OPTIONS["hsdp"]), ({"a": 2, "b": 2, "c": 2}, OPTIONS["free"])),
     ),
 }
+LONG = ("gpt2, megatron to fsdp",)
+"""Other layouts of 8 ranks are in the other one."""
