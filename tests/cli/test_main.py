@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from support.command_line import autoshard
-from support.models import llama, meta
+from support.models import meta, residuals
 
 from autoshard.cli import NO_PLAN
 from autoshard.graph import export_model
@@ -40,8 +40,8 @@ def blocks_reused(*arguments: object) -> int:
 
 
 def test_blocks_are_reused_unless_that_is_not_wanted(tmp_path: Path) -> None:
-    model, kwargs = meta(llama, layers=3, batch=8, sequence=16)
-    archive, folder = tmp_path / "llama.pt2", tmp_path / "solved"
+    model, kwargs = meta(residuals)
+    archive, folder = tmp_path / "residuals.pt2", tmp_path / "solved"
     archive.write_bytes(export_model(model, (), kwargs))
     assert blocks_reused(archive, "--no-cache", "--cache", folder) == 0
     assert not folder.exists()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.models import graph_of, llama, meta
+from support.models import graph_of, llama, meta, residuals
 
 from autoshard.graph import Graph, export_model
 from autoshard.mesh import make_mesh
@@ -150,8 +150,8 @@ print(plan.to_json())
 @pytest.mark.parametrize("kind", ["sqlite", "folder"])
 def test_processes_share_blocks(kind: str, tmp_path: Path) -> None:
     """Two at once, then one that solves nothing: entries are the same in every process."""
-    archive = tmp_path / "llama.pt2"
-    model, kwargs = meta(llama, layers=4, batch=16, sequence=16)
+    archive = tmp_path / "residuals.pt2"
+    model, kwargs = meta(residuals, layers=4)
     archive.write_bytes(export_model(model, (), kwargs))
     store = str(tmp_path / "store") if kind == "folder" else f"sqlite:///{tmp_path / 'store'}"
     command = [sys.executable, "-c", PLANNER, kind, store, str(archive)]

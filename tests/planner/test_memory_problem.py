@@ -281,11 +281,14 @@ def test_every_limit_has_the_best_of_all_plans(
     ("module", "num_ranks", "options"),
     [
         (ResidualLayers, 1, {}),
-        (Layers, 2, {}),
+        (ThreeLayers, 2, {}),
+        pytest.param(Layers, 2, {}, marks=pytest.mark.long),
         pytest.param(Layers, 2, {"overlap": True}, marks=pytest.mark.long),
         pytest.param(ThreeLayers, 2, {"micro_batches": 3}, marks=pytest.mark.long),
         (ResidualLayers, 1, {"micro_batches": 16, "in_flight": 16}),
-        (ThreeLayers, 2, {"micro_batches": 6, "in_flight": 4}),
+        pytest.param(
+            *(ThreeLayers, 2, {"micro_batches": 6, "in_flight": 4}), marks=pytest.mark.long
+        ),
     ],
 )
 def test_blocks_are_recomputed_where_it_costs_least(

@@ -9,7 +9,7 @@ from threading import Event
 
 import pytest
 from support.meshes import slow_devices
-from support.models import Planner, llama, mlp, small_graph
+from support.models import Planner, llama, mlp, residuals, small_graph
 
 from autoshard.errors import MeshError, OptionError
 from autoshard.mesh import Topology, get_topology, make_mesh
@@ -70,7 +70,7 @@ def test_the_outermost_axis_may_be_for_a_pipeline() -> None:
 
 
 def test_a_search_goes_over_pipeline_ranks() -> None:
-    graph = small_graph(partial(llama, layers=4))
+    graph = small_graph(partial(residuals, layers=4))
     options = PlanOptions(stages="auto", micro_batches=4)
     found = search_meshes(graph, 4, topology=FLAT, options=options, max_axes=2)
     assert [c.objective for c in found] == sorted(c.objective for c in found)
@@ -120,7 +120,7 @@ def test_a_search_ranks_the_plans_of_all_meshes(planned: Planner) -> None:
 
 
 def test_a_search_keeps_and_reuses_solved_blocks() -> None:
-    graph = small_graph(partial(llama, layers=4))
+    graph = small_graph(partial(residuals, layers=4))
     block_cache = NamespacedCache(SolverCache("sqlite://"), "blocks")
     fresh, first, second = (
         search_meshes(graph, 4, block_cache=store) for store in (None, block_cache, block_cache)

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from support.models import gpt2, graph_of, llama, meta
+from support.models import gpt2, graph_of, llama, meta, residuals
 from torch import nn
 
 from autoshard.errors import OptionError
@@ -134,7 +134,8 @@ def test_memory_that_no_stage_fits_is_explained(graph: Graph) -> None:
     assert "memory" in plan.reason
 
 
-def test_two_stages_of_a_rank_share_its_memory(graph: Graph) -> None:
+def test_two_stages_of_a_rank_share_its_memory() -> None:
+    graph = graph_of(meta(residuals, layers=8))
     mesh, wanted = make_mesh((2, 2), topology="h100-sxm"), {"stages": 4, "micro_batches": 8}
     options = PlanOptions.model_validate({**wanted, "schedule": "ZBVZeroBubble"})
     free = make_plan(graph, mesh, options)
