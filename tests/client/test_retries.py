@@ -291,17 +291,17 @@ def test_it_waits_through_a_restart_of_the_service(tmp_path: Path, graph: bytes)
         plans[call.__name__] = call(server.url, "plan", graph, mesh=(2, 2), on_progress=progress)
 
     try:
-        with Client(server.url, retry=Retry(first=0.1, outage=60)) as client:
+        with Client(server.url, retry=Retry(first=0.1, outage=300)) as client:
             client_is_there(client)
         threads = [Thread(target=wait, args=(kind,)) for kind in (blocking, awaiting)]
         for thread in threads:
             thread.start()
-        assert queued.wait(30)
+        assert queued.wait(300)
         server.kill()
         time.sleep(0.5)
         server.start(workers=1)
         for thread in threads:
-            thread.join(60)
+            thread.join(300)
     finally:
         server.kill()
     assert plans["blocking"].found
@@ -309,7 +309,7 @@ def test_it_waits_through_a_restart_of_the_service(tmp_path: Path, graph: bytes)
 
 
 def client_is_there(client: Client) -> None:
-    for _ in range(300):
+    for _ in range(3000):
         try:
             client.health()
         except ServiceUnavailableError:

@@ -55,7 +55,7 @@ class Running:
     def await_job(
         self, job_id: str, until: Callable[[dict[str, Any]], bool] = lambda job: job["done"]
     ) -> dict[str, Any]:
-        for _ in range(1200):
+        for _ in range(12_000):
             job = self.job(job_id)
             if until(job):
                 return job
@@ -81,7 +81,7 @@ class Recording:
 @contextmanager
 def running(settings: Settings, executor: Executor | None = None) -> Iterator[Running]:
     app = create_app(settings, executor=executor)
-    with listening(app) as url, httpx2.Client(base_url=url, timeout=60) as http:
+    with listening(app) as url, httpx2.Client(base_url=url, timeout=300) as http:
         yield Running(url, http, app)
 
 

@@ -37,7 +37,7 @@ def test_two_hundred_clients_with_twenty_requests(start_service: Any, make_graph
     async def everybody() -> list[httpx2.Response]:
         # A connection for each, all open at once.
         limits = httpx2.Limits(max_connections=CLIENTS)
-        async with httpx2.AsyncClient(base_url=service.url, timeout=90, limits=limits) as http:
+        async with httpx2.AsyncClient(base_url=service.url, timeout=300, limits=limits) as http:
             asked = (ask(http, number % DIFFERENT) for number in range(CLIENTS))
             return await asyncio.gather(*asked)
 

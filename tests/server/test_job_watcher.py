@@ -50,7 +50,7 @@ def claim(store: JobStore) -> Claim:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    for _ in range(1200):
+    for _ in range(12_000):
         if condition():
             return
         await asyncio.sleep(0.02)

@@ -46,7 +46,7 @@ def served(folder: Path, *options: str) -> Iterator[tuple[str, Path]]:
 
 
 def wait_for(log: Path, pattern: str) -> str:
-    for _ in range(600):
+    for _ in range(6000):
         found = re.search(pattern, log.read_text())
         if found:
             return found[1]
@@ -121,7 +121,7 @@ def published(
         stack.enter_context(ended(subprocess.Popen(command, text=True)))  # noqa: S603  ours
         stripped, kept = (
             stack.enter_context(
-                httpx2.Client(base_url=f"https://localhost:{port}", verify=trust, timeout=60)
+                httpx2.Client(base_url=f"https://localhost:{port}", verify=trust, timeout=300)
             )
             for port in ports
         )
@@ -130,7 +130,7 @@ def published(
 
 
 def await_ready(http: httpx2.Client) -> None:
-    for _ in range(200):
+    for _ in range(6000):
         with suppress(httpx2.TransportError):
             if http.get("/plan/readyz").status_code == 200:
                 return

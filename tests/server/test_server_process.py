@@ -62,7 +62,7 @@ def test_a_worker_shows_whether_it_can_work(tmp_path: Path) -> None:
     shown = ["--port", str(port)]
 
     def until(status: int, *, kill: bool = False) -> None:
-        for _ in range(600):
+        for _ in range(6000):
             if kill:
                 for solver in psutil.Process(process.pid).children():
                     solver.kill()
@@ -75,7 +75,7 @@ def test_a_worker_shows_whether_it_can_work(tmp_path: Path) -> None:
     def do_job() -> None:
         # Of a kind that nobody knows: the solver itself says so.
         job = stores.jobs.submit("a", '{"kind": "dream"}', b"", max_queued=9, kind="dream")
-        for _ in range(600):
+        for _ in range(6000):
             found = stores.jobs.get(job.id)
             if found is not None and found.state.done:
                 return

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-PATIENCE = 10.0
+PATIENCE = 60.0
 """Seconds to wait for another thread."""
 
 

@@ -102,7 +102,7 @@ def _handler(proxy: Proxy, upstream: str) -> type[BaseHTTPRequestHandler]:
         def pass_on(self, request: Passed, fault: Fault | None) -> None:
             given = {k: v for k, v in request.headers.items() if k.lower() not in _OF_A_HOP}
             with (
-                httpx2.Client(timeout=60) as http,
+                httpx2.Client(timeout=300) as http,
                 http.stream(
                     request.method,
                     upstream + request.path,

@@ -40,7 +40,7 @@ class RunningWorkers:
     def await_job(
         self, job_id: str, until: Callable[[Job], bool] = lambda job: job.state.done
     ) -> Job:
-        for _ in range(1200):
+        for _ in range(12_000):
             if until(job := self.job(job_id)):
                 return job
             time.sleep(0.02)
@@ -55,7 +55,7 @@ class RunningWorkers:
         return found[0] or found[1]
 
     def await_unhealthy(self) -> None:
-        for _ in range(1200):
+        for _ in range(12_000):
             if not self.workers.alive:
                 return
             time.sleep(0.02)
@@ -82,7 +82,7 @@ def running_workers(executor: Executor, **given: Any) -> Iterator[RunningWorkers
 
 def await_end(*pids: int) -> None:
     """Wait until processes have ended."""
-    for _ in range(1200):
+    for _ in range(12_000):
         if not any(map(is_running, pids)):
             return
         time.sleep(0.02)

@@ -288,7 +288,7 @@ def test_a_job_is_followed_and_taken_up_again(start_service: Any, graph: bytes) 
 
     def slowly(work: Any, on_progress: Any, cancel: Any) -> Solved:
         on_progress({"phase": "search", "incumbent": 2.0, "bound": 1.0, "gap": 0.5})
-        go.wait(20)
+        go.wait(300)
         return solve(work, on_progress, cancel)
 
     service = start_service(executor=ThreadExecutor(slowly))

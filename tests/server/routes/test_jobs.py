@@ -34,7 +34,7 @@ def is_alive(pid: int) -> bool:
 
 
 def await_gone(pid: int) -> bool:
-    for _ in range(200):
+    for _ in range(6000):
         if not is_alive(pid):
             return True
         time.sleep(0.05)
@@ -98,7 +98,7 @@ def test_a_caller_that_waits_is_told_of_a_cancel(
     job_id = service.post(graph).json()["id"]
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(service.post, graph, wait=60)
-        assert waits.wait(60)
+        assert waits.wait(300)
         service.http.post(f"/v1/jobs/{job_id}:cancel")
         response = waiting.result()
     assert response.status_code == 409
@@ -234,13 +234,13 @@ def test_a_caller_has_so_many_streams_open_at_once(start_service: Any, graph: by
         with service.http.stream("GET", path) as second:
             others = second.iter_lines()
             assert next(others)
-            refused = service.http.get(path, timeout=5)
+            refused = service.http.get(path, timeout=60)
             assert refused.status_code == 429
             assert refused.json()["type"] == TYPE_PREFIX + "too-many-streams"
             assert refused.json()["limit_name"] == "AUTOSHARD_MAX_CALLER_STREAMS"
             assert int(refused.headers["Retry-After"]) > 0
     quota = service.app.state.service.streams
-    for _ in range(200):
+    for _ in range(6000):
         if not quota._open:
             break
         time.sleep(0.05)
