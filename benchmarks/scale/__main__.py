@@ -8,6 +8,7 @@ documents, which are small, so that the databases fit on any disk (2 GB each).
 """
 
 import argparse
+import gc
 import os
 import shutil
 import sys
@@ -85,6 +86,9 @@ def measure(url: str, rows: int) -> Measured:
     nbytes = _size(url)
     with closing(Stores(settings)) as stores:
         _, token = stores.api_keys.create(CALLERS[0], ["admin", "plan", "read", "metrics"])
+    # A collection would stop the transactions that are measured here.
+    gc.collect()
+    gc.freeze()
     requests, steps = [], []
     with service(url) as started:
         for timed in timed_requests(started.address, token, filled):
