@@ -58,16 +58,18 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     data = Path(case["archive"]).read_bytes()
     mesh, options = make_mesh(case["mesh"]), PlanOptions.model_validate(case["options"])
     tables = NamespacedCache(FolderCache(case["blocks"]), "blocks") if "blocks" in case else None
-    phases, start = _Phases(), time.perf_counter()
+    phases, start, started = _Phases(), time.perf_counter(), time.process_time()
     graph = phases.run("load", lambda: load_graph(data))
     plan = phases.run(
         "plan", lambda: make_plan(graph, mesh, options, on_progress=_announce, block_cache=tables)
     )
     findings = phases.run("check", lambda: check_plan(plan, graph)) if plan.found else ()
     total = time.perf_counter() - start
+    processor = time.process_time() - started
     coverage = operator_coverage(graph, plan) if plan.found else None
     return {
         "seconds": _split(phases.seconds, plan) | {"total": total},
+        "processor": processor,
         "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _BYTES_PER_UNIT,
         "held": plan.memory.peak if plan.memory else None,
         "budget": options.memory_budget or mesh.topology.device.memory,

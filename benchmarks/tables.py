@@ -40,6 +40,9 @@ _PARTS = {
 }
 _DEPTHS = ("llama3-8b-8-layers", LLAMA, "llama3-8b-128-layers")
 _BUDGETS = (30, 20, 12)
+_LIMITED = ("qwen2-7b", LLAMA, "llama3-70b", "mixtral-8x7b")
+_SHARES = (0.6, 0.4)
+_CLOSE = 0.005
 _PHASES = ("load", "formulate", "solve", "find conflict", "assemble", "check")
 _SLOW = 30.0
 _WIDE = 0.01
@@ -132,6 +135,40 @@ def _budget_row(result: Result) -> tuple[str, ...]:
         f"{result.seconds('total'):.2f}",
         f"{result.peak / 1e6:.0f}",
     )
+
+
+def shares(settings: Settings, selection: Selection) -> str:
+    """Models in training under the device's memory, and under shares of what they need freely."""
+    results: list[Result] = []
+    for name in selection.models or _LIMITED:
+        for mesh in selection.meshes or MESHES:
+            lifted = _measure(Case(name, mesh, memory_budget=UNLIMITED), settings)
+            results.append(lifted)
+            free = lifted.last["held"] if lifted.found else None
+            if free is not None:
+                given = [None, *(int(share * free) for share in _SHARES)]
+                own = [
+                    _measure(Case(name, mesh, memory_budget=budget), settings) for budget in given
+                ]
+                results += own
+    header = (
+        *("case", "status", "gap", "step, ms", "peak of the plan, GB"),
+        *("total, s", "of the processor, s", "MB"),
+    )
+    table = rows(header, (_share_row(result) for result in results))
+    return "\n\n".join([table, _within(results), _notes(results)]).rstrip()
+
+
+def _share_row(result: Result) -> tuple[str, ...]:
+    *start, peak = _budget_row(result)
+    processor = f"{result.last['processor']:.1f}" if result.runs else "-"
+    return (*start, processor, peak)
+
+
+def _within(results: Sequence[Result]) -> str:
+    """Number of cases with a gap of at most `_CLOSE`."""
+    close = [r for r in results if r.runs and r.gap is not None and r.gap <= _CLOSE]
+    return f"{len(results)} cases: {len(close)} have a gap of at most {_CLOSE:.1%}."
 
 
 def models(settings: Settings, selection: Selection) -> str:
@@ -250,6 +287,7 @@ TABLES: Mapping[str, Table] = MappingProxyType(
         "models": models,
         "memory": memory,
         "budgets": budgets,
+        "shares": shares,
         "service": service,
         "misses": misses,
         "startup": startup,
@@ -260,11 +298,13 @@ TABLES: Mapping[str, Table] = MappingProxyType(
 """Tables by name, which is also that of the markers in the document."""
 
 REPETITIONS: Mapping[str, int] = MappingProxyType(
-    {"models": 1, "memory": 3, "budgets": 1, "startup": 20}
+    {"models": 1, "memory": 3, "budgets": 1, "shares": 1, "startup": 20}
 )
 """Measurements of each case, for tables with many or slow cases; the others have 5."""
 
-TIME_LIMITS: Mapping[str, float] = MappingProxyType({"models": 30.0, "budgets": 60.0})
+TIME_LIMITS: Mapping[str, float] = MappingProxyType(
+    {"models": 30.0, "budgets": 60.0, "shares": 30.0}
+)
 """Time limit of the solver in seconds, for tables with another one than the default."""
 
 

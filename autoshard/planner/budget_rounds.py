@@ -86,7 +86,8 @@ class LimitSearch:
             self._exceeds = min(self._exceeds, self.limit, usage)
             promising = usage - excess - 0.5 * _SAME_LIMIT * self._budget
         between = self.fits < promising < self._exceeds
-        self.limit = promising if between else self._middle
+        # Every plan that fits has a choice within the budget.
+        self.limit = min(promising if between else self._middle, float(self._budget))
 
     def record_failure(self) -> None:
         """Record that no plan was found for the current limit."""

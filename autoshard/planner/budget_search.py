@@ -10,6 +10,9 @@ In training, the best plan without recomputation is made first. If it fits, it i
 the options ask for recomputation. If not, what is kept, recomputed, and run once per step is
 optimized for its layouts. That takes little time and gives the first plan that fits. Then all is
 optimized together.
+
+Rounds are counted, and the solver counts its work. The time limit is the same for all: whatever
+runs when it is over ends there, and the search says so.
 """
 
 import time
@@ -52,18 +55,14 @@ _FIRST_ROUNDS = 5
 """Maximum number of rounds with given layouts."""
 _FIRST_GAP = 0.01
 """Least relative gap of their solutions."""
-_FIRST_SHARE = 0.3
-"""Largest share of the remaining time that is reserved for them."""
 _FIRST_SECONDS = 3.0
-"""Seconds that are reserved for them, and time limit of a single solve, even after the deadline."""
+"""Seconds that are reserved for them, and least time limit of the solves before and with them."""
 _MAX_IMPROVEMENTS = 2
 """Maximum number of rounds after the first plan that fits."""
 _NEGLIGIBLE = 0.005
 """Maximum total size of the values that are not counted, as a share of the budget."""
 _LOOSE_GAP = 6.0
 """Factor by which the relative gap is larger while limits and time points are searched."""
-_TIME_SHARE = 0.6
-"""Share of the remaining time for one solve under a limit."""
 _MIN_SECONDS = 1.0
 """Minimum time limit of a single solve, seconds, even after the deadline."""
 _LATE_SECONDS = 30.0
@@ -176,8 +175,7 @@ class BudgetSearch:
         if not self._formulation.prices.training:
             return self._fit(rounds)
         problem = self._formulation.problem
-        reserved = min(_FIRST_SHARE * self._remaining, _FIRST_SECONDS)
-        seconds = max(self._remaining - reserved, _FIRST_SECONDS)
+        seconds = max(self._remaining - _FIRST_SECONDS, _FIRST_SECONDS)
         solution = self._solve(problem, warm_start=self._unlimited, seconds=seconds)
         plan = None if solution.choice is None else self.build(Decisions(solution.choice))
         rounds.bound = solution.bound
@@ -268,7 +266,7 @@ class BudgetSearch:
                 limited,
                 gap=max(self._loose_gap, _FIRST_GAP),
                 warm_start=rounds.counted.warm_start,
-                seconds=max(self._time_share, _FIRST_SECONDS),
+                seconds=max(self._remaining, _FIRST_SECONDS),
             )
             if solution.choice is not None:
                 self._record(rounds, rounds.counted, limited, solution)
@@ -496,7 +494,7 @@ class BudgetSearch:
             )
 
     def _min_usage(self, problem: Problem) -> float:
-        return minimum_usage(problem, time_limit=self._time_share, cancel=self._cancel)
+        return minimum_usage(problem, time_limit=self._remaining, cancel=self._cancel)
 
     def _solve(
         self,
@@ -506,11 +504,9 @@ class BudgetSearch:
         warm_start: WarmStart | None = None,
         seconds: float | None = None,
     ) -> Solution:
-        # In inference nearly all memory is counted, so usually one round is enough.
-        several = self._formulation.prices.training and isfinite(problem.usage_limit)
         solution = solve_problem(
             with_equal_groups(problem) if self._alike else problem,
-            time_limit=seconds or (self._time_share if several else self._remaining),
+            time_limit=seconds or self._remaining,
             relative_gap=self._options.relative_gap if gap is None else gap,
             seed=self._options.seed,
             on_progress=self._on_progress,
@@ -529,11 +525,6 @@ class BudgetSearch:
     @property
     def _is_late(self) -> bool:
         return time.perf_counter() > self._deadline
-
-    @property
-    def _time_share(self) -> float:
-        """Time limit of one solve under a usage limit, seconds."""
-        return max(_TIME_SHARE * self._remaining, _MIN_SECONDS)
 
     @property
     def _loose_gap(self) -> float:

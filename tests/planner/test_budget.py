@@ -1,6 +1,7 @@
 """Plans under a memory budget: recomputation, its cost, and invalid budgets."""
 
-from itertools import pairwise
+import time
+from itertools import count, pairwise
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from support.models import Planner, graph_of, llama, meta, mlp
 
 from autoshard.graph import Graph
 from autoshard.plan import Plan, Stage
+from autoshard.planner.budget_rounds import LimitSearch
 
 MESH = slow_devices(a=2, b=2)
 
@@ -49,6 +51,42 @@ def test_less_memory_never_costs_less(planned: Planner, graph: Graph, free: Plan
         assert roomy.certificate.bound <= tight.costs.total
         assert roomy.costs.total * (1 - roomy.certificate.gap) <= tight.costs.total
     assert plans[-1].costs.recompute > 0
+
+
+def test_limits_stay_within_the_budget_although_a_choice_counts_too_much() -> None:
+    """A choice may keep what its plan does not need, so that it counts more than the peak."""
+    limits = LimitSearch(1000)
+    limits.record(usage=990.0, peak=960)
+    assert limits.limit == limits.fits == 1000
+    assert limits.is_over
+
+
+@pytest.mark.parametrize("share", [0.9, 0.8])
+def test_the_bound_allows_a_plan_that_fits_to_the_last_byte(
+    planned: Planner, graph: Graph, free: Plan, share: float
+) -> None:
+    """Counted memory is a lower bound of the peak, so a budget of a plan's peak admits it."""
+    plan = planned(graph, MESH, memory_budget=int(share * free.memory.peak))
+    exact = planned(graph, MESH, memory_budget=plan.memory.peak)
+    assert exact.found
+    assert exact.certificate.bound <= plan.costs.total
+    assert exact.costs.total * (1 - exact.certificate.gap) <= plan.costs.total
+
+
+def test_a_slow_machine_finds_the_same_plan(
+    planned: Planner, graph: Graph, free: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Time passes with each reading of the clock, a thousand times faster in the second plan."""
+    found = []
+    for seconds in (1e-7, 1e-4):
+        readings = count()
+        with monkeypatch.context() as patched:
+            patched.setattr(time, "perf_counter", lambda s=seconds, r=readings: s * next(r))
+            budget = int(0.8 * free.memory.peak)
+            found.append(planned(graph, MESH, memory_budget=budget, time_limit=600))
+    fast, slow = (plan.certificate for plan in found)
+    assert (fast.objective, fast.bound, fast.status) == (slow.objective, slow.bound, slow.status)
+    assert not any("time_limit_reached" in plan.provenance.statistics for plan in found)
 
 
 def test_what_is_ruled_out_is_not_done(planned: Planner, graph: Graph, free: Plan) -> None:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from support.layered import edge, free_node, layered, with_times
 
 from autoshard.outcome import SolveStatus
@@ -64,6 +65,54 @@ def check_bounds_and_choices(problem: Problem) -> Solution:
     assert (state.choice is None) or problem.is_feasible(state.choice)
     assert state.objective >= expected.objective - 1e-9
     return expected
+
+
+def with_twins(problem: Problem) -> Problem:
+    """The problem with a second copy of each strategy, which uses more and costs the same."""
+    nodes: dict[tuple[int, int], Node] = {}
+    labels: dict[int, NDArray[np.intp]] = {}
+    for node in problem.nodes:
+        twins = np.tile(node.cost, 2), np.concatenate((node.usage, node.usage + 5.0))
+        nodes.setdefault((id(node.cost), id(node.usage)), Node(*twins))
+    for link in problem.edges:
+        for ends in (link.rows, link.cols):
+            labels.setdefault(id(ends), np.tile(ends, 2))
+    twins_of = (nodes[id(node.cost), id(node.usage)] for node in problem.nodes)
+    return replace(
+        problem,
+        nodes=tuple(
+            replace(twins, interval=node.interval)
+            for twins, node in zip(twins_of, problem.nodes, strict=True)
+        ),
+        edges=tuple(
+            replace(link, rows=labels[id(link.rows)], cols=labels[id(link.cols)])
+            for link in problem.edges
+        ),
+    )
+
+
+@settings(max_examples=30)
+@given(
+    seed=st.integers(0, 10**6),
+    num_layers=st.integers(3, 5),
+    num_shared=st.integers(0, 1),
+    share=SHARES,
+)
+def test_of_choices_that_cost_the_same_one_with_little_usage_is_taken(
+    seed: int, num_layers: int, num_shared: int, share: float
+) -> None:
+    plain = with_times(
+        layered(seed, num_layers=num_layers, num_inner=2, num_shared=num_shared), seed, share
+    )
+    problem = with_twins(plain)
+    expected = check_bounds_and_choices(problem)
+    _, state = solved_through_runs(problem)
+    if state.choice is None:
+        return
+    assert expected.status is not SolveStatus.INFEASIBLE
+    size = np.array([node.num_strategies for node in plain.nodes])
+    is_priced = UsageWeights(problem, find_runs(problem)).everywhere > 0
+    assert not (is_priced & (state.choice >= size)).any()
 
 
 @settings(max_examples=20)

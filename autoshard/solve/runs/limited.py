@@ -46,6 +46,19 @@ class LimitedRuns:
         for choice in state.warm_start.best_choices:
             self._lagrangian.add_choice(choice)
 
+    def cheapest(self) -> tuple[float, IntArray | None] | None:
+        """A bound without the limit, and the best choice; of equal ones, one with little usage.
+
+        Returns:
+            None if the tables would be too large.
+        """
+        return self._lagrangian.minimise()
+
+    def add(self, choice: IntArray) -> None:
+        """Add a choice that exceeds the limit."""
+        self._lagrangian.add_choice(choice)
+        self._state.warm_start.best_choices.append(choice)
+
     def run(self) -> bool:
         """Find the best usage prices, then combine the groups of choices near them.
 
@@ -160,24 +173,27 @@ def solve_runs(state: SolveState) -> RunOutcome:
 def _solve_contracted(
     state: SolveState, runs: Sequence[Run], contracted: ContractedProblem
 ) -> RunOutcome:
-    problem = state.problem
     state.enter("solve repeated groups")
     solver = RunSolver(state, contracted)
-    if not state.warm_start.best_choices:
-        costs = [node.cost for node in problem.nodes]
-        if np.isinf(problem.usage_limit):
-            quick = solver.quick_choice(costs)
-            if quick is not None:
-                state.offer(quick)
-        answer = solver.minimise(costs, SLACK)
+    limited = LimitedRuns(state, runs, solver) if np.isfinite(state.problem.usage_limit) else None
+    if limited is None or not state.warm_start.best_choices:
+        answer = _without_limit(state, solver) if limited is None else limited.cheapest()
         if answer is None:
             return RunOutcome.SKIPPED
         bound, choice = answer
         state.raise_bound(bound)
         if bound == np.inf:
             return RunOutcome.INFEASIBLE
-        if choice is None or state.offer(choice) or np.isinf(problem.usage_limit):
+        if choice is None or state.offer(choice) or limited is None:
             return RunOutcome.UPDATED
-        state.warm_start.best_choices.append(choice)
-    possible = LimitedRuns(state, runs, solver).run()
-    return RunOutcome.UPDATED if possible else RunOutcome.INFEASIBLE
+        limited.add(choice)
+    return RunOutcome.UPDATED if limited.run() else RunOutcome.INFEASIBLE
+
+
+def _without_limit(state: SolveState, solver: RunSolver) -> tuple[float, IntArray | None] | None:
+    """A bound and the best choice of a problem without a limit; a quick choice is offered first."""
+    costs = [node.cost for node in state.problem.nodes]
+    quick = solver.quick_choice(costs)
+    if quick is not None:
+        state.offer(quick)
+    return solver.minimise(costs, SLACK)

@@ -15,7 +15,7 @@ from autoshard.solve.lagrangian import SAME, CuttingPlanes, best_mixture
 from autoshard.solve.network import spread
 from autoshard.solve.problem import Problem
 from autoshard.solve.runs.find import Run
-from autoshard.solve.runs.run_solver import Minimise
+from autoshard.solve.runs.run_solver import SLACK, Minimise
 from autoshard.solve.state import SolveState
 
 
@@ -127,6 +127,8 @@ _STEEP = 1e6
 """Price of usage at the limit, relative to the largest price of a choice."""
 _ACCURACY = 1e-5
 """Relative accuracy of a least usage."""
+_TIE = 1e-8
+"""Price of usage at the limit, relative to the least price of a choice, that is always added."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,6 +142,9 @@ class Point:
 
 class UsageLagrangian:
     """Lagrangian relaxation: choices that were best at some prices, and the best proven bound.
+
+    Usage has a tiny price at all times, so that of choices that cost the same one with little usage
+    is found.
 
     Args:
         state: of the problem, whose limit is finite; it is offered all choices.
@@ -164,6 +169,7 @@ class UsageLagrangian:
         self._state, self._settings = state, state.settings
         self._problem = state.problem
         self._minimise = minimise
+        self._tie = _TIE * abs(state.problem.min_price) / max(state.problem.usage_limit, SAME)
 
     def point(self, choice: IntArray) -> Point:
         """A choice with its cost and usage, offered to the solve state."""
@@ -192,12 +198,23 @@ class UsageLagrangian:
     def priced(self, prices: FloatArray, *, nudge: float = 0.0) -> list[FloatArray]:
         """Costs by node with a price for each of the weights; `nudge` is a price at all times."""
         weights = prices @ self.usage_weights.matrix[: len(prices)]
-        if nudge:
-            weights = weights + nudge * self.usage_weights.everywhere
+        weights = weights + (nudge + self._tie) * self.usage_weights.everywhere
         given = zip(self._problem.nodes, weights.tolist(), self.usage_weights.usage, strict=True)
         return [
             node.cost + weight * usage if weight > 0 else node.cost for node, weight, usage in given
         ]
+
+    def minimise(self) -> tuple[float, IntArray | None] | None:
+        """The bound without a price but the tiny one, and its choice, which is not added.
+
+        Returns:
+            None if the tables would be too large.
+        """
+        free = np.zeros(0)
+        answer = self._minimise(self.priced(free), SLACK)
+        if answer is None or answer[0] == np.inf:
+            return answer
+        return self.proven(answer[0], free), answer[1]
 
     def evaluate(self, prices: FloatArray, *, slack: float, nudge: float = 0.0) -> float | None:
         """Lower bound proven by a price for each of the weights; adds the best choice.
@@ -222,7 +239,7 @@ class UsageLagrangian:
 
     def proven(self, total: float, prices: FloatArray, *, nudge: float = 0.0) -> float:
         """Lower bound under the limit, from a lower bound `total` of price plus priced usage."""
-        paid = (float(prices.sum()) + nudge) * self._problem.usage_limit
+        paid = (float(prices.sum()) + nudge + self._tie) * self._problem.usage_limit
         return total - paid - _ROUNDING * (abs(total) + paid)
 
     def best_prices(self, limit: float) -> FloatArray:
