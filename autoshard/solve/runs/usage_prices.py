@@ -169,7 +169,9 @@ class UsageLagrangian:
         self._state, self._settings = state, state.settings
         self._problem = state.problem
         self._minimise = minimise
-        self._tie = _TIE * abs(state.problem.min_price) / max(state.problem.usage_limit, SAME)
+        least = abs(state.problem.min_price)
+        limit = max(state.problem.usage_limit, SAME)
+        self._tie = _TIE * least / limit if np.isfinite(least) else 0.0
 
     def point(self, choice: IntArray) -> Point:
         """A choice with its cost and usage, offered to the solve state."""
