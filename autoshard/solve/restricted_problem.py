@@ -114,7 +114,8 @@ class _Shared:
 class SolveRestricted(Protocol):
     """Solves a restricted problem within some seconds, up to a relative gap.
 
-    `bound` is a known lower bound; `warm_start` comes from solves under other limits.
+    `bound` is a known lower bound; `warm_start` comes from solves under other limits; with
+    `runs_only` nothing but run contraction is tried.
     """
 
     def __call__(
@@ -125,6 +126,7 @@ class SolveRestricted(Protocol):
         gap: float,
         bound: float,
         warm_start: WarmStart | None,
+        runs_only: bool = False,
     ) -> Solution:
         """Solve the problem."""
 
@@ -187,7 +189,7 @@ class RestrictedSolver:
             report_bound: called with each better bound.
         """
         self._set(costs)
-        answer, width = _Answer(), self._settings.first_width
+        answer, width, is_first = _Answer(), self._settings.first_width, not rough
         while width <= self._settings.last_width:
             value, bound = answer.value, answer.bound
             self._maximise_bound(answer, slack)
@@ -196,12 +198,14 @@ class RestrictedSolver:
             report_bound(answer.bound)
             if answer.is_within(slack):
                 break
-            self._try_restricted(answer, self.least, width, slack)
+            self._try_restricted(answer, self.least, width, slack, is_first=is_first)
             report_bound(answer.bound)
             if answer.is_within(slack) or (rough and answer.choice is not None):
                 break
+            was_first, is_first = is_first, False
             if (
-                answer.value == value
+                not was_first
+                and answer.value == value
                 and answer.bound - bound < self._settings.restricted_min_gain * (value - bound)
             ):
                 width *= 2
@@ -270,10 +274,26 @@ class RestrictedSolver:
                 return
 
     def _try_restricted(
-        self, answer: _Answer, least: Sequence[FloatArray], width: int, slack: float
+        self,
+        answer: _Answer,
+        least: Sequence[FloatArray],
+        width: int,
+        slack: float,
+        *,
+        is_first: bool,
     ) -> None:
-        """Solve a restricted problem, for a better choice and a better bound."""
+        """Solve a restricted problem, for a better choice and a better bound.
+
+        The first one has only strategies of choices that could be very close to the bound, so
+        that its tables are small.
+        """
         masks = self._selected(least, width, answer.choice)
+        if is_first:
+            close = answer.bound + self._settings.first_slack * slack * abs(answer.bound)
+            masks = [
+                (mask & (bounds <= close)) | cheapest(bounds, 1)
+                for mask, bounds in zip(masks, least, strict=True)
+            ]
         if answer.choice is not None:
             cutoff = answer.value - slack * abs(answer.value)
             can_improve = [bounds < cutoff for bounds in least]
@@ -287,7 +307,8 @@ class RestrictedSolver:
             float(bounds[~mask].min(initial=np.inf))
             for bounds, mask in zip(least, masks, strict=True)
         ]
-        solution, choice = self._solved(masks, self._settings.restricted_gap * slack, answer.bound)
+        gap = self._settings.restricted_gap * slack
+        solution, choice = self._solved(masks, gap, answer.bound, runs_only=is_first)
         if choice is not None and solution.objective < answer.value:
             answer.value, answer.choice = solution.objective, choice
             self._state.offer(choice)
@@ -312,7 +333,7 @@ class RestrictedSolver:
         return masks
 
     def _solved(
-        self, masks: Sequence[BoolArray], gap: float, bound: float
+        self, masks: Sequence[BoolArray], gap: float, bound: float, *, runs_only: bool
     ) -> tuple[Solution, IntArray | None]:
         """The solution of a restricted problem, and its choice in the whole problem."""
         state = self._state
@@ -322,7 +343,14 @@ class RestrictedSolver:
             self._problem, self.graph.by_node(masks), self.graph.by_node(self._messages.costs)
         )
         seconds = self._settings.restricted_share * state.remaining
-        solution = self._solve(restricted.problem, seconds, gap=gap, bound=bound, warm_start=None)
+        solution = self._solve(
+            restricted.problem,
+            seconds,
+            gap=gap,
+            bound=bound,
+            warm_start=None,
+            runs_only=runs_only,
+        )
         state.check()
         return solution, None if solution.choice is None else restricted.whole(solution.choice)
 

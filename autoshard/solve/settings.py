@@ -102,7 +102,9 @@ class SolverSettings:
 
         wide_strategies: mean number of strategies of a node class from which on a problem is
             solved through restricted problems.
-        first_width: strategies per node class in the first restricted problem.
+        first_width: strategies per node class in the first restricted problems.
+        first_slack: share of the requested gap by which the choices of a strategy may exceed the
+            bound if it is in the first restricted problem, which is solved by run contraction only.
         last_width: strategies per node class in the last one.
         nearby_strategies: strategies per node class added around the best choice.
         full_width_ratio: all strategies that can be in a better choice are added if no node class
@@ -203,6 +205,7 @@ class SolverSettings:
 
     wide_strategies: float = 100.0
     first_width: int = 24
+    first_slack: float = 0.3
     last_width: int = 48
     nearby_strategies: int = 8
     full_width_ratio: float = 3.0

@@ -197,6 +197,7 @@ def _solve_restricted(
     gap: float,
     bound: float,
     warm_start: WarmStart | None,
+    runs_only: bool = False,
 ) -> Solution:
     """Solve a restricted problem, given a lower bound of it."""
     inner = SolveState(
@@ -215,7 +216,7 @@ def _solve_restricted(
         outcome = solve_runs(inner)
         infeasible = outcome is RunOutcome.INFEASIBLE
         limit_binds = inner.choice is not None and restricted.can_bind
-        if not infeasible and not inner.closed and not limit_binds:
+        if not (infeasible or inner.closed or limit_binds or runs_only):
             infeasible = not _flat(inner)
     except Interrupted:
         state.count("restricted.interrupted")
