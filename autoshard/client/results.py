@@ -155,11 +155,15 @@ class SearchedMesh(_Document):
         default=None, description="id for `get_plan`; None if the plan was not stored"
     )
     certificate: Certificate | None = Field(
-        default=None, description="of the plan; None if the options do not fit this mesh"
+        default=None, description="of the plan; None if `error` says why none was made"
     )
     peak_memory: int | None = Field(default=None, description="bytes per device at the peak")
     reason: str = Field(default="", description="reason why there is no plan")
-    error: str = Field(default="", description="reason why the options do not fit this mesh")
+    error: str = Field(
+        default="",
+        description="reason why no plan was made: the options do not fit this mesh, or each of its "
+        "plans is slower than the best for a mesh of one or two axes",
+    )
 
 
 class MeshSearch(_Document):

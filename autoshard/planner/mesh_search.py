@@ -9,9 +9,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from math import isqrt
+from math import isfinite, isqrt
 from threading import Lock, Thread
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from autoshard.errors import OptionError
 from autoshard.graph import GraphLike, graph_to_json, to_graph
@@ -36,6 +36,8 @@ _MAX_ERRORS = 3
 """Maximum number of errors in a message."""
 _MAX_AXES = 6
 """Maximum number of axes; the number of strategies is exponential in it."""
+_FIRST_AXES = 2
+"""Number of axes up to which a mesh always has a plan; others only if they may be faster."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,8 @@ class Candidate:
         mesh: the mesh.
         options: those of its plan, which is of one stage if no axis of the mesh is for a pipeline.
         plan: its plan, a document without stages if none was found; None if the options do not
-            fit this mesh, or the process died.
+            fit this mesh, every plan for it is slower than one of a mesh of one or two axes, or
+            the process died.
         error: reason why `plan` is None; empty otherwise.
     """
 
@@ -103,6 +106,9 @@ def search_meshes(
     ask for pipelines, the outermost axis `pp` of a mesh has the pipeline ranks; with `stages`
     'auto', meshes without it are planned as one stage.
 
+    Meshes of one and two axes are planned first. A mesh of more axes has no plan if a bound proves
+    that each of its plans of one stage is slower than the best of those; its error names the bound.
+
     Args:
         graph: the program, as for `make_plan`.
         num_devices: number of devices of each mesh.
@@ -137,10 +143,8 @@ def search_meshes(
         max_axes=max_axes,
         options=options,
     )
-    waiting: queue.SimpleQueue[_Question] = queue.SimpleQueue()
+    waiting: queue.SimpleQueue[_Question | None] = queue.SimpleQueue()
     results: queue.SimpleQueue[Candidate] = queue.SimpleQueue()
-    for mesh in meshes:
-        waiting.put((mesh, _options_of(mesh, options)))
     request = json.dumps(
         {
             "graph": graph_to_json(to_graph(graph)),
@@ -153,13 +157,23 @@ def search_meshes(
         for _ in range(min(num_workers, len(meshes)))
     ]
     found: list[Candidate] = []
+    asked = 0
     try:
-        while len(found) < len(meshes) and not (cancel is not None and cancel.is_set()):
-            with suppress(queue.Empty):
-                found.append(results.get(timeout=_POLL_SECONDS))
-                if on_progress is not None:
-                    on_progress(SearchProgress(len(found), len(meshes), found[-1]))
+        for is_first in (True, False):
+            # The same for all meshes of a round, so that the result does not depend on their order.
+            best = min((candidate.objective for candidate in found), default=float("inf"))
+            for mesh in meshes:
+                if (len(mesh.axes) <= _FIRST_AXES) == is_first:
+                    waiting.put(_Question(mesh, _options_of(mesh, options), best))
+                    asked += 1
+            while len(found) < asked and not (cancel is not None and cancel.is_set()):
+                with suppress(queue.Empty):
+                    found.append(results.get(timeout=_POLL_SECONDS))
+                    if on_progress is not None:
+                        on_progress(SearchProgress(len(found), len(meshes), found[-1]))
     finally:
+        for _ in workers:
+            waiting.put(None)
         for worker in workers:
             worker.stop()
     if len(found) == len(meshes) and all(candidate.plan is None for candidate in found):
@@ -256,7 +270,12 @@ def _factorisations(number: int, count: int, divisors: list[int]) -> Iterator[tu
                 yield (first, *rest)
 
 
-_Question = tuple[Mesh, PlanOptions]
+class _Question(NamedTuple):
+    """A mesh to plan for, its options, and the seconds of the best plan so far, inf if none."""
+
+    mesh: Mesh
+    options: PlanOptions
+    best: float
 
 
 class _Worker:
@@ -265,7 +284,7 @@ class _Worker:
     def __init__(
         self,
         request: str,
-        questions: "queue.SimpleQueue[_Question]",
+        questions: "queue.SimpleQueue[_Question | None]",
         results: "queue.SimpleQueue[Candidate]",
         block_cache: KeyValueStore | None,
     ) -> None:
@@ -288,19 +307,22 @@ class _Worker:
         self._thread.join()
 
     def _run(self) -> None:
-        with suppress(queue.Empty):
-            while not self._stopped:
-                self._results.put(self._plan(*self._questions.get_nowait()))
+        while not self._stopped and (question := self._questions.get()) is not None:
+            self._results.put(self._plan(*question))
         self._close()
 
-    def _plan(self, mesh: Mesh, options: PlanOptions) -> Candidate:
+    def _plan(self, mesh: Mesh, options: PlanOptions, best: float) -> Candidate:
         reply: dict[str, str] | None = None
         # A process that died does not reply; the error then has its exit status.
         with suppress(OSError):
             process = self._running()
             assert process.stdin is not None
             assert process.stdout is not None
-            question = {"mesh": mesh_to_json(mesh), "options": options.model_dump(mode="json")}
+            question = {
+                "mesh": mesh_to_json(mesh),
+                "options": options.model_dump(mode="json"),
+                "best": best if isfinite(best) else None,
+            }
             _write(process.stdin, question)
             reply = self._reply(process.stdin, process.stdout)
         if reply is None:

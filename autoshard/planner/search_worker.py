@@ -1,8 +1,8 @@
 """Worker process of a mesh search, which exchanges lines of JSON over stdin and stdout.
 
-The first line contains the graph, every further line a mesh and its options; the reply is a plan
-or an error. While it plans, the worker may send requests to the block cache of its parent. It exits
-when its stdin is closed, even while it plans.
+The first line contains the graph, every further line a mesh, its options and the seconds of the
+best plan so far; the reply is a plan or an error. While it plans, the worker may send requests to
+the block cache of its parent. It exits when its stdin is closed, even while it plans.
 """
 
 import json
@@ -17,6 +17,7 @@ from autoshard.graph import graph_from_json
 from autoshard.mesh import mesh_from_json
 from autoshard.plan.options import PlanOptions
 from autoshard.planner.pipeline.pipeline_planner import make_plan
+from autoshard.planner.step_bound import bound_above, plans_one_stage
 
 
 class _RemoteBlockCache:
@@ -48,13 +49,21 @@ def main() -> None:
     max_strategies = request["max_strategies"]
     while True:
         question = json.loads(lines.get())
+        mesh = mesh_from_json(question["mesh"])
+        options = PlanOptions.model_validate(question["options"])
+        best = question["best"]
         try:
+            if best is not None and plans_one_stage(graph, mesh, options):
+                bound = bound_above(graph, mesh, options, best, max_strategies)
+                if bound is not None:
+                    slower = (
+                        f"every plan takes at least {bound:.4g} s per step, more than the "
+                        f"{best:.4g} s of a mesh of fewer axes"
+                    )
+                    _write(replies, {"error": slower})
+                    continue
             plan = make_plan(
-                graph,
-                mesh_from_json(question["mesh"]),
-                PlanOptions.model_validate(question["options"]),
-                block_cache=block_cache,
-                max_strategies=max_strategies,
+                graph, mesh, options, block_cache=block_cache, max_strategies=max_strategies
             )
             _write(replies, {"plan": plan.to_json()})
         except InputError as error:

@@ -21,6 +21,7 @@ from autoshard.planner import (
     plan_id,
     search_meshes,
 )
+from autoshard.planner.step_bound import bound_above, plans_one_stage
 from autoshard_solver_cache import NamespacedCache, SolverCache
 
 FLAT: Topology = slow_devices(a=2).topology
@@ -111,12 +112,40 @@ def test_a_search_ranks_the_plans_of_all_meshes(planned: Planner) -> None:
     assert {p.total for p in seen} == {3}
     objectives = [candidate.objective for candidate in found]
     assert objectives == sorted(objectives)
+    assert [len(candidate.mesh.axes) for candidate in found if candidate.plan is None] in ([], [3])
     for candidate in found:
-        assert candidate.plan is not None
-        assert check_plan(candidate.plan, graph) == ()
         alone = planned(graph, candidate.mesh)
+        if candidate.plan is None:
+            assert alone.certificate.objective is not None
+            assert alone.certificate.objective > found[0].objective
+            continue
+        assert check_plan(candidate.plan, graph) == ()
         assert candidate.plan.id == alone.id
         assert candidate.plan.stages == alone.stages
+
+
+def test_a_mesh_of_three_axes_that_is_slower_has_a_bound_and_no_plan(planned: Planner) -> None:
+    graph = small_graph(mlp)
+    mesh = make_mesh((2, 2, 2), topology=FLAT)
+    seconds = planned(graph, mesh).certificate.objective
+    assert seconds is not None
+    bound = bound_above(graph, mesh, PlanOptions(), 0.9 * seconds)
+    assert bound is not None
+    assert 0.9 * seconds < bound <= seconds
+    assert bound_above(graph, mesh, PlanOptions(), 1.1 * seconds) is None
+    found = search_meshes(graph, 8, topology=FLAT)
+    for candidate in found:
+        is_slower = len(candidate.mesh.axes) > 2 and seconds > found[0].objective * (1 + 1e-9)
+        assert (candidate.plan is None) == is_slower
+        assert ("every plan takes at least" in candidate.error) == is_slower
+
+
+def test_a_bound_is_of_plans_of_one_stage() -> None:
+    graph = small_graph(mlp)
+    pipelined = make_mesh((2, 2, 2), axes=("pp", "dp", "tp"))
+    assert not plans_one_stage(graph, pipelined, PlanOptions(stages="auto", micro_batches=2))
+    assert not plans_one_stage(graph, make_mesh((2, 2, 2)), PlanOptions(stages=2, micro_batches=2))
+    assert plans_one_stage(graph, make_mesh((2, 2, 2)), PlanOptions())
 
 
 def test_a_search_keeps_and_reuses_solved_blocks() -> None:
