@@ -1,4 +1,4 @@
-"""What each technique of the solver is worth: cases solved again without it.
+"""Worth of each technique of the solver: cases solved again without it.
 
     python -m benchmarks.ablation model.pt2 --meshes 8 2x4 --random 200 --instances A.json.gz
 
@@ -162,7 +162,7 @@ def main() -> int:
 
 
 def closing_table(answers: Mapping[str, Mapping[str, Answer]]) -> Iterator[str]:
-    """Which step closed each case."""
+    """The step that closed each case."""
     yield "| case | last step | gap | of the processor, s |"
     yield "|---|---|---:|---:|"
     for name, found in answers.items():
@@ -171,7 +171,7 @@ def closing_table(answers: Mapping[str, Mapping[str, Answer]]) -> Iterator[str]:
 
 
 def technique_table(answers: Mapping[str, Mapping[str, Answer]]) -> Iterator[str]:
-    """What happens without each technique."""
+    """Results without each technique."""
     yield "| without | cases | worse gap | slower | faster | time, all of them | worst case |"
     yield "|---|---:|---:|---:|---:|---:|---|"
     for label in TECHNIQUES:

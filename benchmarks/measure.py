@@ -77,7 +77,9 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
         "memory_conflict": plan.conflict is not None and plan.conflict.budget is not None,
         "reason": "; ".join((plan.reason, *findings)).strip("; "),
         "legal": plan.found and not findings,
-        "sizes": {name: plan.provenance.statistics[name] for name in ("nodes", "strategies")},
+        "sizes": {
+            name: plan.provenance.statistics.get(name, 0.0) for name in ("nodes", "strategies")
+        },
         "operators": plan.graph.num_nodes,
         "parameters": plan.graph.num_parameters,
         "coverage": coverage.model_dump(mode="json") if coverage else None,

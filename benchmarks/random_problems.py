@@ -56,7 +56,7 @@ _LEAST_ACCURACY = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """How a problem is solved.
+    """Route by which a problem is solved.
 
     Attributes:
         settings: limits of work.
@@ -179,7 +179,7 @@ def _solved(problem: Problem, name: str, labels: set[str]) -> Iterator[tuple[Pro
 
 
 def _solved_by_runs(problem: Problem, route: Route) -> Solution:
-    """What run contraction alone finds."""
+    """Solution of run contraction alone."""
     state = SolveState(problem, gap=route.gap, settings=route.settings)
     outcome = solve_runs(state)
     if outcome is RunOutcome.SKIPPED:

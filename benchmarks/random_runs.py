@@ -64,7 +64,7 @@ def _turned(prices: ShortestPathCost) -> ShortestPathCost:
 
 @dataclass
 class _Group:
-    """What the groups of a run have in common.
+    """Common parts of the groups of a run.
 
     Attributes:
         costs: of each position.

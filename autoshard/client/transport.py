@@ -377,7 +377,7 @@ class AsyncTransport(Transport):
 
 
 def _reason(error: Exception) -> str:
-    """Why a request was not answered, in words."""
+    """Reason why a request was not answered, in words."""
     return _NUMBER_OF_ERROR.sub("", str(error)) or type(error).__name__
 
 

@@ -1,10 +1,10 @@
-"""How often the reshardings of a parameter run in a training step of several micro-batches."""
+"""Frequency of a parameter's reshardings in a training step of several micro-batches."""
 
 from enum import StrEnum
 
 
 class Frequency(StrEnum):
-    """How often the steps of a parameter's resharding run in a training step."""
+    """Number of runs of the steps of a parameter's resharding in a training step."""
 
     MICRO_BATCH = "micro_batch"
     """All steps in every micro-batch."""

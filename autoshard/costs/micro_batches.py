@@ -57,7 +57,7 @@ def most_held(micro_batches: int, in_flight: int) -> int:
 def runs_per_step(
     forward: Sequence[str], frequency: Frequency, micro_batches: int
 ) -> list[tuple[int, int]]:
-    """How often the steps of a parameter's resharding run in a training step.
+    """Number of runs of the steps of a parameter's resharding in a training step.
 
     Args:
         forward: the forward action of each step.

@@ -203,7 +203,7 @@ class ArchiveLimits:
 
 @dataclass(frozen=True, slots=True)
 class ExportRecord:
-    """What `export_model` records beside the exported program.
+    """Record that `export_model` writes beside the exported program.
 
     Attributes:
         ties: groups of parameter names that are one tensor each.

@@ -216,7 +216,7 @@ def _remove_hooks(module: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class _Measured:
-    """What a run of an opaque module has shown.
+    """Findings of a run of an opaque module.
 
     Attributes:
         result: the result, with tensors on the meta device.
@@ -342,7 +342,7 @@ class _Run:
         self._known: dict[str, _Measured] = {}
 
     def measured(self, like: Sequence[_Like], spec: pytree.TreeSpec) -> _Measured:
-        """What a run with such arguments has shown; it runs once.
+        """Findings of a run with such arguments; it runs once.
 
         Raises:
             ExportError: the module cannot be kept whole.

@@ -43,7 +43,7 @@ class OpaqueModule:
 
 @dataclass(frozen=True, slots=True)
 class OpaqueCall:
-    """How an opaque module is called, apart from tensors.
+    """Call of an opaque module, apart from its tensors.
 
     Attributes:
         arguments: PyTorch's JSON tree spec of (args, kwargs).

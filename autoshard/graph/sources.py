@@ -27,7 +27,7 @@ def to_graph(source: GraphLike) -> Graph:
 
 
 def graph_source(source: object) -> str | Path | bytes:
-    """What `load_graph` reads, of what a caller passed.
+    """The source that `load_graph` reads, of what a caller passed.
 
     Raises:
         ArgumentTypeError: it is no graph; the message says what to pass.

@@ -23,7 +23,7 @@ from autoshard.graph.blocks import Block, find_blocks
 from autoshard.graph.ir import DimFactors, Graph, Input, InputKind, Node, Output
 
 _DATA, _STATE, _PLACED = 1, 2, 4
-"""What a value derives from: user inputs, parameters, and placed nodes."""
+"""Origins of a value: user inputs, parameters, and placed nodes."""
 
 
 @dataclass(frozen=True, slots=True)

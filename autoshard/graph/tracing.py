@@ -214,7 +214,7 @@ def _quiet_logs() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where tracing failed.
+    """Place where tracing failed.
 
     Attributes:
         module: name of the innermost module; "" for the model itself.

@@ -92,7 +92,7 @@ class PlannedGenerator(GenerationMixin):
         return {}
 
     def can_generate(self) -> bool:
-        """Whether it generates: it does."""
+        """True: it generates."""
         return True
 
     def prepare_inputs_for_generation(

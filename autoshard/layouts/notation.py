@@ -80,7 +80,7 @@ def texts_words(texts: Sequence[str], *, notation: Notation = "dtensor") -> list
 
 
 def legend(texts: Iterable[str]) -> str:
-    """What the symbols of the short notation mean that occur in texts."""
+    """Meanings of the symbols of the short notation that occur in texts."""
     joined = " ".join(texts)
     return "; ".join(meaning for symbol, meaning in _MEANINGS.items() if symbol in joined)
 

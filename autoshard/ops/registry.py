@@ -154,6 +154,11 @@ def passes_gradient(call: Call, position: int) -> bool:
     return passes is not None and passes(call, position)
 
 
+def may_be_view(operator: str) -> bool:
+    """True if an operator's outputs share the memory of its first input, in some layouts."""
+    return spec_for(operator).strides is not None
+
+
 def view_strides(
     call: Call, shape: Shape, strides: Strides, output_shapes: Sequence[Shape]
 ) -> tuple[Strides, ...] | None:

@@ -24,7 +24,7 @@ from autoshard.plan.module_kinds import ModuleKind, module_kinds, parameter_kind
 
 
 class AxisRole(StrEnum):
-    """What an axis shards in an operator."""
+    """Role of an axis in an operator."""
 
     BATCH = "batch"
     FEATURES = "heads/features"
@@ -39,7 +39,7 @@ class AxisRole(StrEnum):
 
 
 class Storage(StrEnum):
-    """How an axis stores a parameter."""
+    """Role of an axis in the storage of a parameter."""
 
     GATHERED = "gathered"
     """In shards, which are gathered before operators read them (FSDP)."""

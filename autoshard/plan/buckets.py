@@ -54,11 +54,11 @@ class Bucket:
 
     @property
     def frequency(self) -> Frequency:
-        """How often its reshardings run in a training step of several micro-batches."""
+        """Frequency of its reshardings in a training step of several micro-batches."""
         return self.reshardings[0].frequency
 
     def runs(self, micro_batches: int) -> list[tuple[int, int]]:
-        """How often each step runs in a training step, in forward and in backward."""
+        """Number of runs of each step in a training step, in forward and in backward."""
         actions = [step.forward for step in self.reshardings[0].steps]
         return runs_per_step(actions, self.frequency, micro_batches)
 

@@ -396,7 +396,7 @@ class StageSummary(Document):
 
 
 class Pipeline(Document):
-    """How the stages of a plan run as a pipeline."""
+    """The pipeline that the stages of a plan form."""
 
     schedule: ScheduleName
     micro_batches: int = Field(ge=1, le=MAX_MICRO_BATCHES, description="micro-batches per step")
@@ -525,7 +525,7 @@ class Plan(Document):
 
     @property
     def certificate_statement(self) -> str:
-        """What is proven about the plan's step time: among which plans, and on which hardware."""
+        """Statement of the proof of the plan's step time: among which plans, on which hardware."""
         proof = None if self.pipeline is None else self.pipeline.proof
         late = TIME_LIMIT_REACHED in self.provenance.statistics
         return certificate_statement(self.certificate, self.options, self.mesh, proof, late=late)
@@ -545,7 +545,7 @@ class Plan(Document):
         )
 
     def summary(self, *, width: int | None = None, commands: Sequence[str] = ()) -> str:
-        """What the plan does, what it predicts and proves, as text of about 30 lines.
+        """Summary of the plan, its predictions and its proof, as text of about 30 lines.
 
         Args:
             width: columns at which sentences are wrapped; None for one line each.

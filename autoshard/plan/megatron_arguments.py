@@ -12,7 +12,7 @@ from autoshard.plan.options import PlanOptions
 
 @dataclass(frozen=True)
 class MegatronLayout:
-    """What arguments of Megatron-LM say about parallelism.
+    """Parallelism that arguments of Megatron-LM ask for.
 
     Attributes:
         axes: name and size of each axis of the mesh, outermost first.

@@ -84,7 +84,7 @@ class _Flow:
 
 @dataclass(slots=True)
 class _Uses:
-    """What is done with the result of a linear layer: numbers of contractions; -1 for others."""
+    """Uses of the result of a linear layer: numbers of contractions; -1 for others."""
 
     readers: set[int] = field(default_factory=set)
 

@@ -56,7 +56,7 @@ _AxisNames = Annotated[
     Field(max_length=64, fail_fast=True),
 ]
 SkipReplicated = bool | _AxisNames
-"""Whether work must be divided at all, or the axes that divide it."""
+"""True if work must be divided at all, or the axes that divide it."""
 _PinTable = Annotated[Mapping[_Pattern, _LayoutText], Field(max_length=1024)]
 
 

@@ -7,7 +7,7 @@ from autoshard.graph import OPAQUE_MODULE, Graph, InputKind, Node
 from autoshard.ops import draws_random_numbers
 
 _DATA, _STATE, _SINGLE = "user inputs", "parameters", "what runs once"
-"""What a value derives from."""
+"""Origins of a value."""
 
 
 def exchange_findings(programs: Sequence[Graph]) -> Iterator[str]:

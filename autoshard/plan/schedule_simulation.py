@@ -268,7 +268,7 @@ class _OrderBuilder:
         self._last = [_NOTHING] * schedule.num_ranks
         """Position of the last action of each rank."""
         self._arrival = [_NOTHING] * (2 * schedule.num_stages * schedule.micro_batches)
-        """What brings the input of each forward and backward; see `_input`."""
+        """The action that brings the input of each forward and backward; see `_input`."""
 
     def build(self) -> _Order:
         """Append actions of all ranks in turn until all are in the order."""
@@ -353,7 +353,7 @@ class _InstructionOrder(_OrderBuilder):
             self._deliver(action, produced)
 
     def _arrival_of(self, action: ComputeAction) -> int | None:
-        """What brings the input of an action; None if it is not in the order yet."""
+        """The action that brings the input of another; None if it is not in the order yet."""
         needed = self._input(action)
         if needed is None:
             return _NOTHING

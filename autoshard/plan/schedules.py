@@ -155,7 +155,7 @@ def schedule_name(text: str) -> ScheduleName:
 def schedule_error(
     name: ScheduleName, num_ranks: int, stages_per_rank: int, micro_batches: int
 ) -> str | None:
-    """Why torch cannot run a schedule with these numbers, and the way out; None if it can."""
+    """Reason why torch cannot run such a schedule, and the way out; None if it can."""
     if min(num_ranks, stages_per_rank, micro_batches) < 1:
         return (
             f"a pipeline of {num_ranks} ranks, {stages_per_rank} stages per rank and "
@@ -422,7 +422,7 @@ def _drain_dual_pipe_v(
 
 @dataclass(frozen=True, slots=True)
 class _Definition:
-    """What a schedule is.
+    """Description of a schedule.
 
     Attributes:
         actions: makes the list of a rank.

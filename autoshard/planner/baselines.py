@@ -56,7 +56,7 @@ _MAX_NAMES = 3
 
 @dataclass(frozen=True)
 class ComparisonLimits:
-    """What bounds the work of comparisons; the members are those of `make_plan`."""
+    """Limits of comparisons; the members are those of `make_plan`."""
 
     on_progress: Callable[[Progress], None] | None = None
     cancel: CancelToken | None = None
@@ -87,7 +87,7 @@ def compare_baselines(
     limits: ComparisonLimits | None = None,
     **single_options: Any,
 ) -> tuple[Baseline, ...]:
-    """What DDP, FSDP2, HSDP and Megatron would take for a graph on a mesh.
+    """Predictions of DDP, FSDP2, HSDP and Megatron for a graph on a mesh.
 
     Args:
         graph: as for `make_plan`.
@@ -270,7 +270,7 @@ class _Baselines:
         )
 
     def _remarks(self, pattern: Pattern) -> tuple[str, ...]:
-        """Where a plan departs from what the framework does."""
+        """Differences between a plan and what the framework does."""
         sizes = [self.axes.sizes[axis] for axis in sharding_axes(self.axes, pattern)]
         if pattern == "ddp" and len(self.axes.sizes) > 1:
             return ("gradients are all-reduced along one mesh axis after the other",)

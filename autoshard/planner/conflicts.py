@@ -24,7 +24,10 @@ _LATE_SECONDS = 30.0
 """Seconds after twice the time limit from which on no problem is formulated any more."""
 _MAX_TRIES = 12
 _LEAST_BUDGET_SECONDS = 10.0
-"""Time limit of the search for the smallest feasible budget, seconds."""
+"""Time limit of the search for the smallest feasible budget of larger problems, seconds."""
+_FEW_STRATEGIES = 10_000
+"""Number of strategies up to which only the time limit of the request ends that search, so that its
+result does not depend on the load of the machine."""
 
 
 def find_conflict(
@@ -136,7 +139,9 @@ class _ConflictSearch:
         The plan with the minimum counted usage need not have the lowest peak, so smaller budgets
         are tried until no plan is found.
         """
-        seconds = min(self._remaining, _LEAST_BUDGET_SECONDS)
+        variables = self._formulation.variables
+        is_small = sum(len(variable.strategies) for variable in variables) <= _FEW_STRATEGIES
+        seconds = self._remaining if is_small else min(self._remaining, _LEAST_BUDGET_SECONDS)
         end = time.perf_counter() + seconds
         search = self._search(self._formulation, seconds)
         plan, budget = search.min_usage_plan(), None

@@ -163,7 +163,7 @@ def too_many_strategies(reached: LimitReached, mesh: Mesh) -> OptionError:
 
 
 def unfinished_reason(reached: LimitReached, mesh: Mesh) -> str:
-    """Why there is no plan, if formulation was stopped."""
+    """Reason why there is no plan, if formulation was stopped."""
     if reached.status is SolveStatus.CANCELLED:
         return "planning was cancelled before a plan was found"
     return (

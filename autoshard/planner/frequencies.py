@@ -15,7 +15,7 @@ from autoshard.costs import Frequency
 from autoshard.planner.formulation import Formulation
 
 Frequencies = Mapping[int, Frequency]
-"""How often reshardings of parameters run, by index of the use."""
+"""Frequencies of the reshardings of parameters, by index of the use."""
 
 
 class _Saving(NamedTuple):

@@ -28,7 +28,7 @@ _ROUNDING = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class OptimalityCheck:
-    """What a plain solver says about a plan, and what its certificate says.
+    """Result of a plain solver for a plan, beside the plan's certificate.
 
     Attributes:
         solver: the plain solver.
@@ -55,7 +55,7 @@ class OptimalityCheck:
 
     @property
     def contradictions(self) -> tuple[str, ...]:
-        """Why plan and plain solver cannot both be right; empty if they can."""
+        """Reason why plan and plain solver cannot both be right; empty if they can."""
         texts = []
         certified = -float("inf") if self.certified is None else self.certified
         if self.found is not None and self.found < certified - _ROUNDING * self.objective:
@@ -81,7 +81,7 @@ class OptimalityCheck:
 
     @property
     def statement(self) -> str:
-        """What is proven, in words."""
+        """Statement of what is proven."""
         if self.contradictions:
             return f"{self._place}the certificate is contradicted."
         if self.is_whole:

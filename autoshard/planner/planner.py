@@ -34,7 +34,7 @@ from autoshard.planner.budget_search import BudgetSearch, Outcome
 from autoshard.planner.conflicts import conflict_text, find_conflict
 from autoshard.planner.formulating import check_mode, formulated, unfinished_reason, work_limits
 from autoshard.planner.formulation import Formulation, Role
-from autoshard.planner.stored_state import StoredState
+from autoshard.planner.least_memory import LeastMemory
 from autoshard.solve import CancelToken, KeyValueStore, Progress
 
 _DEPENDENCIES = ("autoshard", "highspy", "numpy")
@@ -125,9 +125,9 @@ def make_stage_plan(
     if on_progress is not None:
         on_progress(Progress("formulate", float("inf"), -float("inf"), 0.0))
     check_mode(graph, options)
-    state = StoredState.of(graph, mesh, options)
-    if not state.fits and len(graph.nodes) > _MAX_SEARCHED_NODES:
-        return without_memory(graph, mesh, options, state)
+    least = LeastMemory.of(graph, mesh, options)
+    if not least.fits and len(graph.nodes) > _MAX_SEARCHED_NODES:
+        return without_memory(graph, mesh, options, least)
     limits = work_limits(options.time_limit, cancel)
     try:
         with _timed(seconds, "formulate"):
@@ -202,11 +202,11 @@ def _lacks_rules(graph: Graph) -> bool:
     )
 
 
-def without_memory(graph: Graph, mesh: Mesh, options: PlanOptions, state: StoredState) -> Plan:
-    """The document of a request whose state alone exceeds the memory of all devices."""
-    conflict = Conflict(options=(), minimal=True, budget=state.budget, least_budget=None)
+def without_memory(graph: Graph, mesh: Mesh, options: PlanOptions, least: LeastMemory) -> Plan:
+    """The document of a request that needs more than the memory of all devices."""
+    conflict = Conflict(options=(), minimal=True, budget=least.budget, least_budget=None)
     found = plan_without_stages(
-        graph, mesh, options, reason=state.reason, status=SolveStatus.INFEASIBLE, seconds={}
+        graph, mesh, options, reason=least.reason, status=SolveStatus.INFEASIBLE, seconds={}
     )
     return found.model_copy(update={"conflict": conflict})
 
@@ -251,7 +251,7 @@ def provenance(
     statistics: Mapping[str, float] | None = None,
     blocks: tuple[RepeatedBlock, ...] = (),
 ) -> Provenance:
-    """How a plan was made: installed versions, seconds of each phase, the solver's statistics."""
+    """Provenance of a plan: installed versions, seconds of each phase, the solver's statistics."""
     return Provenance(
         versions={name: version(name) for name in _DEPENDENCIES},
         wall_time=dict(seconds),

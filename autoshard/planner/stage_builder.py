@@ -267,7 +267,7 @@ class StageBuilder:
         return self._chosen[use.target][1].inputs[use.position]
 
     def _frequency(self, number: int, use: Use) -> Frequency:
-        """How often the resharding for a use runs in a training step."""
+        """Frequency of the resharding for a use in a training step."""
         if not self._formulation.reads_parameter(use):
             return Frequency.MICRO_BATCH
         if number in self._decisions.frequencies:

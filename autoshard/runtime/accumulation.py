@@ -1,4 +1,4 @@
-"""What a step of several micro-batches keeps between them: gradients and gathered parameters."""
+"""State of a step between its micro-batches: gradients and gathered parameters."""
 
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -167,5 +167,5 @@ _ACTIVE: ContextVar[GradientAccumulation | None] = ContextVar("active", default=
 
 
 def active_accumulation() -> GradientAccumulation | None:
-    """Where the model whose forward runs accumulates gradients; None outside of a model."""
+    """Accumulation of gradients of the model whose forward runs; None outside of a model."""
     return _ACTIVE.get()

@@ -1,4 +1,4 @@
-"""What the ranks of a mesh tell each other before a plan runs; without pickles."""
+"""Agreement of the ranks of a mesh before a plan runs; without pickles."""
 
 import hashlib
 from collections.abc import Iterator, Mapping

@@ -1,4 +1,4 @@
-"""How the arguments of forward are passed: their nesting in positional and named arguments."""
+"""Structure of forward's arguments: their nesting in positional and named arguments."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence

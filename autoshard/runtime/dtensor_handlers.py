@@ -124,7 +124,7 @@ def _elementwise(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 
 
 class GatheredView(DTensor):
-    """What an operator returns instead of a view if it had to gather a sharded dim.
+    """Result of an operator, instead of a view, if it had to gather a sharded dim.
 
     Writing into it writes into the tensor that it would be a view of, as `w[0].zero_()` does.
 

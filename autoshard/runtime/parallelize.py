@@ -228,7 +228,7 @@ class Planned:
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> Sequence[str]:
-        """What `DistributedDataParallel` reads first of a model that it wraps.
+        """The attribute that `DistributedDataParallel` reads first of a model that it wraps.
 
         Raises:
             PlanError: always.

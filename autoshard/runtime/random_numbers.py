@@ -87,7 +87,7 @@ def dropout_factors(
     seed: int,
     identity: str,
 ) -> torch.Tensor:
-    """What dropout multiplies by: 0, or 1 / (1 - probability).
+    """Factors of dropout: 0, or 1 / (1 - probability).
 
     Args:
         step: index of the training step, on the CPU.

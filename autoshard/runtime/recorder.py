@@ -64,7 +64,7 @@ class CollectiveRecord:
 
 
 Content = Literal["value", "gradient", "tied gradient"]
-"""What pipeline stages send: values, their gradients, or gradients of parameters they share."""
+"""Messages of pipeline stages: values, their gradients, or gradients of shared parameters."""
 
 CONTENTS: tuple[Content, ...] = get_args(Content)
 """Contents of messages between pipeline stages; the position is the message's tag."""

@@ -243,7 +243,7 @@ class _TensorArgument:
         return self._placed.target
 
     def part(self, shape: Sequence[int]) -> str:
-        """Which part of the global tensor a tensor of an accepted shape is."""
+        """Part of the global tensor that a tensor of an accepted shape is."""
         if tuple(shape) == self.shape:
             return "all"
         return str(self._slices if tuple(shape) == self._local_shape else self._slices[0])

@@ -28,7 +28,7 @@ from autoshard.runtime.dtensors import full_tensor, store_full
 from autoshard.runtime.signature import ShapeError
 
 MEETING_TIMEOUT = timedelta(minutes=10)
-"""How long a rank waits for the others to call with tensors of other shapes too."""
+"""Time for which a rank waits for the others to call with tensors of other shapes too."""
 
 _NUMBERS = count()
 

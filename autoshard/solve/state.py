@@ -184,7 +184,7 @@ class SolveState:
         return max(self._time_limit - self.elapsed, 0.0)
 
     def deadline(self, share: float) -> float:
-        """When a step must end that may take a share of the remaining time; see `is_late`."""
+        """Deadline of a step that may take a share of the remaining time; see `is_late`."""
         return self.elapsed + share * self.remaining
 
     def is_late(self, deadline: float) -> bool:

@@ -279,7 +279,7 @@ class Task:
 
 
 class GraphDescription(BaseModel):
-    """What requests need to know of a graph, so that it is read only once."""
+    """Facts of a graph that requests need, so that it is read only once."""
 
     num_nodes: int
     num_edges: int

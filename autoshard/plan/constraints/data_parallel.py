@@ -93,7 +93,7 @@ def sharding_axes(axes: NontrivialAxes, pattern: Pattern) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class ParameterShards:
-    """How a parameter is sharded.
+    """Sharding of a parameter.
 
     Attributes:
         dims: the dim that each axis shards; None if it shards none.

@@ -1,4 +1,4 @@
-"""What bounds the work of making one pipeline: time, cancellation, and the size of problems."""
+"""Limits of making one pipeline: time, cancellation, and the size of problems."""
 
 import time
 from collections.abc import Callable

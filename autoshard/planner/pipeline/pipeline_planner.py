@@ -22,6 +22,7 @@ from autoshard.plan.stage_options import on_sub_mesh, stage_options, with_pinned
 from autoshard.plan.sub_meshes import num_pipeline_ranks, sub_mesh
 from autoshard.planner.baselines import ComparisonLimits, with_comparisons
 from autoshard.planner.formulating import check_checkpointing, check_trainable
+from autoshard.planner.least_memory import LeastMemory
 from autoshard.planner.pipeline.equal_stages import LEAST_TIME_LIMIT, EqualStages
 from autoshard.planner.pipeline.limits import SearchLimits, Stopped
 from autoshard.planner.pipeline.policies import (
@@ -47,7 +48,6 @@ from autoshard.planner.planner import (
     provenance,
     without_memory,
 )
-from autoshard.planner.stored_state import StoredState
 from autoshard.solve import CancelToken, KeyValueStore, Progress
 
 _USUAL_RANKS = 8
@@ -153,9 +153,9 @@ def _plan(graph: Graph, mesh: Mesh, options: PlanOptions, given: ComparisonLimit
         check_trainable(graph)
     largest_sub_mesh(mesh, options, number)
     _check_options(options, number)
-    state = StoredState.of(graph, mesh, options)
-    if not state.fits:
-        return without_memory(graph, mesh, options, state)
+    least = LeastMemory.of(graph, mesh, options)
+    if not least.fits:
+        return without_memory(graph, mesh, options, least)
     # Half of the time is for the stages of the pipeline that is found.
     limits = SearchLimits(
         options.time_limit / 2, given.cancel, given.max_strategies, given.on_progress
@@ -185,7 +185,7 @@ def _check_options(options: PlanOptions, stages: int | None) -> None:
 
 
 class _Failure(NamedTuple):
-    """Why there is no plan.
+    """Reason why there is no plan.
 
     Attributes:
         reason: the reason.

@@ -1,4 +1,4 @@
-"""Where a program is cut into pipeline stages, as far as options say it without optimization."""
+"""Cuts of a program into pipeline stages, as far as options say them without optimization."""
 
 from collections.abc import Collection
 from functools import cache

@@ -1,4 +1,4 @@
-"""What a request for a pipeline needs: sub-meshes of its stages, and the size of its problem."""
+"""Requirements of a request for a pipeline: sub-meshes of its stages, size of its problem."""
 
 from collections.abc import Sequence
 

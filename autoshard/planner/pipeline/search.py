@@ -64,7 +64,7 @@ _AUTOMATIC: tuple[ScheduleName, ...] = (
 
 
 class StagePlace(NamedTuple):
-    """Where a stage begins, and its devices.
+    """Beginning and devices of a stage.
 
     Attributes:
         node: index of its first node.

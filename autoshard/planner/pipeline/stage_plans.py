@@ -87,7 +87,7 @@ def with_stored_layouts(
 
 
 def pipeline_transfers(stages: Sequence[PlannedStage]) -> list[tuple[Transfer, ...]]:
-    """What each stage but the last sends to the next one."""
+    """Transfers of each stage but the last to the next one."""
     return [tuple(_transfers(one, following)) for one, following in pairwise(stages)]
 
 

@@ -18,7 +18,7 @@ _NOTABLE_SHARE = 0.1
 
 @dataclass(frozen=True)
 class Effort:
-    """How much a calibration measures.
+    """Extent of a calibration.
 
     Attributes:
         sizes: sizes of collectives to fit to, bytes.
@@ -81,7 +81,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a calibration is.
+    """Progress of a calibration.
 
     Attributes:
         stage: what is measured next.

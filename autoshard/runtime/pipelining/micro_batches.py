@@ -94,7 +94,7 @@ class MicroBatches:
         )
 
     def split_target(self, target: Any) -> list[Any]:
-        """What the loss function gets for each micro-batch.
+        """Arguments of the loss function for each micro-batch.
 
         Tensors are divided along dim 0, other objects go to every micro-batch.
 

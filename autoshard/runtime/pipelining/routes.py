@@ -1,4 +1,4 @@
-"""Which parts of a tensor a rank sends to other stages, and which it receives."""
+"""Parts of a tensor that a rank sends to other stages, and those that it receives."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

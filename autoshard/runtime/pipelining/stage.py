@@ -40,7 +40,7 @@ class Link:
 
 @dataclass
 class Step:
-    """What a stage runs in one step of the schedule.
+    """Work of a stage in one step of the schedule.
 
     Attributes:
         arguments: the arguments of the stage's program, of each micro-batch.

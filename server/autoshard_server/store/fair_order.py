@@ -86,7 +86,7 @@ class _VirtualTimes:
         self._ends: dict[str | None, float] = {}
 
     def start(self, name: str | None) -> float:
-        """When the next turn of a name starts."""
+        """Start of the next turn of a name."""
         return max(self._ends.get(name, 0.0), self._now)
 
     def advance(self, name: str | None, length: float) -> None:

@@ -207,7 +207,7 @@ class JobStore:
             return job_usage(connection, project, caller)
 
     def oldest_queued(self) -> dict[JobClass, float]:
-        """When the oldest queued job of each class was submitted, in seconds since 1970."""
+        """Submission time of the oldest queued job of each class, in seconds since 1970."""
         query = select(_jobs.c["class"], func.min(_jobs.c.created_at)).where(
             is_active, _jobs.c.state == JobState.QUEUED, _jobs.c["class"].in_(JobClass)
         )
