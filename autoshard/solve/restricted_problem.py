@@ -480,7 +480,7 @@ class LimitedRestriction:
         prices = self._lagrangian.best_prices(limit)
         if not prices.any():
             return
-        slack = self._state.gap * self._state.magnitude
+        slack = self._settings.limited_proof_gap * self._state.gap * self._state.magnitude
         enough = self._state.objective - slack + float(prices.sum()) * limit
 
         def report(bound: float) -> None:

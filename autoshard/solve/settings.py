@@ -123,6 +123,8 @@ class SolverSettings:
         limited_width: strategies per node class added to a restricted problem at once.
         limited_first_sweeps: sweeps at the best prices, the first time.
         limited_more_sweeps: sweeps at the best prices later on.
+        limited_proof_gap: share of the requested gap that sweeps at the best prices leave, since
+            later solves with a smaller gap pass no more messages.
         limited_rounds: restricted problems solved under one limit.
         limited_share: share of time for one of them.
         limited_min_gain: share of the gap that one must close for another to follow.
@@ -221,6 +223,7 @@ class SolverSettings:
     limited_width: int = 12
     limited_first_sweeps: int = 30
     limited_more_sweeps: int = 10
+    limited_proof_gap: float = 0.5
     limited_rounds: int = 3
     limited_share: float = 0.6
     limited_min_gain: float = 0.2
