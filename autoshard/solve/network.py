@@ -16,7 +16,7 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
 from autoshard.arrays import BoolArray, FloatArray, IntArray
-from autoshard.solve.problem import Edge, Node, Problem
+from autoshard.solve.problem import Edge, Problem
 
 
 def fingerprint(*parts: bytes) -> bytes:
@@ -144,38 +144,6 @@ class Network:
         network.connect_all(problem.edges)
         network.ties = tuple(group for group in problem.ties if len(group) > 1)
         return network
-
-    def to_problem(self) -> tuple[Problem, IntArray]:
-        """Convert to a problem, without the constant; return the variable of each node as well.
-
-        A variable with several terms becomes several tied nodes. Constant usage is added at each
-        checkpoint whose capacity is less than the largest one, so that one limit suffices; such
-        nodes have the variable -1.
-        """
-        nodes: list[Node] = []
-        owners: list[int] = []
-        ties: list[tuple[int, ...]] = []
-        for v, variable in self.variables.items():
-            terms = variable.terms or (Term(0, 0, np.zeros(len(variable.cost))),)
-            cost = variable.cost
-            if len(terms) > 1:
-                ties.append(tuple(range(len(nodes), len(nodes) + len(terms))))
-            for term in terms:
-                nodes.append(Node(cost, term.usage, (term.first, term.last)))
-                owners.append(v)
-                cost = np.zeros(len(cost))
-        place: dict[int, int] = {}
-        for i, v in enumerate(owners):
-            place.setdefault(v, i)
-        edges = [
-            Edge(place[u], place[v], link.matrix.values, link.rows, link.cols)
-            for u, v, link in self.pairs()
-        ]
-        limit = float(self.capacity.max(initial=0.0)) if len(self.capacity) else np.inf
-        for time, slack in enumerate(self.capacity):
-            nodes.append(Node(np.zeros(1), np.array([limit - slack]), (time, time + 1)))
-            owners.append(-1)
-        return Problem(tuple(nodes), tuple(edges), tuple(ties), limit), np.array(owners, np.intp)
 
     def copy(self, *, limited: bool = True) -> "Network":
         """An independent copy; without the usage limits if `limited` is false."""

@@ -309,13 +309,6 @@ class Problem:
         used |= {i for i, edge in enumerate(self.edges) if edge.usage is not None}
         return tuple(sorted(used))
 
-    @cached_property
-    def live_sets(self) -> tuple[tuple[int, ...], ...]:
-        """Nodes alive at each of `peak_times`."""
-        first, last = self.peak_spans.T
-        times = range(len(self.peak_times))
-        return tuple(tuple(np.flatnonzero((first <= t) & (t < last)).tolist()) for t in times)
-
     def peak_usage(self, choice: Sequence[int] | IntArray) -> float:
         """Largest usage over time, of a choice per node; 0 where nothing is alive."""
         if self.using_edges:

@@ -20,12 +20,17 @@ from typing import Any, Protocol
 import numpy as np
 
 from autoshard.arrays import BoolArray, FloatArray, IntArray
-from autoshard.solve.lagrangian import SAME
 from autoshard.solve.path_costs import ShortestPathCost
 from autoshard.solve.problem import Edge, Node, Problem
 from autoshard.solve.quotient_bounds import QuotientMessages, strategy_bounds
 from autoshard.solve.quotient_graph import QuotientGraph
-from autoshard.solve.runs import RunOutcome, UsageLagrangian, UsageWeights, independent_runs
+from autoshard.solve.runs import (
+    SAME,
+    RunOutcome,
+    UsageLagrangian,
+    UsageWeights,
+    independent_runs,
+)
 from autoshard.solve.state import RestrictedProblem, Solution, SolveState, WarmStart
 
 
@@ -477,7 +482,7 @@ class LimitedRestriction:
         warm_start, limit = self._state.warm_start, self._problem.usage_limit
         if not warm_start.best_choices or not self._usage_weights.weights:
             return
-        prices = self._lagrangian.best_prices(limit)
+        prices, _ = self._lagrangian.best_prices(limit)
         if not prices.any():
             return
         slack = self._settings.limited_proof_gap * self._state.gap * self._state.magnitude

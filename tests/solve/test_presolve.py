@@ -5,8 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autoshard.arrays import IntArray
 from autoshard.solve import Edge, Node, Problem, brute_force
-from autoshard.solve.network import Network
+from autoshard.solve.network import Network, Term
 from autoshard.solve.presolve import (
     DropDominated,
     EliminateNeighbours,
@@ -32,6 +33,39 @@ def named(*names: str) -> list[Reduction]:
     return [chain[name] for name in names]
 
 
+def as_problem(network: Network) -> tuple[Problem, IntArray]:
+    """The problem of a network without the constant, and the variable of each node.
+
+    A variable with several terms becomes several tied nodes. Constant usage is added at each
+    checkpoint whose capacity is less than the largest one, so that one limit suffices; such
+    nodes have the variable -1.
+    """
+    nodes: list[Node] = []
+    owners: list[int] = []
+    ties: list[tuple[int, ...]] = []
+    for v, variable in network.variables.items():
+        terms = variable.terms or (Term(0, 0, np.zeros(len(variable.cost))),)
+        cost = variable.cost
+        if len(terms) > 1:
+            ties.append(tuple(range(len(nodes), len(nodes) + len(terms))))
+        for term in terms:
+            nodes.append(Node(cost, term.usage, (term.first, term.last)))
+            owners.append(v)
+            cost = np.zeros(len(cost))
+    place: dict[int, int] = {}
+    for i, v in enumerate(owners):
+        place.setdefault(v, i)
+    edges = [
+        Edge(place[u], place[v], link.matrix.values, link.rows, link.cols)
+        for u, v, link in network.pairs()
+    ]
+    limit = float(network.capacity.max(initial=0.0)) if len(network.capacity) else np.inf
+    for time, slack in enumerate(network.capacity):
+        nodes.append(Node(np.zeros(1), np.array([limit - slack]), (time, time + 1)))
+        owners.append(-1)
+    return Problem(tuple(nodes), tuple(edges), tuple(ties), limit), np.array(owners, np.intp)
+
+
 def assert_reduces_exactly(problem: Problem, reductions: Sequence[Reduction]) -> None:
     """The least price is the same, and the inverse of a best choice is a best choice."""
     truth = brute_force(problem)
@@ -41,7 +75,7 @@ def assert_reduces_exactly(problem: Problem, reductions: Sequence[Reduction]) ->
     if network.infeasible:
         assert truth.choice is None
         return
-    rest, owners = network.to_problem()
+    rest, owners = as_problem(network)
     best = brute_force(rest)
     assert (best.choice is None) == (truth.choice is None)
     if truth.choice is None:

@@ -19,9 +19,9 @@ from autoshard.solve import (
     minimum_usage,
     solve_problem,
 )
-from autoshard.solve.lagrangian import best_mixture, best_prices
 from autoshard.solve.runs import RunOutcome, find_runs, solve_runs
 from autoshard.solve.runs.contraction import ContractedProblem
+from autoshard.solve.runs.cutting_planes import best_mixture, best_prices
 from autoshard.solve.runs.group_master import GroupMaster
 from autoshard.solve.runs.usage_prices import UsageWeights
 from autoshard.solve.state import SolveState

@@ -1,7 +1,11 @@
 """Lagrangian relaxation of the usage limit of a problem with runs.
 
 A price belongs to a weighted mean of usage over time, whose weights are equal for the groups of a
-run.
+run. With prices the limit disappears, and all prices give a lower bound (Fisher, Management
+Science 27:1, 1981). The bound is the least of many linear functions of the prices, one per choice;
+each choice evaluated so far gives one of them (cutting planes; Kelley, J. SIAM 8:703, 1960). New
+prices are the midpoint of the optimum of these cutting planes and the best prices so far, so that
+they do not oscillate (in-out separation, Ben-Ameur and Neto 2007).
 """
 
 from collections.abc import Sequence
@@ -11,9 +15,9 @@ from functools import cached_property
 import numpy as np
 
 from autoshard.arrays import FloatArray, IntArray
-from autoshard.solve.lagrangian import SAME, CuttingPlanes, best_mixture
 from autoshard.solve.network import spread
 from autoshard.solve.problem import Problem
+from autoshard.solve.runs.cutting_planes import best_mixture, best_prices
 from autoshard.solve.runs.find import Run
 from autoshard.solve.runs.run_solver import SLACK, Minimise
 from autoshard.solve.state import SolveState
@@ -120,6 +124,8 @@ class UsageWeights:
         return np.maximum(weights, 0.0)
 
 
+SAME = 1e-9
+"""Relative difference below which two values count as equal."""
 EVALUATIONS = "runs.evaluations"
 """Name of the statistic that counts evaluations."""
 _ROUNDING = 1e-13
@@ -129,6 +135,11 @@ _ACCURACY = 1e-5
 """Relative accuracy of a least usage."""
 _TIE = 1e-8
 """Price of usage at the limit, relative to the least price of a choice, that is always added."""
+_GROWTH = 4.0
+"""Factor by which the range of prices grows while their optimum is at its edge."""
+_AT_EDGE = 0.999
+_REACH = 4.0
+"""Largest new price, relative to the largest one so far, if the optimum is unbounded."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -244,33 +255,58 @@ class UsageLagrangian:
         paid = (float(prices.sum()) + nudge + self._tie) * self._problem.usage_limit
         return total - paid - _ROUNDING * (abs(total) + paid)
 
-    def best_prices(self, limit: float) -> FloatArray:
-        """The prices that maximise the least of the cutting planes of the choices found."""
-        return self._planes(limit).best_prices()[0]
+    def best_prices(self, limit: float, *, most: float = 0.0) -> tuple[FloatArray, float]:
+        """Maximise the least of the cutting planes; return the prices and the maximum.
+
+        If the maximum is unbounded, prices end at `most`, unless that is zero.
+        """
+        cost, excess = np.array([point.cost for point in self.points]), self.excesses(limit)
+        finite = np.isfinite(cost)
+        cost, excess = cost[finite], excess[finite]
+        scale = float(np.abs(excess).max(initial=0.0))
+        if scale <= SAME * self._problem.usage_limit:
+            return np.zeros(excess.shape[1]), float(cost.min(initial=np.inf))
+        box = max(float(np.ptp(cost)), SAME) / scale
+        for _ in range(self._settings.dual_box_growths):
+            prices, promised = best_prices(cost, excess, box)
+            if prices.max() < _AT_EDGE * box or (0 < most <= box):
+                break
+            box *= _GROWTH
+            if 0 < most < box and not (excess < 0).all(axis=1).any():
+                box = most
+        return prices, promised
 
     def maximise_bound(self, limit: float) -> FloatArray:
         """Prices with a good bound for weighted usage below a limit.
 
         A limit below that of the problem leaves slack for peaks that the weights underestimate.
         """
-        slack = self._settings.dual_gap_share * self._state.gap
+        settings, reserve = self._settings, self._problem.usage_limit - limit
+        accuracy = settings.dual_gap_share * self._state.gap
+        best, reached, num_stalled = np.zeros(0), -float("inf"), 0
+        prices = np.zeros(0)
+        for _ in range(settings.dual_rounds):
+            most = _REACH * float(prices.max(initial=0.0))
+            target, promised = self.best_prices(limit, most=most)
+            small = accuracy * max(abs(promised), SAME)
+            if num_stalled > settings.dual_max_stalled or promised - reached <= small:
+                break
+            best, before = self._padded(best), prices
+            prices = 0.5 * (target + best) if len(best) > 1 and best.any() else target
+            # Evaluating the same prices again gives nothing new.
+            same = len(before) == len(prices) and np.allclose(before, prices, rtol=SAME, atol=0)
+            bound = None if same or self._state.closed else self.evaluate(prices, slack=accuracy)
+            if bound is None or np.isinf(bound):
+                break
+            bound += float(prices.sum()) * reserve
+            num_stalled = 0 if bound - reached > accuracy * abs(bound) else num_stalled + 1
+            if bound > reached:
+                best, reached = prices, bound
+        return self._padded(best)
 
-        def evaluate(prices: FloatArray) -> float | None:
-            bound = self.evaluate(prices, slack=slack)
-            reserve = float(prices.sum()) * (self._problem.usage_limit - limit)
-            return None if bound is None else bound + reserve
-
-        return self._planes(limit).maximise(
-            evaluate,
-            rounds=self._settings.dual_rounds,
-            max_stalled=self._settings.dual_max_stalled,
-        )
-
-    def _planes(self, limit: float) -> CuttingPlanes:
-        def cuts() -> tuple[FloatArray, FloatArray]:
-            return np.array([point.cost for point in self.points]), self.excesses(limit)
-
-        return CuttingPlanes(self._state, cuts, negligible=SAME * self._problem.usage_limit)
+    def _padded(self, prices: FloatArray) -> FloatArray:
+        """Prices with zeros for the weights that were added after them."""
+        return np.append(prices, np.zeros(len(self.usage_weights.weights) - len(prices)))
 
     def can_fit(self, *, slack: float, mixtures: int = 1, nudges: Sequence[float] = (0.0,)) -> bool:
         """Search for a choice within the limit; False if it is proven that there is none.
