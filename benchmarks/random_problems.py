@@ -79,9 +79,7 @@ _DEFAULT = SolverSettings()
 _NO_PRODUCTS = SolverSettings(max_product_work=0.0)
 _NO_TABLES = replace(_NO_PRODUCTS, max_table_entries=0.0)
 _NARROW = SolverSettings(wide_strategies=0.0, first_width=1, last_width=2, nearby_strategies=1)
-_STARVED = SolverSettings(
-    eager_run_work=0.0, max_exact_run_work=0.0, candidate_boundary_strategies=1
-)
+_STARVED = SolverSettings(eager_run_work=0.0, max_exact_run_work=0.0)
 _THIN = replace(
     _NO_PRODUCTS,
     mini_bucket_min_entries=0,

@@ -85,11 +85,9 @@ class SolverSettings:
         max_exact_run_work: work after which the requested gap suffices instead of the exact
             optimum. It counts additions, because with a clock the solution would depend on the
             machine.
-        candidate_boundary_strategies: strategies of a boundary node among which a good choice is
-            searched.
         dual_rounds: usage prices evaluated by the Lagrangian of runs.
         dual_max_stalled: evaluations without gain after which it ends.
-        dual_box_growths: times that the range of prices of either Lagrangian is extended.
+        dual_box_growths: times that the range of prices is extended.
         dual_gap_share: share of the requested gap that an evaluation may leave.
         usage_mixtures: largest number of mixtures of times to prove a limit infeasible.
         reserve_rounds: times that the limit is lowered to leave slack for unpriced times.
@@ -192,7 +190,6 @@ class SolverSettings:
     max_block_entries: int = 1 << 22
     eager_run_work: float = 2e8
     max_exact_run_work: float = 2e9
-    candidate_boundary_strategies: int = 24
     dual_rounds: int = 40
     dual_max_stalled: int = 4
     dual_box_growths: int = 20

@@ -331,10 +331,6 @@ class BlockTemplate:
         """Strategies of a node, open or not."""
         return self._problem.nodes[v].num_strategies
 
-    def boundary_labels(self, axis: int) -> IntArray:
-        """Strategies of a boundary node that are still open."""
-        return self.labels[self.run.instances[1][self.run.boundary[axis]]]
-
     def view(self, most_work: float) -> bytes:
         """The part of the cache key in addition to the group's content and costs."""
         kept = [shared_node in self.labels for shared_node in self.run.shared_nodes]

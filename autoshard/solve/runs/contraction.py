@@ -118,37 +118,6 @@ def write_choices(tables: RunTables, result: Evaluation, choice: IntArray) -> No
         choice[run.node_array[numbers]] = tables[part][0].interior((*seen, *shared_picks))
 
 
-def bounds_at_boundary(run: Run, tables: RunTables, outside: FloatArray) -> dict[int, FloatArray]:
-    """Lower bound by strategy of each boundary position, over the groups of a run.
-
-    Args:
-        run: the run.
-        tables: of its groups, with shared nodes relaxed.
-        outside: price of everything else by the states at the two ends of the run.
-    """
-    table = tables[0][0]
-    shape = table.values.shape[: len(run.boundary)]
-    matrices = [m for part, number in tables for m in [*part.as_batch(len(run.boundary))] * number]
-    ends = outside.reshape(matrices[0].shape)
-    # A sum of a vector for each end is a lower bound of the matrix of prices outside.
-    head = ends[:, int(ends.min(axis=0).argmin())]
-    with np.errstate(invalid="ignore"):
-        tail = np.nan_to_num(ends - head[:, None], nan=np.inf, posinf=np.inf).min(axis=0)
-    forward, backward = [head], [tail]
-    for matrix in matrices:
-        forward.append((forward[-1][:, None] + matrix).min(axis=0))
-    for matrix in reversed(matrices):
-        backward.append((matrix + backward[-1][None, :]).min(axis=1))
-    pairs = zip(forward, reversed(backward), strict=True)
-    least = np.min([f + b for f, b in pairs], axis=0).reshape(shape)
-    bounds = {}
-    for axis, boundary_node in enumerate(run.last_boundary):
-        others = tuple(i for i in range(len(shape)) if i != axis)
-        bounds[boundary_node] = np.full(table.template.num_strategies(boundary_node), np.inf)
-        bounds[boundary_node][table.template.boundary_labels(axis)] = least.min(axis=others)
-    return bounds
-
-
 @dataclass(frozen=True, eq=False)
 class Answer:
     """The least price of a contracted problem.
@@ -275,34 +244,6 @@ class ContractedProblem:
         if tables is None:
             return None
         return self._join(self._rest(costs, still_open), tables, bounds_of)
-
-    def boundary_bounds(
-        self, costs: Sequence[FloatArray], still_open: OpenStrategies
-    ) -> dict[int, FloatArray] | None:
-        """Lower bounds by strategy of each boundary position, over the groups of its run.
-
-        Args:
-            costs: shape [S] for each node of the problem.
-            still_open: strategies of boundary nodes; all shared nodes must be relaxed.
-
-        Returns:
-            shape [S] by boundary node of the last group; None if the tables would be too large.
-        """
-        tables = self._group_tables(costs, still_open, self._settings.max_elimination_work)
-        if tables is None:
-            return None
-        bounds: dict[int, FloatArray] = {}
-        for i, (run, table) in enumerate(zip(self._runs, tables, strict=True)):
-            network, _ = self._rest(costs, still_open)
-            others = [joined_table(t) for j, t in enumerate(tables) if j != i]
-            ends = (*run.before, *run.last_boundary)
-            plan = Elimination.compile(network, keep=ends, extra=others, effort=self._effort)
-            if plan is None:
-                return None
-            left = {v: x.cost for v, x in network.variables.items()}
-            outside = plan.joint_table(plan.evaluate(left), ends)
-            bounds.update(bounds_at_boundary(run, table, outside))
-        return bounds
 
     def _group_tables(
         self,

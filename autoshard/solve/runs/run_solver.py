@@ -13,9 +13,6 @@ Minimise = Callable[[Sequence[FloatArray], float], tuple[float, IntArray | None]
 """Returns a lower bound and the best choice found; its arguments are costs per strategy of each
 node, and the relative difference that may be left between bound and choice."""
 
-BoundaryStrategies = Mapping[int, BoolArray]
-"""Mask of strategies of each boundary node, shape [S], by its node in the last group."""
-
 SLACK = 1e-6
 """Relative difference below which two prices count as equal."""
 
@@ -64,9 +61,7 @@ class RunSolver:
         relaxed = self._contracted.minimise(costs, dict.fromkeys(shared_nodes))
         if relaxed is None:
             return None
-        best = self._fixed_at_best(costs, relaxed, self._candidate_boundary(costs, relaxed))
-        if best is not None and np.isinf(best.value):
-            best = self._fixed_at_best(costs, relaxed, {})
+        best = self._fixed_at_best(costs, relaxed)
         if best is None:
             return relaxed.value, None
         if self._contracted.work > self._settings.max_exact_run_work:
@@ -122,21 +117,6 @@ class RunSolver:
         )
         return None if answer is None else answer.choice
 
-    def _candidate_boundary(
-        self, costs: Sequence[FloatArray], relaxed: Answer
-    ) -> BoundaryStrategies:
-        """Strategies of boundary nodes that are cheapest or picked with shared nodes relaxed."""
-        shared_nodes = self._contracted.shared_nodes
-        bounds = self._contracted.boundary_bounds(costs, dict.fromkeys(shared_nodes)) or {}
-        picked = self._contracted.shared(relaxed.choice)
-        candidates = {}
-        for boundary_node, values in bounds.items():
-            most = np.sort(values)[: self._settings.candidate_boundary_strategies][-1]
-            candidates[boundary_node] = (values <= most) & np.isfinite(values) | picked[
-                boundary_node
-            ]
-        return candidates
-
     def _solve_narrowed(
         self,
         costs: Sequence[FloatArray],
@@ -148,23 +128,16 @@ class RunSolver:
         bound = relaxed.value
         all_shared_nodes: OpenStrategies = dict.fromkeys(self._contracted.shared_nodes)
         cutoff = best.value * (1 + np.sign(best.value) * SLACK)
-        least = {
-            **relaxed.shared_node_bounds,
-            **(self._contracted.boundary_bounds(costs, all_shared_nodes) or {}),
-        }
-        left = {v: bounds <= cutoff for v, bounds in least.items()}
-        boundary = {v: mask for v, mask in left.items() if v not in all_shared_nodes}
+        left = {v: bounds <= cutoff for v, bounds in relaxed.shared_node_bounds.items()}
         for shared_node in self._contracted.shared_nodes:
             # A shared node with a single strategy left does not enlarge the table.
-            decided = {
-                h: mask for h, mask in left.items() if h in all_shared_nodes and mask.sum() == 1
-            }
-            trial = {**all_shared_nodes, **boundary, **decided, shared_node: left[shared_node]}
+            decided = {h: mask for h, mask in left.items() if mask.sum() == 1}
+            trial = {**all_shared_nodes, **decided, shared_node: left[shared_node]}
             answer = self._contracted.minimise(costs, trial, bounds_of=(shared_node,))
             if answer is None:
                 return bound, best.choice
             bound = max(bound, min(answer.value, best.value))
-            better = self._fixed_at_best(costs, answer, boundary)
+            better = self._fixed_at_best(costs, answer)
             if better is not None and better.value < best.value:
                 best = better
             if _close(best.value, bound, slack):
@@ -179,12 +152,7 @@ class RunSolver:
             return exact.value, exact.choice
         return best.value, best.choice
 
-    def _fixed_at_best(
-        self,
-        costs: Sequence[FloatArray],
-        relaxed: Answer,
-        boundary: OpenStrategies,
-    ) -> Answer | None:
+    def _fixed_at_best(self, costs: Sequence[FloatArray], relaxed: Answer) -> Answer | None:
         """The best choice with shared nodes fixed at the best strategies for `relaxed`."""
         prices_at = {
             shared_node: costs[shared_node].copy() for shared_node in self._contracted.shared_nodes
@@ -200,7 +168,7 @@ class RunSolver:
             shared_node: np.arange(len(prices)) == int(prices.argmin())
             for shared_node, prices in prices_at.items()
         }
-        return self._contracted.minimise(costs, {**fixed, **boundary})
+        return self._contracted.minimise(costs, fixed)
 
 
 def _close(value: float, bound: float, slack: float) -> bool:
