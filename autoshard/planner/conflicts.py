@@ -7,6 +7,7 @@ constraint is removed if the remaining ones are still infeasible.
 
 import time
 from collections.abc import Callable
+from math import isfinite
 
 from autoshard.limits import LimitReached, Limits, limited
 from autoshard.outcome import SolveStatus
@@ -127,7 +128,10 @@ class _ConflictSearch:
 
     def _exceeds_memory(self, formulation: Formulation) -> bool:
         """True if every plan provably exceeds the memory budget."""
-        return self._search(formulation).min_usage() > formulation.prices.memory_budget
+        least = self._search(formulation).min_usage()
+        # A search that is stopped may have found nothing, which proves nothing.
+        is_proven = isfinite(least) or not self._is_over
+        return is_proven and least > formulation.prices.memory_budget
 
     def _search(self, formulation: Formulation, seconds: float | None = None) -> BudgetSearch:
         seconds = self._remaining if seconds is None else seconds

@@ -34,7 +34,7 @@ def minimum_usage(
     Args:
         problem: the problem; its own usage limit is ignored.
         time_limit: seconds; afterwards the least peak found so far is returned, which is
-            an upper bound of the answer.
+            an upper bound of the answer: inf if none was found.
         cancel: stops early, as the time limit does.
 
     Returns:
