@@ -47,12 +47,20 @@ class LimitedRuns:
             self._lagrangian.add_choice(choice)
 
     def cheapest(self) -> tuple[float, IntArray | None] | None:
-        """A bound without the limit, and the best choice; of equal ones, one with little usage.
+        """A bound without the limit, and the best choice.
+
+        If the choice exceeds the limit, it is one with little usage of those that cost the same.
 
         Returns:
             None if the tables would be too large.
         """
-        return self._lagrangian.minimise()
+        problem = self._problem
+        # These tables do not depend on usage, so models with other depths share them.
+        answer = self._solver.minimise([node.cost for node in problem.nodes], SLACK)
+        if answer is None or answer[1] is None:
+            return answer
+        is_within = problem.peak_usage(answer[1]) <= problem.usage_limit
+        return answer if is_within else self._lagrangian.minimise()
 
     def add(self, choice: IntArray) -> None:
         """Add a choice that exceeds the limit."""
