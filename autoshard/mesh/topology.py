@@ -98,7 +98,7 @@ BACKENDS = ("nccl", "gloo")
 """Names of the supported `torch.distributed` backends."""
 
 ASSUMED = ("topology", "device")
-"""Default if it is not given."""
+"""Inputs of a mesh that can be assumed if they are not given."""
 
 MATMUL_EFFICIENCY = 0.8
 """Fraction of the dense peak that large matrix products reach.

@@ -23,7 +23,7 @@ def certificate_statement(
     *,
     late: bool = False,
 ) -> str:
-    """Proof of a certificate in one or two sentences; empty if there is no plan.
+    """Statement of what a certificate proves, in one or two sentences; empty if there is no plan.
 
     Args:
         certificate: of a plan.

@@ -444,6 +444,11 @@ class Provenance(Document):
         default=(), description="repeated blocks, and how much of them was reused from a cache"
     )
 
+    @property
+    def reached_time_limit(self) -> bool:
+        """True if a time limit cut a step short, so that more time may give a better plan."""
+        return TIME_LIMIT_REACHED in self.statistics
+
 
 class Conflict(Document):
     """The options that make a request infeasible."""
@@ -527,7 +532,7 @@ class Plan(Document):
     def certificate_statement(self) -> str:
         """Statement of the proof of the plan's step time: among which plans, on which hardware."""
         proof = None if self.pipeline is None else self.pipeline.proof
-        late = TIME_LIMIT_REACHED in self.provenance.statistics
+        late = self.provenance.reached_time_limit
         return certificate_statement(self.certificate, self.options, self.mesh, proof, late=late)
 
     def state_pins(self) -> Pins:

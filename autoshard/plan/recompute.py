@@ -66,7 +66,9 @@ def recomputed(graph: Graph, stage: Stage) -> Recomputed:
     nodes: set[str] = set()
     entered: set[int] = set()
     for span in spans:
-        entering, running = recomputed_part(span, lambda i: Keeps.of(_saved(graph, graph.nodes[i])))
+        entering, running = recomputed_part(
+            span, lambda i: Keeps.of(saved_for(graph, graph.nodes[i]))
+        )
         entered.update(entering)
         nodes.update(graph.nodes[i].name for i in running)
     reshardings = frozenset(
@@ -201,5 +203,6 @@ def _readers_inside(graph: Graph, stage: Stage, spans: Sequence[range]) -> Itera
         yield reader if inside else None
 
 
-def _saved(graph: Graph, node: Node) -> SavedByAutograd:
+def saved_for(graph: Graph, node: Node) -> SavedByAutograd:
+    """The tensors that autograd saves for a node in training."""
     return saved_tensors(call_of(graph, node), [graph.values[v].requires_grad for v in node.inputs])

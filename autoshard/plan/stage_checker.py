@@ -45,7 +45,6 @@ from autoshard.ops import (
     Strategy,
     call_of,
     rule_for,
-    saved_tensors,
 )
 from autoshard.outcome import SolveStatus, relative_gap
 from autoshard.plan.buckets import bucket_fill_factors
@@ -65,7 +64,7 @@ from autoshard.plan.nontrivial_axes import NontrivialAxes
 from autoshard.plan.options import PlanOptions
 from autoshard.plan.predictions import Certificate, Costs, Memory
 from autoshard.plan.pricing import Prices, communication_of, inner_time
-from autoshard.plan.recompute import checkpoint_spans, checkpoint_units, recomputed
+from autoshard.plan.recompute import checkpoint_spans, checkpoint_units, recomputed, saved_for
 from autoshard.plan.timeline import timeline
 
 TOLERANCE = 1e-6
@@ -236,7 +235,7 @@ class StageCheck:
         spans = checkpoint_spans(graph, stage)
         units = checkpoint_units(graph, find_blocks(graph), modules)
         for nodes in units if is_forced else ():
-            saves = any(self._saves(graph.nodes[i]) for i in nodes)
+            saves = any(saved_for(graph, graph.nodes[i]) != SavedByAutograd() for i in nodes)
             if saves and nodes not in spans:
                 first, last = (graph.nodes[i].name for i in (nodes[0], nodes[-1]))
                 what = "module" if modules else "block"
@@ -244,11 +243,6 @@ class StageCheck:
         for one, span in zip(stage.checkpoints, spans, strict=True):
             if modules and span not in units:
                 yield f"the checkpoint from {one.first!r} to {one.last!r} is no module named for it"
-
-    def _saves(self, node: Node) -> bool:
-        """True if autograd saves a tensor for a node."""
-        flags = [self._gradients.exists(value) for value in node.inputs]
-        return saved_tensors(call_of(self._graph, node), flags) != SavedByAutograd()
 
     def _check_input(self, placed: PlacedInput) -> Iterator[str]:
         tensor = self._graph.values[placed.name]

@@ -6,13 +6,12 @@ that may be views of each other count once, and values made from parameters alon
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache
 
 from autoshard.graph import Graph, InputKind, Node, find_blocks
-from autoshard.ops import SavedByAutograd, call_of, may_be_view, saved_tensors
+from autoshard.ops import SavedByAutograd, may_be_view
 from autoshard.plan.gradients import Gradients
 from autoshard.plan.options import PlanOptions
-from autoshard.plan.recompute import Keeps, checkpoint_units, recomputed_part
+from autoshard.plan.recompute import Keeps, checkpoint_units, recomputed_part, saved_for
 
 _Storages = Mapping[str, tuple[str, int]]
 _BATCH = frozenset({InputKind.USER, InputKind.RECEIVED})
@@ -54,18 +53,15 @@ def least_activations(graph: Graph, options: PlanOptions) -> int:
 def _saving(graph: Graph) -> Callable[[int], SavedByAutograd]:
     """The tensors that autograd saves for a node, by its number."""
     gradients = Gradients(graph, training=True)
-    known: dict[tuple[object, ...], SavedByAutograd] = {}
+    known: dict[int, SavedByAutograd] = {}
 
-    @cache
     def saved(number: int) -> SavedByAutograd:
-        node = graph.nodes[number]
+        node, kind = graph.nodes[number], graph.kinds[number]
         if not gradients.flows(node):
             return SavedByAutograd()
-        exist = tuple(gradients.exists(value) for value in node.inputs)
-        key = graph.kinds[number], exist
-        if key not in known:
-            known[key] = saved_tensors(call_of(graph, node), exist)
-        return known[key]
+        if kind not in known:
+            known[kind] = saved_for(graph, node)
+        return known[kind]
 
     return saved
 

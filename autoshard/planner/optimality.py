@@ -55,7 +55,7 @@ class OptimalityCheck:
 
     @property
     def contradictions(self) -> tuple[str, ...]:
-        """Reason why plan and plain solver cannot both be right; empty if they can."""
+        """Reasons why plan and plain solver cannot both be right; empty if they can."""
         texts = []
         certified = -float("inf") if self.certified is None else self.certified
         if self.found is not None and self.found < certified - _ROUNDING * self.objective:

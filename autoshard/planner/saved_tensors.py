@@ -13,10 +13,9 @@ from autoshard.ops import (
     Strides,
     call_of,
     made_strides,
-    saved_tensors,
     view_strides,
 )
-from autoshard.plan.recompute import Keeps, recomputed_part
+from autoshard.plan.recompute import Keeps, recomputed_part, saved_for
 from autoshard.planner.edge_costs import local_bytes
 from autoshard.planner.formulation import Formulation, Role
 
@@ -56,10 +55,7 @@ class SavedTensors:
         self._formulation = formulation
         self._graph = graph = formulation.graph
         gradients = formulation.gradients
-        saves = [
-            saved_tensors(call_of(graph, node), [gradients.exists(v) for v in node.inputs])
-            for node in graph.nodes
-        ]
+        saves = [saved_for(graph, node) for node in graph.nodes]
         self.saved = tuple(
             saved if gradients.flows(node) else SavedByAutograd()
             for node, saved in zip(graph.nodes, saves, strict=True)

@@ -13,8 +13,8 @@ from threading import Thread
 from typing import Any, TextIO
 
 from autoshard.errors import InputError
-from autoshard.graph import graph_from_json
-from autoshard.mesh import mesh_from_json
+from autoshard.graph import Graph, graph_from_json
+from autoshard.mesh import Mesh, mesh_from_json
 from autoshard.plan.options import PlanOptions
 from autoshard.planner.pipeline.pipeline_planner import make_plan
 from autoshard.planner.step_bound import bound_above, plans_one_stage
@@ -51,23 +51,36 @@ def main() -> None:
         question = json.loads(lines.get())
         mesh = mesh_from_json(question["mesh"])
         options = PlanOptions.model_validate(question["options"])
-        best = question["best"]
         try:
-            if best is not None and plans_one_stage(graph, mesh, options):
-                bound = bound_above(graph, mesh, options, best, max_strategies)
-                if bound is not None:
-                    slower = (
-                        f"every plan takes at least {bound:.4g} s per step, more than the "
-                        f"{best:.4g} s of a mesh of fewer axes"
-                    )
-                    _write(replies, {"error": slower})
-                    continue
+            slower = _slower(graph, mesh, options, question["best"], max_strategies)
+            if slower is not None:
+                _write(replies, {"error": slower})
+                continue
             plan = make_plan(
                 graph, mesh, options, block_cache=block_cache, max_strategies=max_strategies
             )
             _write(replies, {"plan": plan.to_json()})
         except InputError as error:
             _write(replies, {"error": str(error)})
+
+
+def _slower(
+    graph: Graph,
+    mesh: Mesh,
+    options: PlanOptions,
+    best: float | None,
+    max_strategies: int | None,
+) -> str | None:
+    """The proof that every plan on a mesh is slower than some seconds; None without one."""
+    if best is None or not plans_one_stage(graph, mesh, options):
+        return None
+    bound = bound_above(graph, mesh, options, best, max_strategies)
+    if bound is None:
+        return None
+    return (
+        f"every plan takes at least {bound:.4g} s per step, more than the {best:.4g} s of a mesh "
+        f"of fewer axes"
+    )
 
 
 def _write(replies: TextIO, message: dict[str, Any]) -> None:

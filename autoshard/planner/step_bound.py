@@ -24,7 +24,7 @@ def plans_one_stage(graph: Graph, mesh: Mesh, options: PlanOptions) -> bool:
     """
     if num_pipeline_ranks(mesh) is not None:
         return False
-    return options.stages == 1 or num_stages(options, stage_cutter(graph)) == 1
+    return options.stages == 1 or num_stages(options, stage_cutter(graph, options)) == 1
 
 
 def bound_above(

@@ -301,9 +301,9 @@ def _stopped_solver(worker: Worker) -> int:
     stopped: set[int] = set()
 
     def stop() -> bool:
-        for event in worker.events("solver_process"):
+        for _, pid in _solving(worker, set()):
             with suppress(psutil.NoSuchProcess):
-                solver = psutil.Process(event["pid"])
+                solver = psutil.Process(pid)
                 solver.suspend()
                 if solver.status() == psutil.STATUS_STOPPED:
                     stopped.add(solver.pid)
@@ -313,7 +313,7 @@ def _stopped_solver(worker: Worker) -> int:
     return stopped.pop()
 
 
-def _solving(service: Service, but: set[str]) -> list[tuple[str, int]]:
+def _solving(service: Service | Worker, but: set[str]) -> list[tuple[str, int]]:
     """Jobs whose solver runs, with its process id, except some jobs."""
     found = [(e["job_id"], e["pid"]) for e in service.events("solver_process")]
     return [(job_id, pid) for job_id, pid in found if job_id not in but and _runs(pid)]
@@ -324,7 +324,7 @@ def _runs(pid: int) -> bool:
 
 
 def _ray_workers(service: int) -> set[int]:
-    """Process ids of a service's Ray actors, each of which has a job, that wait for its result."""
+    """Process ids of the Ray actors of a service that have a job."""
     found = set()
     for process in psutil.Process(service).children(recursive=True):
         with suppress(psutil.Error):

@@ -29,6 +29,14 @@ from autoshard.solve.state import SolveState
 SHARES = st.sampled_from([0.0, 0.05, 0.2, 0.4, 0.7])
 
 
+def limited(
+    seed: int, share: float, num_layers: int, num_inner: int = 2, num_shared: int = 0
+) -> Problem:
+    """Layers with a usage limit at many times."""
+    plain = layered(seed, num_layers=num_layers, num_inner=num_inner, num_shared=num_shared)
+    return with_times(plain, seed, share)
+
+
 def solved_through_runs(problem: Problem, *, gap: float = 1e-9) -> tuple[RunOutcome, SolveState]:
     """The outcome of runs, and the state they leave."""
     state = SolveState(problem, gap=gap)
@@ -46,8 +54,7 @@ def solved_through_runs(problem: Problem, *, gap: float = 1e-9) -> tuple[RunOutc
 def test_bounds_and_choices_under_a_limit_at_many_times(
     seed: int, num_layers: int, num_inner: int, num_shared: int, share: float
 ) -> None:
-    plain = layered(seed, num_layers=num_layers, num_inner=num_inner, num_shared=num_shared)
-    problem = with_times(plain, seed, share)
+    problem = limited(seed, share, num_layers, num_inner, num_shared)
     expected = check_bounds_and_choices(problem)
     solution = solve_problem(problem)
     assert solution.status is expected.status
@@ -101,9 +108,7 @@ def with_twins(problem: Problem) -> Problem:
 def test_of_choices_that_cost_the_same_one_with_little_usage_is_taken(
     seed: int, num_layers: int, num_shared: int, share: float
 ) -> None:
-    plain = with_times(
-        layered(seed, num_layers=num_layers, num_inner=2, num_shared=num_shared), seed, share
-    )
+    plain = limited(seed, share, num_layers, num_shared=num_shared)
     problem = with_twins(plain)
     expected = check_bounds_and_choices(problem)
     _, state = solved_through_runs(problem)
@@ -137,7 +142,7 @@ def test_a_warm_start_changes_no_answer(seed: int, num_layers: int) -> None:
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("share", [0.15, 0.4])
 def test_many_layers_end_near_the_bound(seed: int, share: float) -> None:
-    problem = with_times(layered(seed, num_layers=60, num_inner=2, num_shared=0), seed, share)
+    problem = limited(seed, share, 60)
     outcome, state = solved_through_runs(problem, gap=1e-3)
     assert outcome is RunOutcome.UPDATED
     assert state.choice is not None
@@ -148,7 +153,7 @@ def test_many_layers_end_near_the_bound(seed: int, share: float) -> None:
 @settings(max_examples=30)
 @given(seed=st.integers(0, 10**6), num_layers=st.integers(2, 4))
 def test_the_least_limit_of_layers(seed: int, num_layers: int) -> None:
-    problem = with_times(layered(seed, num_layers=num_layers, num_inner=2, num_shared=1), seed, 0.0)
+    problem = limited(seed, 0.0, num_layers, num_shared=1)
     expected = minimum_usage(replace(problem, repeats=()))
     least = minimum_usage(problem)
     assert expected * (1 - 1e-9) <= least <= expected * (1 + 1e-5)
@@ -159,7 +164,7 @@ def test_the_least_limit_of_layers(seed: int, num_layers: int) -> None:
 
 @given(seed=st.integers(0, 10**6), share=SHARES)
 def test_weighted_usage_is_at_most_the_peak(seed: int, share: float) -> None:
-    problem = with_times(layered(seed, num_layers=3, num_inner=2, num_shared=1), seed, share)
+    problem = limited(seed, share, 3, num_shared=1)
     rng = np.random.default_rng(seed)
     usage_weights = UsageWeights(problem, find_runs(problem))
     choices = [
@@ -189,8 +194,7 @@ def test_combined_groups_keep_the_limit_and_the_links(
     seed: int, num_layers: int, num_shared: int, share: float
 ) -> None:
     """Of random choices; nothing better than the optimum, nothing worse than one that fits."""
-    plain = layered(seed, num_layers=num_layers, num_inner=2, num_shared=num_shared)
-    problem = with_times(plain, seed, share)
+    problem = limited(seed, share, num_layers, num_shared=num_shared)
     rng, state = np.random.default_rng(seed), SolveState(problem)
     master, fitting = GroupMaster(state), [np.inf]
     for _ in range(12):

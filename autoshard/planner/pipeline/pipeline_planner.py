@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from autoshard.errors import OptionError
 from autoshard.graph import Graph, GraphLike, StageCutter, to_graph
 from autoshard.mesh import Mesh, MeshLike, to_mesh
-from autoshard.outcome import TIME_LIMIT_REACHED, SolveStatus, relative_gap
+from autoshard.outcome import SolveStatus, relative_gap
 from autoshard.plan.certificate import with_statement
 from autoshard.plan.document import GraphSummary, Plan
 from autoshard.plan.lowering import count_collectives
@@ -285,7 +285,7 @@ class _Request:
             plan = self.stages.plan(graph, self.mesh, limits).plan
         if plan.costs is None or plan.costs.total >= pipeline:
             return None
-        late = TIME_LIMIT_REACHED in plan.provenance.statistics
+        late = plan.provenance.reached_time_limit
         update = {
             "options": self.options,
             "id": plan_id(graph, self.mesh, self.options),

@@ -46,26 +46,18 @@ class LimitedRuns:
         for choice in state.warm_start.best_choices:
             self._lagrangian.add_choice(choice)
 
-    def cheapest(self) -> tuple[float, IntArray | None] | None:
-        """A bound without the limit, and the best choice.
-
-        If the choice exceeds the limit, it is one with little usage of those that cost the same.
+    def add_cheapest(self) -> bool:
+        """Add the best choice without the limit; of equal ones, one with little usage.
 
         Returns:
-            None if the tables would be too large.
+            False if it is within the limit, so that it is the solution, or there is none.
         """
-        problem = self._problem
-        # These tables do not depend on usage, so models with other depths share them.
-        answer = self._solver.minimise([node.cost for node in problem.nodes], SLACK)
-        if answer is None or answer[1] is None:
-            return answer
-        is_within = problem.peak_usage(answer[1]) <= problem.usage_limit
-        return answer if is_within else self._lagrangian.minimise()
-
-    def add(self, choice: IntArray) -> None:
-        """Add a choice that exceeds the limit."""
+        choice = self._lagrangian.cheapest_choice()
+        if choice is None or self._state.offer(choice):
+            return False
         self._lagrangian.add_choice(choice)
         self._state.warm_start.best_choices.append(choice)
+        return True
 
     def run(self) -> bool:
         """Find the best usage prices, then combine the groups of choices near them.
@@ -183,25 +175,25 @@ def _solve_contracted(
 ) -> RunOutcome:
     state.enter("solve repeated groups")
     solver = RunSolver(state, contracted)
-    limited = LimitedRuns(state, runs, solver) if np.isfinite(state.problem.usage_limit) else None
-    if limited is None or not state.warm_start.best_choices:
-        answer = _without_limit(state, solver) if limited is None else limited.cheapest()
+    is_limited = bool(np.isfinite(state.problem.usage_limit))
+    if is_limited and state.warm_start.best_choices:
+        limited = LimitedRuns(state, runs, solver)
+    else:
+        costs = [node.cost for node in state.problem.nodes]
+        quick = None if is_limited else solver.quick_choice(costs)
+        if quick is not None:
+            state.offer(quick)
+        # These tables do not depend on usage, so models with other depths share them.
+        answer = solver.minimise(costs, SLACK)
         if answer is None:
             return RunOutcome.SKIPPED
         bound, choice = answer
         state.raise_bound(bound)
         if bound == np.inf:
             return RunOutcome.INFEASIBLE
-        if choice is None or state.offer(choice) or limited is None:
+        if choice is None or state.offer(choice) or not is_limited:
             return RunOutcome.UPDATED
-        limited.add(choice)
+        limited = LimitedRuns(state, runs, solver)
+        if not limited.add_cheapest():
+            return RunOutcome.UPDATED
     return RunOutcome.UPDATED if limited.run() else RunOutcome.INFEASIBLE
-
-
-def _without_limit(state: SolveState, solver: RunSolver) -> tuple[float, IntArray | None] | None:
-    """A bound and the best choice of a problem without a limit; a quick choice is offered first."""
-    costs = [node.cost for node in state.problem.nodes]
-    quick = solver.quick_choice(costs)
-    if quick is not None:
-        state.offer(quick)
-    return solver.minimise(costs, SLACK)

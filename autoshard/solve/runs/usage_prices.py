@@ -217,17 +217,13 @@ class UsageLagrangian:
             node.cost + weight * usage if weight > 0 else node.cost for node, weight, usage in given
         ]
 
-    def minimise(self) -> tuple[float, IntArray | None] | None:
-        """The bound without a price but the tiny one, and its choice, which is not added.
+    def cheapest_choice(self) -> IntArray | None:
+        """The best choice without a price but the tiny one, which is not added; None without one.
 
-        Returns:
-            None if the tables would be too large.
+        The tables would be too large then.
         """
-        free = np.zeros(0)
-        answer = self._minimise(self.priced(free), SLACK)
-        if answer is None or answer[0] == np.inf:
-            return answer
-        return self.proven(answer[0], free), answer[1]
+        answer = self._minimise(self.priced(np.zeros(0)), SLACK)
+        return None if answer is None else answer[1]
 
     def evaluate(self, prices: FloatArray, *, slack: float, nudge: float = 0.0) -> float | None:
         """Lower bound proven by a price for each of the weights; adds the best choice.

@@ -65,7 +65,7 @@ class Executor(Protocol):
     """Makes solvers."""
 
     def prepare(self) -> Solver:
-        """Make a solver, which imports its modules before it is started."""
+        """Make a solver; a process on this machine imports its modules before it is started."""
 
 
 @dataclass(frozen=True)

@@ -101,10 +101,6 @@ class SolverActor:
         kind, body = encode(message)
         return kind.value, body
 
-    def is_alive(self) -> bool:
-        """True if the process still exists."""
-        return self._solver.is_alive()
-
     def stop(self) -> None:
         """Kill the process."""
         self._solver.stop()
@@ -118,7 +114,6 @@ class _RaySolver:
         self._work: SolverInput | None = None
         self._started: Any = None
         self._pending: Any = None
-        self._health_check: Any = None
 
     def start(self, work: SolverInput) -> None:
         self._work = work
@@ -141,18 +136,8 @@ class _RaySolver:
         return None if frame is None else decode(FrameKind(frame[0]), frame[1])
 
     def is_alive(self) -> bool:
-        # The last known state; an actor for which the cluster has no capacity yet is not lost.
-        if self._actor is None:
-            return True
-        if self._health_check is None:
-            self._health_check = self._actor.is_alive.remote()
-        if not _has_ended(self._health_check):
-            return True
-        check, self._health_check = self._health_check, None
-        try:
-            return bool(ray.get(check))
-        except RayError:
-            return False
+        # There is no actor yet that could be lost.
+        return True
 
     def stop(self) -> None:
         if self._actor is None:
@@ -168,8 +153,7 @@ class _RaySolver:
         self._started = self._actor.start.remote(work.request, work.graph)
 
     def _lost(self, error: RayError) -> Message | None:
-        has_started = self._started is None or _has_ended(self._started)
-        has_started = has_started and _error_of(self._started) is None
+        has_started = _has_ended(self._started) and _error_of(self._started) is None
         if self._work is not None and not has_started:
             # It was lost before it received the job, which was not caused by the job.
             work, self._work = self._work, None
@@ -201,8 +185,8 @@ def _has_ended(reference: Any) -> bool:
 
 
 def _error_of(reference: Any) -> RayError | None:
-    """The error of a call; None if it succeeded, is pending, or was never made."""
-    if reference is None or not _has_ended(reference):
+    """The error of a call; None if it succeeded or is pending."""
+    if not _has_ended(reference):
         return None
     try:
         ray.get(reference)
