@@ -463,7 +463,12 @@ class Conflict(Document):
         description="the memory budget if it is part of the conflict, bytes per device"
     )
     least_budget: int | None = Field(
-        description="the smallest budget that is feasible with all options, bytes per device"
+        description="the smallest budget for which a plan was found with all options, bytes per "
+        "device"
+    )
+    least_budget_bound: int | None = Field(
+        default=None,
+        description="no budget below this is feasible, which is proven; bytes per device",
     )
 
 

@@ -316,14 +316,16 @@ class BudgetSearch:
         solution = Solution(SolveStatus.INFEASIBLE, None, infinite, infinite, 0.0, {}, ())
         return Outcome(solution, self._formulation.problem, None, lambda v: v)
 
-    def min_usage_plan(self) -> StagePlan | None:
-        """The fastest plan with the minimum counted usage; its peak may exceed the budget."""
+    def min_usage_plan(self) -> tuple[float, StagePlan | None]:
+        """The minimum counted usage, and the fastest plan with it, whose peak may be larger."""
         counted = self._count(0.0)
         least = self._min_usage(counted.problem)
         if not isfinite(least):
-            return None
+            return least, None
         solution = self._solve(replace(counted.problem, usage_limit=least))
-        return None if solution.choice is None else self.build(counted.decisions(solution.choice))
+        if solution.choice is None:
+            return least, None
+        return least, self.build(counted.decisions(solution.choice))
 
     def min_usage(self) -> float:
         """Lower bound of the peak memory of any plan, bytes; inf if there is no plan."""
@@ -458,7 +460,7 @@ class BudgetSearch:
             solution = self._solve(counted.problem)
             if solution.choice is not None:
                 yield self.build(counted.decisions(solution.choice))
-        yield self.min_usage_plan()
+        yield self.min_usage_plan()[1]
 
     def _count(
         self,

@@ -7,7 +7,7 @@ constraint is removed if the remaining ones are still infeasible.
 
 import time
 from collections.abc import Callable
-from math import isfinite
+from math import floor, isfinite
 
 from autoshard.limits import LimitReached, Limits, limited
 from autoshard.outcome import SolveStatus
@@ -24,6 +24,10 @@ _MIN_SECONDS = 1.0
 _LATE_SECONDS = 30.0
 """Seconds after twice the time limit from which on no problem is formulated any more."""
 _MAX_TRIES = 12
+_ACCURACY = 2e-5
+"""Relative accuracy of a minimum usage, with a margin."""
+_CLEARLY_LESS = 0.99
+"""Share of the smallest budget that is tested for a proof that it is too small."""
 _LEAST_BUDGET_SECONDS = 10.0
 """Time limit of the search for the smallest feasible budget of larger problems, seconds."""
 _FEW_STRATEGIES = 10_000
@@ -68,10 +72,17 @@ def conflict_text(conflict: Conflict, *, proven: bool) -> str:
         short += f" ({hint})"
     least = "raise memory_budget, "
     if conflict.least_budget is not None:
-        least = f"the smallest feasible budget is {conflict.least_budget:,} bytes: {least}"
+        least = f"the smallest feasible budget is {_least_text(conflict)} bytes: {least}"
     if not conflict.options:
         return f"{short}; {least}use more devices, or a smaller batch"
     return f"{short} together with: {options}; {least}or change or remove one of these"
+
+
+def _least_text(conflict: Conflict) -> str:
+    found, bound = conflict.least_budget, conflict.least_budget_bound
+    if bound is None:
+        return f"at most {found:,}"
+    return f"{found:,}" if bound == found else f"between {bound:,} and {found:,}"
 
 
 class _ConflictSearch:
@@ -85,17 +96,17 @@ class _ConflictSearch:
 
     def conflict(self) -> Conflict:
         if self._contradicts(self._formulation):
-            test, budget, least = self._contradicts, None, None
+            test, budget = self._contradicts, None
         else:
             test, budget = self._exceeds_memory, self._formulation.prices.memory_budget
         members = self._minimal(test)
-        if budget is not None:
-            least = self._least_budget()
+        bound, least = (None, None) if budget is None else self._least_budget()
         return Conflict(
             options=tuple(constraint.label for constraint in members),
             minimal=not self._is_over,
             budget=budget,
             least_budget=least,
+            least_budget_bound=bound,
         )
 
     def unfinished(self) -> Conflict:
@@ -137,8 +148,8 @@ class _ConflictSearch:
         seconds = self._remaining if seconds is None else seconds
         return BudgetSearch(formulation, self._options, seconds=seconds, cancel=self._cancel)
 
-    def _least_budget(self) -> int | None:
-        """The smallest budget for which a plan is found.
+    def _least_budget(self) -> tuple[int | None, int | None]:
+        """A lower bound of the feasible budgets, and the smallest for which a plan is found.
 
         The plan with the minimum counted usage need not have the lowest peak, so smaller budgets
         are tried until no plan is found.
@@ -148,15 +159,30 @@ class _ConflictSearch:
         seconds = self._remaining if is_small else min(self._remaining, _LEAST_BUDGET_SECONDS)
         end = time.perf_counter() + seconds
         search = self._search(self._formulation, seconds)
-        plan, budget = search.min_usage_plan(), None
+        usage, plan = search.min_usage_plan()
+
+        def is_over() -> bool:
+            return self._is_over or time.perf_counter() > end
+
+        # A minimum that was not found in time is an upper bound.
+        bound = None if is_over() or not isfinite(usage) else floor(usage * (1 - _ACCURACY))
+        budget = None
         for _ in range(_MAX_TRIES):
             if plan is None:
                 break
             budget = plan.memory.peak
-            if self._is_over or time.perf_counter() > end:
+            if is_over():
                 break
-            plan = search.run(budget - 1).plan
-        return budget
+            outcome = search.run(budget - 1)
+            if outcome.solution.status is SolveStatus.INFEASIBLE:
+                return budget, budget
+            plan = outcome.plan
+        if budget is not None and not is_over():
+            # Just below it, the small values that are not counted may be all that is missing.
+            below = int(_CLEARLY_LESS * budget)
+            if search.run(below).solution.status is SolveStatus.INFEASIBLE:
+                return max(bound or 0, below + 1), budget
+        return bound, budget
 
     def _minimal(self, infeasible: Callable[[Formulation], bool]) -> list[Constraint]:
         """A minimal infeasible subset of the constraints; empty if no constraint is needed."""

@@ -204,7 +204,13 @@ def _lacks_rules(graph: Graph) -> bool:
 
 def without_memory(graph: Graph, mesh: Mesh, options: PlanOptions, least: LeastMemory) -> Plan:
     """The document of a request that needs more than the memory of all devices."""
-    conflict = Conflict(options=(), minimal=True, budget=least.budget, least_budget=None)
+    conflict = Conflict(
+        options=(),
+        minimal=True,
+        budget=least.budget,
+        least_budget=None,
+        least_budget_bound=least.least_per_device,
+    )
     found = plan_without_stages(
         graph, mesh, options, reason=least.reason, status=SolveStatus.INFEASIBLE, seconds={}
     )

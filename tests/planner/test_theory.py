@@ -73,13 +73,16 @@ def test_a_budget_below_everything_says_what_would_work(planned: Planner) -> Non
     plan = planned(case, (4,), memory_budget=1_000_000)
     assert plan.certificate.status is SolveStatus.INFEASIBLE
     assert not plan.found
-    least = int(
-        plan.reason.split("the smallest feasible budget is ")[1].split(" ")[0].replace(",", "")
-    )
+    assert plan.conflict is not None
+    least, bound = plan.conflict.least_budget, plan.conflict.least_budget_bound
+    assert bound <= least
+    known = f"{least:,}" if bound == least else f"between {bound:,} and {least:,}"
+    assert f"the smallest feasible budget is {known} bytes" in plan.reason
     assert planned(case, (4,), memory_budget=least).found
     below = planned(case, (4,), memory_budget=int(least * 0.99))
     assert not below.found
-    assert f"the smallest feasible budget is {least:,}" in below.reason
+    assert below.conflict is not None
+    assert below.conflict.least_budget == least
 
 
 @pytest.mark.parametrize("shape", [(1,), (1, 1), (1, 1, 1)])
