@@ -234,7 +234,9 @@ class BudgetSearch:
         assert unlimited.choice is not None
         layouts = unlimited.choice
         found.append(self._with_layouts(layouts, memory_budget))
-        for elasticity in _ELASTICITIES:
+        # All strategies of a problem that is not wide take little more time than these layouts.
+        tried = self._quick or self._unlimited.strategy_bounds
+        for elasticity in _ELASTICITIES if tried else ():
             if any(found):
                 break
             priced = self._priced(elasticity * unlimited.objective / memory_budget)

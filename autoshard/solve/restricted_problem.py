@@ -453,9 +453,10 @@ class LimitedRestriction:
             inner.best_choices = [
                 restricted.part(old.whole(choice)) for choice in seen.best_choices
             ]
-            inner.group_options = [
-                restricted.part(old.whole(choice)) for choice in seen.group_options
-            ]
+            inner.group_options = {
+                multiple: [restricted.part(old.whole(choice)) for choice in choices]
+                for multiple, choices in seen.group_options.items()
+            }
         warm_start.restricted = restricted, inner
 
     def _solve_restricted(self) -> None:

@@ -197,7 +197,7 @@ class SolverSettings:
     usage_mixtures: int = 8
     reserve_rounds: int = 3
     nearest_choices: int = 6
-    price_multiples: tuple[float, ...] = (0.125, 0.5, 0.8, 1.0, 1.25, 2.0, 8.0)
+    price_multiples: tuple[float, ...] = (1.0, 0.8, 0.5, 0.125)
     master_rounds: int = 10
     master_nodes: int = 4000
     master_gap: float = 0.1

@@ -24,6 +24,7 @@ from autoshard.solve.runs.contraction import ContractedProblem
 from autoshard.solve.runs.cutting_planes import best_mixture, best_prices
 from autoshard.solve.runs.group_master import GroupMaster
 from autoshard.solve.runs.usage_prices import UsageWeights
+from autoshard.solve.settings import SolverSettings
 from autoshard.solve.state import SolveState
 
 SHARES = st.sampled_from([0.0, 0.05, 0.2, 0.4, 0.7])
@@ -137,6 +138,32 @@ def test_a_warm_start_changes_no_answer(seed: int, num_layers: int) -> None:
         solution = solve_problem(problem, warm_start=warm_start)
         assert solution.status is expected.status
         assert solution.objective == pytest.approx(expected.objective)
+
+
+@settings(max_examples=20)
+@given(seed=st.integers(0, 10**6), num_layers=st.integers(2, 4), share=SHARES)
+def test_a_known_bound_without_the_limit_changes_no_answer(
+    seed: int, num_layers: int, share: float
+) -> None:
+    problem = limited(seed, share, num_layers, num_inner=1)
+    expected = solve_problem(replace(problem, repeats=()))
+    unlimited = solve_problem(replace(problem, usage_limit=np.inf))
+    warm_start = WarmStart(unlimited_bound=unlimited.bound)
+    solution = solve_problem(problem, warm_start=warm_start)
+    assert solution.status is expected.status
+    assert solution.objective == pytest.approx(expected.objective)
+
+
+def test_groups_at_more_multiples_of_the_best_prices_are_combined_while_the_gap_is_open() -> None:
+    problem, warm_start, known = limited(24, 0.4, 6), WarmStart(), []
+    multiples = SolverSettings().price_multiples
+    for gap in (1e-2, 1e-4):
+        state = SolveState(problem, gap=gap, warm_start=warm_start)
+        solve_runs(state)
+        known.append(tuple(warm_start.group_options))
+    assert known[0]
+    assert known[0] == multiples[: len(known[0])] != multiples
+    assert known[1] == multiples
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -8,7 +8,7 @@ within the limit, and others are cheaper but exceed it. An integer program combi
 
 from collections.abc import Iterator, Sequence
 from enum import StrEnum
-from itertools import product
+from itertools import chain, product
 
 import numpy as np
 
@@ -46,18 +46,20 @@ class LimitedRuns:
         for choice in state.warm_start.best_choices:
             self._lagrangian.add_choice(choice)
 
-    def add_cheapest(self) -> bool:
+    def add_cheapest(self) -> "RunOutcome | None":
         """Add the best choice without the limit; of equal ones, one with little usage.
 
         Returns:
-            False if it is within the limit, so that it is the solution, or there is none.
+            None if it exceeds the limit; else the outcome, because there is nothing more to do.
         """
         choice = self._lagrangian.cheapest_choice()
-        if choice is None or self._state.offer(choice):
-            return False
+        if choice is None:
+            return RunOutcome.SKIPPED
+        if self._state.offer(choice):
+            return RunOutcome.UPDATED
         self._lagrangian.add_choice(choice)
         self._state.warm_start.best_choices.append(choice)
-        return True
+        return None
 
     def run(self) -> bool:
         """Find the best usage prices, then combine the groups of choices near them.
@@ -103,40 +105,46 @@ class LimitedRuns:
             self._maximise_bound(limit)
 
     def _combine(self, prices: FloatArray, nearest: Sequence[Point]) -> None:
-        """Combine the groups of all choices found, and of more choices if the gap is still open."""
+        """Combine the groups of all choices found, and of more choices while the gap is open."""
         state, options = self._state, self._state.warm_start.group_options
         master = GroupMaster(state)
-        for choice in (*(point.choice for point in self._lagrangian.points), *options):
+        for point in self._lagrangian.points:
+            master.add(point.choice)
+        for choice in chain(*options.values(), [] if state.choice is None else [state.choice]):
             master.add(choice)
-        if state.choice is not None:
-            master.add(state.choice)
         master.combine()
-        if prices.any() and not options and not state.closed:
-            options.extend(self._options(prices, nearest))
-            for choice in options:
-                master.add(choice)
-            master.combine()
+        sides = self._sides(prices, nearest)
+        for multiple in self._settings.price_multiples if prices.any() else ():
+            if state.closed:
+                return
+            if multiple not in options:
+                options[multiple] = list(self._options(multiple * prices, sides))
+                for choice in options[multiple]:
+                    master.add(choice)
+                master.combine()
 
-    def _options(self, prices: FloatArray, nearest: Sequence[Point]) -> Iterator[IntArray]:
-        """Best choices at multiples of the best prices, near the cheapest choices at these prices.
+    def _sides(self, prices: FloatArray, nearest: Sequence[Point]) -> list[IntArray]:
+        """The first choice within the limit and the first one above it, if they differ.
 
         Args:
             prices: the best usage prices.
-            nearest: choices by their price at these prices, cheapest first; the first one within
-                the limit and the first one above it are used.
+            nearest: choices by their price at these prices, cheapest first.
         """
         limit = self._problem.usage_limit * float(prices.sum())
         fits = [self._paid(prices, point) <= limit for point in nearest]
-        sides = [nearest[0]]
+        sides = [nearest[0].choice]
         if (not fits[0]) in fits:
-            other = nearest[fits.index(not fits[0])]
-            if not self._solver.is_same_at_shared(nearest[0].choice, other.choice):
+            other = nearest[fits.index(not fits[0])].choice
+            if not self._solver.is_same_at_shared(sides[0], other):
                 sides.append(other)
-        components, multiples = self._solver.components, self._settings.price_multiples
-        for multiple, near, component in product(multiples, sides, components):
+        return sides
+
+    def _options(self, prices: FloatArray, sides: Sequence[IntArray]) -> Iterator[IntArray]:
+        """The best choices at some usage prices near other choices, of each component."""
+        costs = self._lagrangian.priced(prices)
+        for near, component in product(sides, self._solver.components):
             self._state.check()
-            costs = self._lagrangian.priced(multiple * prices)
-            choice = self._solver.near(costs, near.choice, component)
+            choice = self._solver.near(costs, near, component)
             if choice is not None:
                 self._state.offer(choice)
                 yield choice
@@ -176,9 +184,9 @@ def _solve_contracted(
     state.enter("solve repeated groups")
     solver = RunSolver(state, contracted)
     is_limited = bool(np.isfinite(state.problem.usage_limit))
-    if is_limited and state.warm_start.best_choices:
-        limited = LimitedRuns(state, runs, solver)
-    else:
+    if is_limited and state.warm_start.unlimited_bound is not None:
+        state.raise_bound(state.warm_start.unlimited_bound)
+    elif not (is_limited and state.warm_start.best_choices):
         costs = [node.cost for node in state.problem.nodes]
         quick = None if is_limited else solver.quick_choice(costs)
         if quick is not None:
@@ -193,7 +201,9 @@ def _solve_contracted(
             return RunOutcome.INFEASIBLE
         if choice is None or state.offer(choice) or not is_limited:
             return RunOutcome.UPDATED
-        limited = LimitedRuns(state, runs, solver)
-        if not limited.add_cheapest():
-            return RunOutcome.UPDATED
+    limited = LimitedRuns(state, runs, solver)
+    if not state.warm_start.best_choices:
+        outcome = limited.add_cheapest()
+        if outcome is not None:
+            return outcome
     return RunOutcome.UPDATED if limited.run() else RunOutcome.INFEASIBLE

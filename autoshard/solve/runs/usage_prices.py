@@ -19,7 +19,7 @@ from autoshard.solve.network import spread
 from autoshard.solve.problem import Problem
 from autoshard.solve.runs.cutting_planes import best_mixture, best_prices
 from autoshard.solve.runs.find import Run
-from autoshard.solve.runs.run_solver import SLACK, Minimise
+from autoshard.solve.runs.run_solver import Minimise
 from autoshard.solve.state import SolveState
 
 
@@ -218,11 +218,13 @@ class UsageLagrangian:
         ]
 
     def cheapest_choice(self) -> IntArray | None:
-        """The best choice without a price but the tiny one, which is not added; None without one.
+        """A choice close to the best one without a price but the tiny one, which is not added.
 
-        The tables would be too large then.
+        Returns:
+            None if the tables would be too large.
         """
-        answer = self._minimise(self.priced(np.zeros(0)), SLACK)
+        accuracy = self._settings.dual_gap_share * self._state.gap
+        answer = self._minimise(self.priced(np.zeros(0)), accuracy)
         return None if answer is None else answer[1]
 
     def evaluate(self, prices: FloatArray, *, slack: float, nudge: float = 0.0) -> float | None:
