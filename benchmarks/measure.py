@@ -25,7 +25,7 @@ from autoshard_solver_cache import FolderCache, NamespacedCache
 
 T = TypeVar("T")
 
-_BYTES_PER_UNIT = 1 if sys.platform == "darwin" else 1024
+BYTES_PER_UNIT = 1 if sys.platform == "darwin" else 1024
 """Unit of `ru_maxrss`."""
 
 
@@ -70,7 +70,7 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     return {
         "seconds": _split(phases.seconds, plan) | {"total": total},
         "processor": processor,
-        "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _BYTES_PER_UNIT,
+        "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * BYTES_PER_UNIT,
         "held": plan.memory.peak if plan.memory else None,
         "budget": options.memory_budget or mesh.topology.device.memory,
         "certificate": plan.certificate.model_dump(mode="json"),

@@ -28,6 +28,8 @@ SMALL = (
     "mixtral-8x7b",
     "deepseek-v3-6-layers",
 )
+_SEARCHED = "deepseek-v3-micro-batch"
+_NUM_DEVICES = 2048
 _WORKERS = (1, 2, 4)
 _CLIENTS = 8
 _PARTS = {
@@ -246,6 +248,43 @@ def misses(settings: Settings, _: Selection) -> str:
     return rows(header, lines) + "\n\n" + rows(("one plan at a time", "seconds"), parts)
 
 
+def search(settings: Settings, _: Selection) -> str:
+    """All meshes of 2,048 devices of up to three axes, by `benchmarks/searching.py`."""
+    try:
+        path = archive(_SEARCHED, settings.folder / "models")
+    except ExportFailedError as error:
+        return f"**Failed**: {_SEARCHED} cannot be exported: {error}"
+    header = (
+        *("memory", "meshes", "planned", "best", "gap", "step, ms"),
+        *("total, s", "of the processor, s", "largest process, MB"),
+    )
+    lifted = _searched(path, settings, "lifted", UNLIMITED)
+    return rows(header, (lifted, _searched(path, settings, "80 GB", 80 * 10**9)))
+
+
+def _searched(path: Path, settings: Settings, memory: str, budget: int) -> Sequence[str]:
+    """The row of a search under a memory budget, in bytes per device."""
+    _log(f"search: {_SEARCHED}, {_NUM_DEVICES} devices, memory {memory}")
+    request = {
+        "archive": str(path),
+        "num_devices": _NUM_DEVICES,
+        "num_workers": 2,
+        "options": {
+            "memory_budget": budget,
+            "time_limit": settings.time_limit,
+            "relative_gap": settings.relative_gap,
+        },
+    }
+    run = run_module("benchmarks.searching", request, timeout=settings.timeout)
+    if "error" in run:
+        return [memory, f"**failed**: {run['error']}", *["-"] * 7]
+    return [
+        *(memory, str(run["meshes"]), str(run["planned"]), "x".join(map(str, run["best"]))),
+        *("-" if run["gap"] is None else f"{run['gap']:.3%}", f"{run['objective'] * 1e3:.2f}"),
+        *(f"{run['seconds']:.1f}", f"{run['processor']:.1f}", f"{run['peak'] / 1e6:.0f}"),
+    ]
+
+
 def startup(settings: Settings, _: Selection) -> str:
     """Seconds until commands and imports are done, by `benchmarks/startup.py`."""
     _log("startup")
@@ -290,6 +329,7 @@ TABLES: Mapping[str, Table] = MappingProxyType(
         "shares": shares,
         "service": service,
         "misses": misses,
+        "search": search,
         "startup": startup,
         "random": random,
         "contest": contest,
@@ -298,7 +338,7 @@ TABLES: Mapping[str, Table] = MappingProxyType(
 """Tables by name, which is also that of the markers in the document."""
 
 REPETITIONS: Mapping[str, int] = MappingProxyType(
-    {"models": 1, "memory": 3, "budgets": 1, "shares": 1, "startup": 20}
+    {"models": 1, "memory": 3, "budgets": 1, "shares": 1, "search": 1, "startup": 20}
 )
 """Measurements of each case, for tables with many or slow cases; the others have 5."""
 

@@ -106,7 +106,7 @@ class BudgetSearch:
         formulation: the problem without memory.
         options: limits of the solver, and the options for recomputation.
         seconds: time limit of the search; by default that of the options.
-        on_progress: called while the solver runs.
+        on_progress: called while the solver runs; the bound is one of all plans that fit.
         cancel: an event; setting it stops the solver.
         block_cache: a store of solved blocks.
         alike: True to consider only plans whose repeated blocks are all alike, for small problems.
@@ -134,6 +134,7 @@ class BudgetSearch:
         self._on_progress = on_progress
         self._cancel = cancel
         self._block_cache = block_cache
+        self._bound = -float("inf")  # of all plans that fit
         self._unlimited = WarmStart()  # for the problem without memory
         self._cut_short = False  # by a time limit, in any solve
         self._first_layouts: IntArray | None = None  # of the first plan that fits
@@ -144,6 +145,7 @@ class BudgetSearch:
 
     def run(self, memory_budget: int) -> Outcome:
         """Search the fastest plan whose peak is within a budget, in bytes per device."""
+        self._bound = -float("inf")
         if self._formulation.min_input_bytes > memory_budget:
             return self._infeasible()
         rounds = Rounds(memory_budget, -float("inf"))
@@ -176,7 +178,7 @@ class BudgetSearch:
             return self._fit(rounds)
         problem = self._formulation.problem
         seconds = max(self._remaining - _FIRST_SECONDS, _FIRST_SECONDS)
-        solution = self._solve(problem, warm_start=self._unlimited, seconds=seconds)
+        solution = self._solve(problem, warm_start=self._unlimited, seconds=seconds, proves=True)
         plan = None if solution.choice is None else self.build(Decisions(solution.choice))
         rounds.bound = solution.bound
         if self._quick and plan is not None:
@@ -391,7 +393,10 @@ class BudgetSearch:
             limit = rounds.limits.limit
             limited = replace(rounds.counted.problem, usage_limit=limit)
             solution = self._solve(
-                limited, gap=self._loose_gap, warm_start=rounds.counted.warm_start
+                limited,
+                gap=self._loose_gap,
+                warm_start=rounds.counted.warm_start,
+                proves=limit == rounds.budget,
             )
             if relaxed is None or limit == rounds.budget:
                 relaxed = solution
@@ -414,8 +419,9 @@ class BudgetSearch:
         if rounds.best is None or counted is None or self._is_good(rounds):
             return
         limited = replace(counted.problem, usage_limit=rounds.limits.fits)
-        solution = self._solve(limited, warm_start=counted.warm_start)
-        if rounds.limits.fits == rounds.budget:
+        proves = rounds.limits.fits == rounds.budget
+        solution = self._solve(limited, warm_start=counted.warm_start, proves=proves)
+        if proves:
             rounds.bound = max(rounds.bound, solution.bound)
         if solution.choice is not None:
             self._record(rounds, counted, limited, solution)
@@ -507,13 +513,22 @@ class BudgetSearch:
         gap: float | None = None,
         warm_start: WarmStart | None = None,
         seconds: float | None = None,
+        proves: bool = False,
     ) -> Solution:
+        """Solve a problem; `proves` if its bound is one of all plans that fit."""
+
+        def report(progress: Progress) -> None:
+            if proves:
+                self._bound = max(self._bound, progress.bound)
+            if self._on_progress is not None:
+                self._on_progress(replace(progress, bound=self._bound))
+
         solution = solve_problem(
             with_equal_groups(problem) if self._alike else problem,
             time_limit=seconds or self._remaining,
             relative_gap=self._options.relative_gap if gap is None else gap,
             seed=self._options.seed,
-            on_progress=self._on_progress,
+            on_progress=report,
             cancel=self._cancel,
             solver=self._options.solver,
             block_cache=self._block_cache,

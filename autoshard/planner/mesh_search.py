@@ -6,10 +6,10 @@ import subprocess
 import sys
 from base64 import b64decode, b64encode
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from math import isfinite, isqrt
+from math import isfinite, isqrt, log2
 from threading import Lock, Thread
 from typing import IO, Any, NamedTuple
 
@@ -38,6 +38,10 @@ _MAX_AXES = 6
 """Maximum number of axes; the number of strategies is exponential in it."""
 _FIRST_AXES = 2
 """Number of axes up to which a mesh always has a plan; others only if they may be faster."""
+_MESHES_AHEAD = 4
+"""Number of meshes of more axes that may be planned at the same time. A mesh is compared with those
+that are further ahead, so that results depend on neither speed nor number of the processes, as long
+as these are not more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +52,8 @@ class Candidate:
         mesh: the mesh.
         options: those of its plan, which is of one stage if no axis of the mesh is for a pipeline.
         plan: its plan, a document without stages if none was found; None if the options do not
-            fit this mesh, every plan for it is slower than one of a mesh of one or two axes, or
-            the process died.
+            fit this mesh, every plan for it is proven slower than that of another mesh, or the
+            process died.
         error: reason why `plan` is None; empty otherwise.
     """
 
@@ -106,8 +110,10 @@ def search_meshes(
     ask for pipelines, the outermost axis `pp` of a mesh has the pipeline ranks; with `stages`
     'auto', meshes without it are planned as one stage.
 
-    Meshes of one and two axes are planned first. A mesh of more axes has no plan if a bound proves
-    that each of its plans of one stage is slower than the best of those; its error names the bound.
+    Meshes of one and two axes are planned first. Planning for a mesh of more axes ends without a
+    plan as soon as a bound proves that each of its plans of one stage is slower than the best one
+    of the meshes before it, but for the last few; its error names the bound. Those whose innermost
+    axis has about the size of a node, which are often fastest, come first.
 
     Args:
         graph: the program, as for `make_plan`.
@@ -143,6 +149,7 @@ def search_meshes(
         max_axes=max_axes,
         options=options,
     )
+    order = _order(meshes, max(num_workers, _MESHES_AHEAD))
     waiting: queue.SimpleQueue[_Question | None] = queue.SimpleQueue()
     results: queue.SimpleQueue[Candidate] = queue.SimpleQueue()
     request = json.dumps(
@@ -157,20 +164,22 @@ def search_meshes(
         for _ in range(min(num_workers, len(meshes)))
     ]
     found: list[Candidate] = []
+    objectives: dict[Mesh, float] = {}
     asked = 0
     try:
-        for is_first in (True, False):
-            # The same for all meshes of a round, so that the result does not depend on their order.
-            best = min((candidate.objective for candidate in found), default=float("inf"))
-            for mesh in meshes:
-                if (len(mesh.axes) <= _FIRST_AXES) == is_first:
-                    waiting.put(_Question(mesh, _options_of(mesh, options), best))
-                    asked += 1
-            while len(found) < asked and not (cancel is not None and cancel.is_set()):
-                with suppress(queue.Empty):
-                    found.append(results.get(timeout=_POLL_SECONDS))
-                    if on_progress is not None:
-                        on_progress(SearchProgress(len(found), len(meshes), found[-1]))
+        while len(found) < len(meshes) and not (cancel is not None and cancel.is_set()):
+            for mesh, before in order[asked:]:
+                if not all(other in objectives for other in before):
+                    break
+                best = min((objectives[other] for other in before), default=float("inf"))
+                waiting.put(_Question(mesh, _options_of(mesh, options), best))
+                asked += 1
+            with suppress(queue.Empty):
+                latest = results.get(timeout=_POLL_SECONDS)
+                found.append(latest)
+                objectives[latest.mesh] = latest.objective
+                if on_progress is not None:
+                    on_progress(SearchProgress(len(found), len(meshes), latest))
     finally:
         for _ in workers:
             waiting.put(None)
@@ -239,6 +248,24 @@ def _meshes(shape: tuple[int, ...], topology: Topology, options: PlanOptions) ->
     if is_cut and ranks > 1 and (not isinstance(stages, int) or stages % ranks == 0):
         inner = default_axis_names(len(shape))[1:]
         yield make_mesh(shape, axes=(PIPELINE_AXIS, *inner), topology=topology)
+
+
+def _order(meshes: Sequence[Mesh], ahead: int) -> list[tuple[Mesh, Sequence[Mesh]]]:
+    """Meshes in the order of planning, each with those that have to be planned before it.
+
+    Args:
+        meshes: all meshes.
+        ahead: number of meshes of many axes that may be planned at the same time.
+    """
+
+    def distance(mesh: Mesh) -> float:
+        node = mesh.topology.levels[0].size or mesh.num_devices
+        return abs(log2(mesh.axis_sizes[-1] / min(node, mesh.num_devices)))
+
+    first = [mesh for mesh in meshes if len(mesh.axes) <= _FIRST_AXES]
+    others = sorted((mesh for mesh in meshes if len(mesh.axes) > _FIRST_AXES), key=distance)
+    before = [(*first, *others[: max(i + 1 - ahead, 0)]) for i in range(len(others))]
+    return [*((mesh, ()) for mesh in first), *zip(others, before, strict=True)]
 
 
 def _options_of(mesh: Mesh, options: PlanOptions) -> PlanOptions:

@@ -9,6 +9,7 @@ import json
 import os
 import queue
 from base64 import b64decode, b64encode
+from math import inf
 from threading import Thread
 from typing import Any, TextIO
 
@@ -16,8 +17,10 @@ from autoshard.errors import InputError
 from autoshard.graph import Graph, graph_from_json
 from autoshard.mesh import Mesh, mesh_from_json
 from autoshard.plan.options import PlanOptions
+from autoshard.plan.sub_meshes import num_pipeline_ranks
 from autoshard.planner.pipeline.pipeline_planner import make_plan
-from autoshard.planner.step_bound import bound_above, plans_one_stage
+from autoshard.planner.pipeline.policies import num_stages, stage_cutter
+from autoshard.solve import Progress
 
 
 class _RemoteBlockCache:
@@ -36,6 +39,45 @@ class _RemoteBlockCache:
         _write(self._replies, {"put": key, "body": b64encode(body).decode()})
 
 
+class _Cutoff:
+    """A cancel token that ends planning once every plan is proven slower than a known one.
+
+    Args:
+        seconds: a step of the known plan; inf to make a plan in any case.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._bound = -inf
+
+    def report(self, progress: Progress) -> None:
+        """Look at the progress of planning."""
+        self._bound = max(self._bound, progress.bound)
+
+    def is_set(self) -> bool:
+        """True if every plan is slower; an infinite bound means that there is none."""
+        return self._seconds < self._bound < inf
+
+    @property
+    def reason(self) -> str:
+        """Reason why there is no plan."""
+        return (
+            f"every plan takes at least {self._bound:.4g} s per step, more than the "
+            f"{self._seconds:.4g} s of another mesh"
+        )
+
+
+def plans_one_stage(graph: Graph, mesh: Mesh, options: PlanOptions) -> bool:
+    """True if plans of a program have one stage on a mesh.
+
+    Raises:
+        OptionError: options contradict each other or the program.
+    """
+    if num_pipeline_ranks(mesh) is not None:
+        return False
+    return options.stages == 1 or num_stages(options, stage_cutter(graph, options)) == 1
+
+
 def main() -> None:
     """Plan for the meshes that arrive on stdin."""
     # Redirect all other output, including that of C libraries, to stderr.
@@ -52,35 +94,23 @@ def main() -> None:
         mesh = mesh_from_json(question["mesh"])
         options = PlanOptions.model_validate(question["options"])
         try:
-            slower = _slower(graph, mesh, options, question["best"], max_strategies)
-            if slower is not None:
-                _write(replies, {"error": slower})
-                continue
+            has_bound = question["best"] is not None and plans_one_stage(graph, mesh, options)
+            cutoff = _Cutoff(question["best"] if has_bound else inf)
             plan = make_plan(
-                graph, mesh, options, block_cache=block_cache, max_strategies=max_strategies
+                graph,
+                mesh,
+                options,
+                on_progress=cutoff.report,
+                cancel=cutoff,
+                block_cache=block_cache,
+                max_strategies=max_strategies,
             )
-            _write(replies, {"plan": plan.to_json()})
+            if cutoff.is_set():
+                _write(replies, {"error": cutoff.reason})
+            else:
+                _write(replies, {"plan": plan.to_json()})
         except InputError as error:
             _write(replies, {"error": str(error)})
-
-
-def _slower(
-    graph: Graph,
-    mesh: Mesh,
-    options: PlanOptions,
-    best: float | None,
-    max_strategies: int | None,
-) -> str | None:
-    """The proof that every plan on a mesh is slower than some seconds; None without one."""
-    if best is None or not plans_one_stage(graph, mesh, options):
-        return None
-    bound = bound_above(graph, mesh, options, best, max_strategies)
-    if bound is None:
-        return None
-    return (
-        f"every plan takes at least {bound:.4g} s per step, more than the {best:.4g} s of a mesh "
-        f"of fewer axes"
-    )
 
 
 def _write(replies: TextIO, message: dict[str, Any]) -> None:

@@ -197,7 +197,7 @@ class RestrictedSolver:
         answer, width, is_first = _Answer(), self._settings.first_width, not rough
         while width <= self._settings.last_width:
             value, bound = answer.value, answer.bound
-            self._maximise_bound(answer, slack)
+            self._maximise_bound(answer, slack, report_bound)
             proven, self.least = strategy_bounds(self._messages)
             answer.bound = max(answer.bound, self._messages.bound, proven)
             report_bound(answer.bound)
@@ -260,7 +260,9 @@ class RestrictedSolver:
             costs[node_class.nodes[0]] for node_class in self.graph.node_classes
         ]
 
-    def _maximise_bound(self, answer: _Answer, slack: float) -> None:
+    def _maximise_bound(
+        self, answer: _Answer, slack: float, report_bound: Callable[[float], object]
+    ) -> None:
         """Pass messages until the bound stalls or is good enough."""
         self._state.enter("pass messages")
         deadline = self._state.deadline(self._settings.message_share)
@@ -270,6 +272,7 @@ class RestrictedSolver:
             self._messages.sweep()
             self._state.count("restricted.sweeps")
             bound = self._messages.bound
+            report_bound(bound)
             little = max(
                 self._settings.quotient_min_gain, self._settings.quotient_gap_share * slack
             ) * abs(bound)

@@ -152,7 +152,6 @@ class SolveState:
     ) -> None:
         self.problem = problem
         self.settings = SolverSettings() if settings is None else settings
-        self.effort = Effort(self.settings, self.check)
         self.warm_start = WarmStart() if warm_start is None else warm_start
         self.gap = gap
         self.seed = seed
@@ -171,6 +170,11 @@ class SolveState:
         self._time_limit = time_limit
         self._on_progress = on_progress
         self._cancel = cancel
+
+    @property
+    def effort(self) -> Effort:
+        """Limits of the work of a step; made anew, since a cycle of references keeps memory."""
+        return Effort(self.settings, self.check)
 
     @property
     def elapsed(self) -> float:

@@ -1,10 +1,12 @@
+import gc
 from collections.abc import Iterator
+from functools import partial
 from itertools import product
 
 import numpy as np
 import pytest
 import torch
-from support.models import gpt2, graph_of, meta, mlp, small_graph
+from support.models import gpt2, graph_of, llama, meta, mlp, small_graph
 from torch import nn
 
 from autoshard.errors import GraphError, OptionError
@@ -89,6 +91,34 @@ def test_progress_names_the_phases() -> None:
     make_plan(small_graph(gpt2), make_mesh((2, 4)), on_progress=lambda p: phases.append(p.phase))
     assert phases
     assert all(isinstance(phase, str) for phase in phases)
+
+
+@pytest.mark.parametrize("share", [2.0, 0.8])
+def test_progress_has_bounds_of_all_plans_that_fit(share: float) -> None:
+    graph, mesh = small_graph(partial(llama, layers=3)), make_mesh((2, 2))
+    free = make_plan(graph, mesh)
+    assert free.memory is not None
+    bounds: list[float] = []
+    options = PlanOptions(memory_budget=int(share * free.memory.peak))
+    plan = make_plan(graph, mesh, options, on_progress=lambda p: bounds.append(p.bound))
+    assert bounds == sorted(bounds)
+    assert plan.certificate.objective is not None
+    assert 0 < bounds[-1] <= plan.certificate.objective * (1 + 1e-9)
+
+
+def test_a_problem_is_freed_without_the_garbage_collector() -> None:
+    def number() -> int:
+        return sum(type(x) is Formulation for x in gc.get_objects())
+
+    graph, mesh = small_graph(partial(llama, layers=3)), make_mesh((2, 2))
+    gc.collect()
+    gc.disable()
+    try:
+        before = number()
+        make_plan(graph, mesh)
+        assert number() == before
+    finally:
+        gc.enable()
 
 
 def test_the_same_request_has_the_same_id_and_plan() -> None:
