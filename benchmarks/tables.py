@@ -249,40 +249,35 @@ def misses(settings: Settings, _: Selection) -> str:
 
 
 def search(settings: Settings, _: Selection) -> str:
-    """All meshes of 2,048 devices of up to three axes, by `benchmarks/searching.py`."""
+    """All meshes of up to three axes with memory lifted, by `benchmarks/searching.py`."""
     try:
         path = archive(_SEARCHED, settings.folder / "models")
     except ExportFailedError as error:
         return f"**Failed**: {_SEARCHED} cannot be exported: {error}"
-    header = (
-        *("memory", "meshes", "planned", "best", "gap", "step, ms"),
-        *("total, s", "of the processor, s", "largest process, MB"),
-    )
-    lifted = _searched(path, settings, "lifted", UNLIMITED)
-    return rows(header, (lifted, _searched(path, settings, "80 GB", 80 * 10**9)))
-
-
-def _searched(path: Path, settings: Settings, memory: str, budget: int) -> Sequence[str]:
-    """The row of a search under a memory budget, in bytes per device."""
-    _log(f"search: {_SEARCHED}, {_NUM_DEVICES} devices, memory {memory}")
+    _log(f"search: {_SEARCHED}, {_NUM_DEVICES} devices")
     request = {
         "archive": str(path),
         "num_devices": _NUM_DEVICES,
         "num_workers": 2,
         "options": {
-            "memory_budget": budget,
+            "memory_budget": UNLIMITED,
             "time_limit": settings.time_limit,
             "relative_gap": settings.relative_gap,
         },
     }
     run = run_module("benchmarks.searching", request, timeout=settings.timeout)
     if "error" in run:
-        return [memory, f"**failed**: {run['error']}", *["-"] * 7]
-    return [
-        *(memory, str(run["meshes"]), str(run["planned"]), "x".join(map(str, run["best"]))),
+        return f"**Failed**: {run['error']}"
+    header = (
+        *("meshes", "planned", "best", "gap", "step, ms"),
+        *("total, s", "of the processor, s", "largest process, MB"),
+    )
+    cells = [
+        *(str(run["meshes"]), str(run["planned"]), "x".join(map(str, run["best"]))),
         *("-" if run["gap"] is None else f"{run['gap']:.3%}", f"{run['objective'] * 1e3:.2f}"),
         *(f"{run['seconds']:.1f}", f"{run['processor']:.1f}", f"{run['peak'] / 1e6:.0f}"),
     ]
+    return rows(header, [cells])
 
 
 def startup(settings: Settings, _: Selection) -> str:
