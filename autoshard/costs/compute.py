@@ -17,6 +17,10 @@ factors with respect to either is a product over the same index space, with the 
 forward. (Attention has three factors; three times forward approximates the factor 2.5 of
 FlashAttention, Dao 2023, section 3.1, whose backward computes five products and forward two.)
 
+If the device has rates of its kernels (`Device.kernels`), products and attention take the seconds
+of `autoshard.costs.kernels` instead, streams move their bytes at the achievable bandwidth, and an
+operator takes at least as long as the host needs to run it.
+
 Roofline: Williams, Waterman and Patterson, "Roofline: an insightful visual performance
 model" (2009).
 """
@@ -30,9 +34,10 @@ from typing import NamedTuple
 import numpy as np
 
 from autoshard.arrays import FloatArray
+from autoshard.costs.kernels import Extents, attention_seconds, product_seconds
 from autoshard.costs.local import LocalSizes, letters_of
 from autoshard.graph import DType, Tensor
-from autoshard.mesh import Device, RooflineFit
+from autoshard.mesh import Device, KernelRates, RooflineFit
 from autoshard.mesh.topology import MATMUL_EFFICIENCY
 from autoshard.ops import Call, OperatorRule, Strategy, spec_for
 
@@ -112,7 +117,10 @@ class _Work(NamedTuple):
 def _seconds(work: _Work, fit: RooflineFit | None, device: Device) -> FloatArray:
     if fit is not None:
         return fit.overhead + fit.times * work.seconds
-    return work.seconds + work.num_kernels * device.launch_overhead
+    seconds = work.seconds + work.num_kernels * device.launch_overhead
+    if device.kernels is not None:
+        seconds = np.maximum(seconds, work.num_kernels * device.kernels.dispatch)
+    return seconds
 
 
 def categorise(rule: OperatorRule, inputs: Sequence[Tensor], *, is_view: bool) -> Category:
@@ -138,11 +146,18 @@ class _Contraction:
         free: letters of the output, grouped by the factors that have them, without those that all
             factors have (batch letters). A letter that no factor has (output rows of a
             convolution) is grouped with the first factor.
+        rows: those of them that the first factor alone has.
+        groups: letters of one factor alone that are summed although each row meets one index only
+            (experts).
+        head: letters of the head sizes of keys and of values, if it is attention.
     """
 
     factors: tuple[int, ...]
     output: frozenset[str]
     free: tuple[frozenset[str], ...]
+    rows: frozenset[str]
+    groups: frozenset[str]
+    head: tuple[frozenset[str], frozenset[str]] | None
 
     @classmethod
     def of(cls, rule: OperatorRule, inputs: Sequence[Tensor]) -> "_Contraction":
@@ -157,7 +172,30 @@ class _Contraction:
             owners = tuple(i for i in factors if letter in letters[i]) or factors[:1]
             if len(owners) < len(factors):
                 groups.setdefault(owners, set()).add(letter)
-        return cls(factors, remaining, tuple(frozenset(group) for group in groups.values()))
+        rows = frozenset(groups.get(factors[:1], ()))
+        alone = {x for x in summed - shared if sum(x in letters[i] for i in factors) == 1}
+        return cls(
+            factors,
+            remaining,
+            tuple(frozenset(group) for group in groups.values()),
+            rows,
+            frozenset(alone & rule.ordered - rule.halo.edges.keys()),
+            _head([letters[i] for i in factors], remaining),
+        )
+
+    def extents(self, sizes: LocalSizes, flops: FloatArray) -> Extents:
+        """Extents of the matrix products that the operator computes.
+
+        Args:
+            sizes: local sizes of letters.
+            flops: operations of all points, including masked ones, shape [S].
+        """
+        outputs = np.maximum(sizes.product(self.output), 1.0)
+        columns = sizes.product(frozenset().union(*self.free) - self.rows)
+        rows = sizes.product(self.rows)
+        groups = np.minimum(sizes.product(self.groups), np.maximum(rows, 1.0))
+        batch = groups * sizes.product(self.output - frozenset().union(*self.free))
+        return Extents(rows / groups, columns, flops / (2 * outputs), batch)
 
     def efficiency(self, sizes: LocalSizes, flops: FloatArray, tile: float) -> FloatArray:
         """Fraction of the peak that a product of these local extents reaches, shape [S].
@@ -178,6 +216,17 @@ class _Contraction:
         return result
 
 
+def _head(
+    factors: Sequence[frozenset[str]], output: frozenset[str]
+) -> tuple[frozenset[str], frozenset[str]] | None:
+    """Letters of the head sizes of keys and values, if factors are those of attention."""
+    if len(factors) != 3:  # noqa: PLR2004  queries, keys and values
+        return None
+    query, key, value = factors
+    depth, keys = (query & key) - value - output, (key & value) - query - output
+    return (depth, value & output - query - key) if depth and keys else None
+
+
 class _Operator:
     """Local sizes, bytes and operations of one call, for the formulas."""
 
@@ -196,7 +245,9 @@ class _Operator:
         share = _computed(rule, sizes)
         self.flops = self.all_flops * share
         self.needed = [i for i, tensor in enumerate(inputs) if tensor.requires_grad]
-        self.peak = device.peak(_widest(inputs))
+        self.dtype = _widest([inputs[i] for i in self.contraction.factors] or inputs)
+        self.peak = device.peak(self.dtype)
+        self.is_causal = rule.causal is not None
         self.slices = [sizes.nbytes(t, d) for t, d in zip(inputs, rule.inputs, strict=True)]
         self.zero = 0.0 * self.flops
         made = (sizes.nbytes(t, d) for t, d in zip(outputs, rule.outputs, strict=True))
@@ -211,8 +262,40 @@ class _Operator:
         self, flops: FloatArray, peak: FloatArray | float, nbytes: FloatArray
     ) -> FloatArray:
         """Seconds of one kernel, without its launch."""
-        seconds: FloatArray = np.maximum(flops / peak, nbytes / self.device.memory_bandwidth)
+        seconds: FloatArray = np.maximum(flops / peak, nbytes / self.device.stream_bandwidth)
         return seconds
+
+    def attention(self, kernels: KernelRates, *, backward: bool) -> FloatArray | None:
+        """Seconds of fused attention; None if it is none, or none of the kernels is known."""
+        contraction = self.contraction
+        if contraction.head is None or not kernels.attention:
+            return None
+        head_size = sum(float(self.sizes.product(x).max()) for x in contraction.head) / 2
+        seconds = attention_seconds(
+            self.flops,
+            contraction.extents(self.sizes, self.all_flops),
+            self.dtype,
+            self.device,
+            kernels,
+            head_size=head_size,
+            causal=self.is_causal,
+            backward=backward,
+        )
+        moved = self.read + self.written
+        if backward:
+            moved = moved + sum((self.slices[i] for i in contraction.factors), self.zero)
+        return np.maximum(seconds, moved / self.device.stream_bandwidth)
+
+    def product(self, kernels: KernelRates, extents: Extents, output: FloatArray) -> FloatArray:
+        """Seconds of a matrix product of the same space as the operator's.
+
+        Args:
+            kernels: rates of the device.
+            extents: of the product.
+            output: bytes of its output, shape [S]; what else the operator has is read.
+        """
+        read = self.read + self.written - output
+        return product_seconds(extents, self.dtype, self.device, kernels, read=read, written=output)
 
 
 def _computed(rule: OperatorRule, sizes: LocalSizes) -> FloatArray | float:
@@ -265,19 +348,44 @@ def _is_gathered(rule: OperatorRule, inputs: Sequence[Tensor], position: int) ->
 
 
 def _contraction_forward(operator: _Operator) -> _Work:
-    tile = operator.device.tile
-    efficiency = operator.contraction.efficiency(operator.sizes, operator.all_flops, tile)
-    peak = operator.peak * efficiency
-    return _Work(operator.roofline(operator.flops, peak, operator.read + operator.written), 1)
+    kernels = operator.device.kernels
+    if kernels is None:
+        tile = operator.device.tile
+        efficiency = operator.contraction.efficiency(operator.sizes, operator.all_flops, tile)
+        peak = operator.peak * efficiency
+        return _Work(operator.roofline(operator.flops, peak, operator.read + operator.written), 1)
+    seconds = operator.attention(kernels, backward=False)
+    if seconds is None:
+        extents = operator.contraction.extents(operator.sizes, operator.all_flops)
+        seconds = operator.product(kernels, extents, operator.written)
+    return _Work(seconds, 1)
 
 
 def _contraction_backward(operator: _Operator) -> _Work:
-    factors = set(operator.contraction.factors) & set(operator.needed)
-    seconds = len(factors) * _contraction_forward(operator).seconds
-    for addend in set(operator.needed) - factors:
+    factors = [i for i in operator.contraction.factors if i in operator.needed]
+    seconds = _factor_gradients(operator, factors)
+    for addend in set(operator.needed) - set(factors):
         nbytes = operator.written + operator.slices[addend]
         seconds = seconds + operator.roofline(operator.zero, operator.peak, nbytes)
     return _Work(seconds, len(operator.needed))
+
+
+def _factor_gradients(operator: _Operator, factors: Sequence[int]) -> FloatArray:
+    """Seconds of the gradients of some factors of a contraction."""
+    kernels, contraction = operator.device.kernels, operator.contraction
+    if kernels is not None and factors:
+        seconds = operator.attention(kernels, backward=True)
+        if seconds is not None:
+            return seconds
+        if len(contraction.factors) == 2:  # noqa: PLR2004  a matrix product
+            extents = contraction.extents(operator.sizes, operator.all_flops)
+            gradients = extents.of_first_gradient(), extents.of_second_gradient()
+            products = dict(zip(contraction.factors, gradients, strict=True))
+            return sum(
+                (operator.product(kernels, products[i], operator.slices[i]) for i in factors),
+                operator.zero,
+            )
+    return len(factors) * _contraction_forward(operator).seconds
 
 
 def _stream_forward(operator: _Operator) -> _Work:

@@ -116,4 +116,4 @@ def optimizer_time(
     values = 2 * master + parameter if master else 2 * parameter
     gradient = _GRADIENT_READS.get(optimizer.name, 1) * parameter
     state = 2 * optimizer.state_nbytes(shape, dtype)
-    return (values + gradient + state) / device.memory_bandwidth
+    return (values + gradient + state) / device.stream_bandwidth

@@ -16,8 +16,10 @@ from autoshard.mesh.shapes import default_axis_names, parse_shape
 from autoshard.mesh.sources import MeshLike, mesh_sizes, preset_of_device, to_mesh
 from autoshard.mesh.topology import (
     COLLECTIVES,
+    AttentionRate,
     Bend,
     Device,
+    KernelRates,
     Link,
     OperatorFit,
     Rate,
@@ -29,9 +31,11 @@ __all__ = [
     "COLLECTIVES",
     "DEFAULT_TOPOLOGY",
     "AlphaBeta",
+    "AttentionRate",
     "Axis",
     "Bend",
     "Device",
+    "KernelRates",
     "Link",
     "Mesh",
     "MeshLike",

@@ -361,7 +361,7 @@ class Mesh:
         if self.collectives is not None:
             return 0.0
         device = self.topology.device
-        return device.launch_overhead + 2 * nbytes / device.memory_bandwidth
+        return device.launch_overhead + 2 * nbytes / device.stream_bandwidth
 
     def spans(self, axis: int) -> tuple[Span, ...]:
         """Distribution of the ranks of one axis over each link level, innermost first.

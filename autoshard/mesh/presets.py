@@ -7,15 +7,19 @@ Latencies and the overhead of a collective on GPUs are the constants of NCCL's o
 (src/graph/tuning.cc, LL protocol: 6.6 us base for a ring; 0.6 us per step over NVLink,
 1.0 over PCIe, 2.7 over the network). The others are round estimates: 3 us for a kernel
 launch, and for gloo 25 us per TCP message and 50 us per collective.
+
+Sources of the rates of kernels are listed in `autoshard.mesh.kernel_presets`.
 """
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from difflib import SequenceMatcher
 from types import MappingProxyType
 
 from autoshard.errors import MeshError
-from autoshard.mesh.topology import Device, Link, Topology
+from autoshard.mesh.kernel_presets import AMPERE, B200, GB200, HOPPER, clock_at
+from autoshard.mesh.topology import Device, KernelRates, Link, Topology
 
 DEFAULT_TOPOLOGY = "h100-sxm"
 """Default topology of a mesh."""
@@ -56,13 +60,20 @@ def _blackwell_peaks(half: float) -> dict[str, float]:
     }
 
 
-def _gpu(name: str, peaks: dict[str, float], bandwidth: float, memory: float) -> Device:
+def _gpu(
+    name: str,
+    peaks: dict[str, float],
+    bandwidth: float,
+    memory: float,
+    kernels: KernelRates | None = None,
+) -> Device:
     return Device(
         name=name,
         peak_flops=peaks,
         memory_bandwidth=bandwidth,
         memory=int(memory),
         launch_overhead=_KERNEL_LAUNCH,
+        kernels=kernels,
     )
 
 
@@ -116,7 +127,7 @@ _TOPOLOGIES = MappingProxyType(
         for topology in (
             _nvlink(
                 "a100-sxm-40gb",
-                _gpu("NVIDIA A100 SXM 40GB", _A100_PEAKS, 1.555e12, 40e9),
+                _gpu("NVIDIA A100 SXM 40GB", _A100_PEAKS, 1.555e12, 40e9, AMPERE),
                 8,
                 nvlink=300e9,
                 network=25e9,
@@ -124,7 +135,7 @@ _TOPOLOGIES = MappingProxyType(
             ),
             _nvlink(
                 "a100-sxm-80gb",
-                _gpu("NVIDIA A100 SXM 80GB", _A100_PEAKS, 2.039e12, 80e9),
+                _gpu("NVIDIA A100 SXM 80GB", _A100_PEAKS, 2.039e12, 80e9, AMPERE),
                 8,
                 nvlink=300e9,
                 network=25e9,
@@ -132,7 +143,7 @@ _TOPOLOGIES = MappingProxyType(
             ),
             _nvlink(
                 "h100-sxm",
-                _gpu("NVIDIA H100 SXM", _HOPPER_PEAKS, 3.35e12, 80e9),
+                _gpu("NVIDIA H100 SXM", _HOPPER_PEAKS, 3.35e12, 80e9, HOPPER),
                 8,
                 nvlink=450e9,
                 network=50e9,
@@ -141,7 +152,7 @@ _TOPOLOGIES = MappingProxyType(
             ),
             _nvlink(
                 "h200-sxm",
-                _gpu("NVIDIA H200 SXM", _HOPPER_PEAKS, 4.8e12, 141e9),
+                _gpu("NVIDIA H200 SXM", _HOPPER_PEAKS, 4.8e12, 141e9, HOPPER),
                 8,
                 nvlink=450e9,
                 network=50e9,
@@ -149,7 +160,7 @@ _TOPOLOGIES = MappingProxyType(
             ),
             _nvlink(
                 "b200-sxm",
-                _gpu("NVIDIA B200 SXM", _blackwell_peaks(2250e12), 8e12, 180e9),
+                _gpu("NVIDIA B200 SXM", _blackwell_peaks(2250e12), 8e12, 180e9, B200),
                 8,
                 nvlink=900e9,
                 network=50e9,
@@ -158,7 +169,7 @@ _TOPOLOGIES = MappingProxyType(
             ),
             _nvlink(
                 "gb200-nvl72",
-                _gpu("NVIDIA GB200", _blackwell_peaks(2500e12), 8e12, 186e9),
+                _gpu("NVIDIA GB200", _blackwell_peaks(2500e12), 8e12, 186e9, GB200),
                 72,
                 nvlink=900e9,
                 network=50e9,
@@ -167,7 +178,13 @@ _TOPOLOGIES = MappingProxyType(
             ),
             _pcie(
                 "a100-pcie-80gb",
-                _gpu("NVIDIA A100 PCIe 80GB", _A100_PEAKS, 1.935e12, 80e9),
+                _gpu(
+                    "NVIDIA A100 PCIe 80GB",
+                    _A100_PEAKS,
+                    1.935e12,
+                    80e9,
+                    replace(AMPERE, power=300.0, clock=clock_at(300.0, AMPERE.power)),
+                ),
                 4,
                 network=2.5e9,
                 source="NVIDIA A100 datasheet; Azure NC96ads A100 v4: 4 GPUs, 80 Gb/s per "

@@ -114,6 +114,14 @@ Kernels pad every extent to tiles. With this value, matrix-vector products are b
 they are in practice, and sharding an extent down to a few tiles is clearly more expensive.
 """
 
+ATTENTION_KERNELS = (
+    "flash_attention_2",
+    "flash_attention_3",
+    "flash_attention_4",
+    "cudnn_attention",
+)
+"""Names of the fused attention kernels that a device may have rates for."""
+
 MAX_OPERATORS = 4096
 """Maximum number of operator fits of a device."""
 
@@ -154,6 +162,98 @@ class OperatorFit:
 
 
 @dataclass(frozen=True)
+class AttentionRate:
+    """FLOP/s of a fused attention kernel in 16-bit types, on long sequences.
+
+    A query that sees `n` keys takes as long as `n + keys` keys at this rate. Operations are
+    `4 queries keys head_size` in forward, half of it if causal, and 2.5 times as many in
+    backward, which computes the scores again (Dao 2023, section 4.1).
+
+    Attributes:
+        head_sizes: head sizes with a known rate, ascending.
+        forward: FLOP/s in forward for each of them.
+        backward: FLOP/s in backward for each of them.
+        keys: keys per query whose time a block of queries takes to start and to end.
+        causal: fraction of the rate that is left with a causal mask.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    head_sizes: tuple[int, ...]
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    keys: float
+    causal: float = 1.0
+
+    def __post_init__(self) -> None:
+        sizes = self.head_sizes
+        if not sizes or list(sizes) != sorted(set(sizes)) or sizes[0] < 1:
+            raise MeshError("head_sizes of attention must be positive and ascending")
+        if not len(sizes) == len(self.forward) == len(self.backward):
+            raise MeshError("attention needs a forward and a backward rate for each head size")
+        for rate in (*self.forward, *self.backward):
+            check_positive(rate, "rate of attention")
+        check_not_negative(self.keys, "keys of attention")
+        _check_fraction(self.causal, "causal of attention")
+
+
+@dataclass(frozen=True)
+class KernelRates:
+    """Rates of a GPU's kernels, as its libraries of linear algebra and attention reach them.
+
+    Attributes:
+        multiprocessors: number of streaming multiprocessors; each computes one tile of a product
+            at a time.
+        matmul: fraction of the peak that a long series of large products reaches, by PyTorch's
+            dtype name; that of bfloat16 for others.
+        memory: fraction of the memory bandwidth that streams reach.
+        exposed_writes: fraction of the time to write a product that does not overlap with
+            computing the next tile; 0 where accumulators have a memory of their own.
+        attention: fused attention kernels by name (`ATTENTION_KERNELS`), the default first.
+        dispatch: seconds in which the host runs one operator in eager mode.
+        power: watts at which the fractions were reached.
+        clock: fraction of the clock that the power limit leaves.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    multiprocessors: int
+    matmul: Mapping[str, float] = field(hash=False)
+    memory: float
+    exposed_writes: float
+    attention: Mapping[str, AttentionRate] = field(hash=False)
+    dispatch: float
+    power: float
+    clock: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_positive(self.multiprocessors, "multiprocessors of kernels")
+        for dtype, fraction in self.matmul.items():
+            _check_fraction(fraction, f"matmul[{dtype!r}] of kernels")
+        if "bfloat16" not in self.matmul:
+            raise MeshError("kernels have no matmul fraction for bfloat16, which stands in for all")
+        _check_fraction(self.memory, "memory of kernels")
+        check_not_negative(self.exposed_writes, "exposed_writes of kernels")
+        for name in self.attention:
+            if name not in ATTENTION_KERNELS:
+                known = ", ".join(ATTENTION_KERNELS)
+                raise MeshError(f"attention kernel {name!r} is unknown; choose one of {known}")
+        check_not_negative(self.dispatch, "dispatch of kernels")
+        check_positive(self.power, "power of kernels")
+        _check_fraction(self.clock, "clock of kernels")
+
+    def matmul_efficiency(self, dtype: str) -> float:
+        """Fraction of the peak of a dtype that large products reach, at the device's clock."""
+        return self.clock * self.matmul.get(dtype, self.matmul["bfloat16"])
+
+
+def _check_fraction(value: float, what: str) -> None:
+    check_positive(value, what)
+    if value > 1:
+        raise MeshError(f"{what} is {value}; it must be at most 1")
+
+
+@dataclass(frozen=True)
 class Device:
     """One accelerator, or one CPU host that runs one rank.
 
@@ -170,6 +270,8 @@ class Device:
         operators: measured times of operators, by name, and of other operators by category
             (`view`, `contraction`, `stream`). Without either, an operator takes the launch overhead
             of each kernel plus the roofline seconds, and a view is free.
+        kernels: rates of its kernels, which replace `tile` and the fixed efficiency of products;
+            None if unknown.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -182,6 +284,7 @@ class Device:
     tile: float = TILE
     host_bandwidth: Bandwidth = 0.0
     operators: Mapping[str, OperatorFit] = field(default_factory=dict, hash=False)
+    kernels: KernelRates | None = None
 
     def __post_init__(self) -> None:
         check_name(self.name, "device")
@@ -215,6 +318,11 @@ class Device:
     def peak(self, dtype: str) -> float:
         """Peak FLOP/s of a dtype; that of float32 if the dtype is not listed."""
         return self.peak_flops.get(dtype, self.peak_flops["float32"])
+
+    @property
+    def stream_bandwidth(self) -> float:
+        """Bytes per second that kernels reach which only move bytes."""
+        return self.memory_bandwidth * (self.kernels.memory if self.kernels else 1.0)
 
     @property
     def input_bandwidth(self) -> float:

@@ -217,7 +217,7 @@ class Prices:
         if read is stored:
             return 0.0
         moved = self.micro_batches * (1 + backward) * (1 + read.itemsize / stored.itemsize)
-        return moved / self._device.memory_bandwidth
+        return moved / self._device.stream_bandwidth
 
     def accumulation_factor(self, dtype: DType, reduced: DType | None = None) -> float:
         """Bytes of a sum of gradients over micro-batches, relative to one of the gradients.
@@ -238,7 +238,7 @@ class Prices:
         Arguments are those of `accumulation_factor`.
         """
         moved = (self.micro_batches - 1) * (2 * self.accumulation_factor(dtype, reduced) + 1)
-        return moved / self._device.memory_bandwidth
+        return moved / self._device.stream_bandwidth
 
     def full_accumulation(self, reshardings: Iterable[Resharding]) -> float:
         """Seconds to sum full gradients, where they are reduced once, instead of their shards."""

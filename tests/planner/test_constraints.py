@@ -403,7 +403,7 @@ def test_the_checker_sees_who_does_not_obey(name: str, planned: Planner) -> None
     options, finding = DISOBEYED[name]
     # Two-way tensor parallelism over the outer axis; the inner one is idle.
     pins = Pins(parameters={"*": "*,I"}, inputs={"*": "R,R"}, nodes={"*": "*,Replicate()"})
-    plan = planned(graph_of(meta(mlp, 2, 512, 2048, 512)), (2, 2), pins=pins)
+    plan = planned(graph_of(meta(mlp, 2, 2048, 8192, 2048)), (2, 2), pins=pins)
     assert kinds(plan) == {"all_reduce"}
     claimed = plan.model_copy(update={"options": PlanOptions.model_validate(options)})
     assert any(finding in f for f in check_plan(claimed)), check_plan(claimed)

@@ -58,7 +58,7 @@ def test_an_alternative_costs_what_a_plan_with_its_pin_costs(
 
 @pytest.fixture(scope="module")
 def wide() -> Graph:
-    return graph_of(meta(mlp, 8192, 1024, 1024, 1024))
+    return graph_of(meta(mlp, 2048, 1024, 1024, 1024))
 
 
 @pytest.fixture(scope="module")

@@ -176,7 +176,7 @@ def test_compute_hides_once_and_only_weights(planned: Planner, options: dict[str
 
 
 def test_a_budget_is_met_for_less(planned: Planner) -> None:
-    graph = graph_of(meta(mlp, 8192, 1024, 1024, 1024))
+    graph = graph_of(meta(mlp, 2048, 1024, 1024, 1024))
     free = planned(graph, (4,))
     whole = free.memory.parameters + free.memory.gradients + free.memory.optimizer
     budget = free.memory.peak - whole // 2

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import pytest
-from support.meshes import mase_mesh, slow_devices
+from support.meshes import mase_mesh, roofline_mesh, slow_devices
 from support.models import Case, Planner, bert, gpt2, llama, meta, mlp, small_graph
 
 from autoshard.outcome import SolveStatus
@@ -56,11 +56,11 @@ def test_inference_with_one_token_never_gathers_a_weight(planned: Planner) -> No
 
 
 def test_a_memory_budget_shards_parameters_at_rest(planned: Planner) -> None:
-    case = meta(mlp, 8192, 1024, 1024, 1024)
-    free = planned(case, (4,))
+    case, mesh = meta(mlp, 8192, 1024, 1024, 1024), roofline_mesh()
+    free = planned(case, mesh)
     assert "I" in layouts(free).values()
     whole = free.memory.parameters + free.memory.gradients + free.memory.optimizer
-    tight = planned(case, (4,), memory_budget=free.memory.peak - whole // 2)
+    tight = planned(case, mesh, memory_budget=free.memory.peak - whole // 2)
     assert tight.memory.peak <= free.memory.peak - whole // 2
     weights = [x for name, x in layouts(tight).items() if "weight" in name]
     assert any("S" in layout for layout in weights)

@@ -24,3 +24,10 @@ def slow_mase_mesh() -> Mesh:
     """The same links between slow devices."""
     mesh = mase_mesh()
     return replace(mesh, topology=replace(mesh.topology, device=SLOW, collective_overhead=0.0))
+
+
+def roofline_mesh() -> Mesh:
+    """Four H100s, priced by their peak and bandwidth alone."""
+    mesh = make_mesh((4,))
+    device = replace(mesh.topology.device, kernels=None)
+    return replace(mesh, topology=replace(mesh.topology, device=device))

@@ -1,0 +1,153 @@
+"""Seconds of matrix products and attention on a GPU whose kernel rates are known.
+
+A product is computed in tiles of the output, one per streaming multiprocessor at a time, so a last
+wave that is not full costs as much as a full one (*wave quantisation*), and extents count as
+multiples of the tile (*tile quantisation*; NVIDIA, "Matrix Multiplication Background User's
+Guide"). Smaller tiles reuse operands less. Where there are fewer tiles than multiprocessors, the
+sum may be split among several (split-K), whose partial sums go through memory. Of all tiles and
+splits the fastest counts, as in the heuristics of cuBLAS. Operands are read while tiles are
+computed; the output of Ampere's and Hopper's kernels is written in between.
+
+Fused attention computes a block of queries per multiprocessor, with the time to start and to end a
+block given in keys (`AttentionRate`).
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from autoshard.arrays import FloatArray
+from autoshard.mesh import AttentionRate, Device, KernelRates
+
+_TILES = np.array(
+    [
+        *((256, 128), (192, 128), (160, 128), (128, 128), (64, 128), (64, 64), (256, 64)),
+        *((128, 256), (128, 192), (128, 160), (128, 64), (64, 256)),
+    ],
+    dtype=float,
+)
+"""Rows and columns of the tiles of cuBLAS and CUTLASS."""
+
+_SPLITS = np.array([1.0, 2.0, 4.0, 8.0, 16.0])
+"""Number of parts of a sum."""
+
+_REUSE = 16.0
+"""Reuse of operands (product over sum of a tile's extents) at which half of the rate is lost."""
+
+_QUERIES = 128
+"""Queries of a block of fused attention, and keys of its steps."""
+
+_SPLIT_KEYS = 1024
+"""Keys of a part, where there are too few blocks of queries and keys are split too."""
+
+_PARTIAL_BYTES = 8
+"""Bytes written and read for each float32 partial sum of a split product."""
+
+
+@dataclass(frozen=True, eq=False)
+class Extents:
+    """Extents of batched matrix products, each of shape [S].
+
+    Attributes:
+        rows: rows of the output.
+        columns: columns of the output.
+        terms: terms of each sum.
+        batch: number of products.
+    """
+
+    rows: FloatArray
+    columns: FloatArray
+    terms: FloatArray
+    batch: FloatArray
+
+    def of_first_gradient(self) -> "Extents":
+        """Extents of the product that computes the gradient of the first factor."""
+        return Extents(self.rows, self.terms, self.columns, self.batch)
+
+    def of_second_gradient(self) -> "Extents":
+        """Extents of the product that computes the gradient of the second factor."""
+        return Extents(self.terms, self.columns, self.rows, self.batch)
+
+
+def product_seconds(
+    extents: Extents,
+    dtype: str,
+    device: Device,
+    kernels: KernelRates,
+    *,
+    read: FloatArray,
+    written: FloatArray,
+) -> FloatArray:
+    """Seconds of matrix products without their launch, shape [S].
+
+    Args:
+        extents: of the products.
+        dtype: PyTorch's name of the element type of the factors.
+        device: device of the rank.
+        kernels: its rates.
+        read: bytes of the factors, shape [S].
+        written: bytes of the outputs, shape [S].
+    """
+    bandwidth = device.stream_bandwidth
+    tiles = _TILES[:, :, None]
+    area = tiles[:, 0] * tiles[:, 1]
+    reuse = area / (tiles[:, 0] + tiles[:, 1])
+    most = reuse.max()
+    relative = reuse / (reuse + _REUSE) * (most + _REUSE) / most
+    rate = device.peak(dtype) * kernels.matmul_efficiency(dtype) * relative
+    count = extents.batch * np.ceil(extents.rows / tiles[:, 0])
+    count = count * np.ceil(extents.columns / tiles[:, 1])
+    splits = _SPLITS[:, None, None]
+    waves = np.ceil(count * splits / kernels.multiprocessors) * kernels.multiprocessors
+    seconds = waves * (2 * area * extents.terms / splits / rate)
+    outputs = extents.batch * extents.rows * extents.columns
+    seconds += (splits > 1) * splits * _PARTIAL_BYTES * outputs / bandwidth
+    exposed = kernels.exposed_writes * written
+    moved = (read + written - exposed) / bandwidth
+    result: FloatArray = np.maximum(seconds.min(axis=(0, 1)), moved) + exposed / bandwidth
+    return result
+
+
+def attention_seconds(
+    flops: FloatArray,
+    extents: Extents,
+    dtype: str,
+    device: Device,
+    kernels: KernelRates,
+    *,
+    head_size: float,
+    causal: bool,
+    backward: bool,
+) -> FloatArray:
+    """Seconds of fused attention without memory traffic and launch, shape [S].
+
+    Args:
+        flops: operations of forward, without masked ones, shape [S].
+        extents: queries per batch and head as rows, the head size of values as columns.
+        dtype: PyTorch's name of the element type.
+        device: device of the rank.
+        kernels: its rates, with those of a kernel of attention.
+        head_size: mean of the head sizes of keys and values.
+        causal: True with a causal mask.
+        backward: True for backward.
+    """
+    rate = next(iter(kernels.attention.values()))
+    speed = kernels.clock * _speed(rate, head_size, backward=backward)
+    speed *= min(device.peak(dtype) / device.peak("bfloat16"), 1.0)
+    queries = np.maximum(extents.batch * extents.rows, 1.0)
+    seen = np.maximum(flops / (4 * head_size * queries), 1.0)
+    overhead = rate.keys + (_QUERIES / 2 if causal else 0.0)
+    blocks = extents.batch * np.ceil(extents.rows / _QUERIES)
+    few = blocks < kernels.multiprocessors
+    blocks = np.maximum(blocks * np.where(few, np.ceil(seen / _SPLIT_KEYS), 1.0), 1.0)
+    waves = np.ceil(blocks / kernels.multiprocessors) * kernels.multiprocessors / blocks
+    work = flops * (1 + overhead / seen) * waves
+    result: FloatArray = (2.5 if backward else 1.0) * work / speed
+    return result / rate.causal if causal else result
+
+
+def _speed(rate: AttentionRate, head_size: float, *, backward: bool) -> float:
+    """FLOP/s for a head size: interpolated, and for smaller ones proportional to it."""
+    known = rate.backward if backward else rate.forward
+    small = min(head_size / rate.head_sizes[0], 1.0)
+    return small * float(np.interp(head_size, rate.head_sizes, known))
