@@ -6,7 +6,7 @@ IMAGE ?= autoshard:latest
 BASE ?= python:3.13-slim-trixie
 BUILD ?= docker build
 
-.PHONY: help install demo test test-all check serve generated examples bench faults hostile upgrade prove prove-pipelines prove-loading prove-image load scale conformance fuzz zoo zoo-ranks image audit format clean
+.PHONY: help install demo test test-all check serve generated examples bench faults hostile upgrade prove prove-pipelines prove-loading prove-image load scale conformance fuzz zoo zoo-ranks published image audit format clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 16
@@ -95,6 +95,9 @@ zoo: $(INSTALLED)  ## Plan the model families at their published sizes, into doc
 
 zoo-ranks: $(INSTALLED)  ## Run small models of all families on 4 and 8 ranks, into docs/zoo.md
 	$(BIN)/python -m benchmarks.zoo --ranks 8 4
+
+published: $(INSTALLED)  ## Predict published training runs, into docs/predictions.md
+	$(BIN)/python -m benchmarks.published --document docs/predictions.md
 
 format: $(INSTALLED)  ## Format the code
 	$(BIN)/ruff check --fix .

@@ -191,6 +191,9 @@ class Planning:
     time_limit: Annotated[float, _described("time_limit", _SOLVER, metavar="SECONDS")] = 60.0
     solver: Annotated[str, _described("solver", _SOLVER, metavar="autoshard|ilp|NAME")] = OWN_SOLVER
     algo: Annotated[Algorithm, _described("algo", _CONSTRAINTS)] = "optimal"
+    distributed_optimizer: Annotated[bool, _described("distributed_optimizer", _CONSTRAINTS)] = (
+        False
+    )
     exportable_to: Annotated[ExportableTo | None, _described("exportable_to", _CONSTRAINTS)] = None
     pin: Annotated[
         list[str] | None,

@@ -17,6 +17,7 @@ _FREE: Mapping[str, object] = {
     "batch_axis": None,
     "skip_fully_replicated": False,
     "algo": "optimal",
+    "distributed_optimizer": False,
     "exportable_to": None,
 }
 """The options that rule out plans, with the value that rules out none."""

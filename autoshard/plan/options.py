@@ -345,7 +345,16 @@ class PlanOptions(_Options):
             "shards parameters. megatron: on the last axis weights are column- or row-parallel, "
             "attention is sharded by heads and embeddings by vocabulary; the other axes shard the "
             "batch. megatron-sp: as megatron, and what is between these layers is sharded by "
-            "sequence on the last axis."
+            "sequence on the last axis. In the patterns of Megatron-LM an axis named dp or ep "
+            "shards the batch and never weights, cp the sequence of tokens, and ep also experts."
+        ),
+    )
+    distributed_optimizer: bool = Field(
+        default=False,
+        description=(
+            "whether the axes of `algo` ddp, megatron or megatron-sp that shard the batch or the "
+            "sequence also shard parameters at rest and the optimizer's state (ZeRO-1, the "
+            "distributed optimizer of Megatron-LM)."
         ),
     )
     exportable_to: ExportableTo | None = Field(

@@ -16,7 +16,11 @@ from autoshard.plan.constraints.data_parallel import (
 )
 from autoshard.plan.constraints.from_options import plan_constraints
 from autoshard.plan.constraints.layout_pattern import LayoutPattern
-from autoshard.plan.constraints.megatron import megatron_pattern, sequence_parallel_pattern
+from autoshard.plan.constraints.megatron import (
+    MegatronAxes,
+    megatron_pattern,
+    sequence_parallel_pattern,
+)
 from autoshard.plan.constraints.pins import pinned_sub_shards
 
 __all__ = [
@@ -26,6 +30,7 @@ __all__ = [
     "Constraint",
     "DimOrigins",
     "LayoutPattern",
+    "MegatronAxes",
     "ParameterShards",
     "PlanConstraints",
     "ShardingConstraint",

@@ -90,6 +90,11 @@ class DimOrigins:
         self._factors.update(zip(node.outputs, made, strict=True))
 
 
+def outermost_dims(dims: Sequence[DimFactors], origin: Origin) -> list[int]:
+    """The dims of a value whose outermost factor has an origin."""
+    return sorted(dim for _, dim in _dims([dims], [origin]))
+
+
 def _dims(tensors: Iterable[Sequence[DimFactors]], wanted: Collection[Origin]) -> frozenset[Dim]:
     return frozenset(
         (i, dim)

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from math import prod
 
 from autoshard.errors import OptionError
-from autoshard.graph import DimFactors, Graph, Input, InputKind, Node, Origin
+from autoshard.graph import Graph, Input, InputKind, Node, Origin
 from autoshard.layouts import Action, can_be_sharded
-from autoshard.plan.constraints.batch import BatchSharding, DimOrigins
+from autoshard.plan.constraints.batch import BatchSharding, DimOrigins, outermost_dims
 from autoshard.plan.constraints.constraints import (
     ChoiceId,
     Dim,
@@ -28,7 +28,7 @@ _DATA = frozenset({InputKind.USER, InputKind.PREPARED})
 
 
 def data_parallel_constraints(
-    graph: Graph, axes: NontrivialAxes, pattern: Pattern
+    graph: Graph, axes: NontrivialAxes, pattern: Pattern, sharding: Sequence[int]
 ) -> dict[ChoiceId, StrategyConstraint]:
     """The pattern as constraints on inputs and operators.
 
@@ -36,6 +36,7 @@ def data_parallel_constraints(
         graph: the program.
         axes: the mesh.
         pattern: ddp, fsdp2 or hsdp.
+        sharding: the axes that shard parameters.
 
     Raises:
         OptionError: the batch does not divide over the devices, or the mesh has too few axes.
@@ -47,7 +48,7 @@ def data_parallel_constraints(
         )
     origins = DimOrigins(graph)
     check_batch(origins, axes.sizes)
-    found = _Pattern(graph, origins, axes.sizes, sharding_axes(axes, pattern))
+    found = _Pattern(graph, origins, axes.sizes, sharding)
     constraints: dict[ChoiceId, StrategyConstraint] = {
         ("operator", node.name): found.node(node) for node in graph.nodes
     }
@@ -74,13 +75,19 @@ def check_batch(origins: DimOrigins, sizes: Sequence[int]) -> None:
         raise OptionError(f"the batch of {batch} does not divide over {devices} devices")
 
 
-def data_parallel_forbids(axes: NontrivialAxes, pattern: Pattern) -> frozenset[tuple[str, int]]:
-    """Collectives that the pattern does not use, each with the index of a non-trivial axis.
+def data_parallel_forbids(
+    axes: NontrivialAxes, sharding: Sequence[int]
+) -> frozenset[tuple[str, int]]:
+    """Collectives that a pattern does not use, each with the index of a non-trivial axis.
 
     Gradients are all-reduced along axes that replicate parameters, and not reduce-scattered.
+
+    Args:
+        axes: the mesh.
+        sharding: the axes that shard parameters.
     """
     numbers = range(len(axes.sizes))
-    replicating = [axis for axis in numbers if axis not in sharding_axes(axes, pattern)]
+    replicating = [axis for axis in numbers if axis not in sharding]
     forbidden: list[tuple[str, int]] = [(Action.ALL_TO_ALL, axis) for axis in numbers]
     return frozenset([*forbidden, *((Action.REDUCE_SCATTER, axis) for axis in replicating)])
 
@@ -138,12 +145,6 @@ def _several_dims(shape: Sequence[int], sizes: Sequence[int]) -> tuple[int | Non
     return tuple(reversed(dims))
 
 
-def _batch_dims(dims: Sequence[DimFactors]) -> list[int]:
-    """The dims whose outermost factor is of the batch."""
-    outermost = [next((o for size, o in dim if size > 1), Origin.MODEL) for dim in dims]
-    return [dim for dim, origin in enumerate(outermost) if origin is Origin.BATCH]
-
-
 class _Pattern:
     """The constraints of a data-parallel pattern.
 
@@ -182,7 +183,7 @@ class _Pattern:
 
     def shared(self, value: str) -> ShardingConstraint:
         """The constraint on the layout in which all consumers of a value get it."""
-        batch = _batch_dims(self._origins.of_value(value))
+        batch = outermost_dims(self._origins.of_value(value), Origin.BATCH)
         # Its strategy has the layout as input and as output.
         both = frozenset((i, dim) for i in range(2) for dim in batch)
         return self._on_all_axes(both, ())

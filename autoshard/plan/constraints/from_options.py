@@ -44,8 +44,19 @@ def plan_constraints(graph: Graph, mesh: Mesh, options: PlanOptions) -> PlanCons
                 distributed_constraints(graph, axes, wanted, batch),
             )
         )
+    if options.distributed_optimizer and options.algo == "optimal":
+        raise OptionError(
+            "distributed_optimizer needs an algo, such as ddp; algo='optimal' shards parameters "
+            "wherever that is best"
+        )
     if options.algo != "optimal":
-        found.append(pattern_constraint(graph, axes, options.algo, batch_axis=options.batch_axis))
+        found.append(
+            pattern_constraint(
+                *(graph, axes, options.algo),
+                batch_axis=options.batch_axis,
+                distributed=options.distributed_optimizer,
+            )
+        )
     if options.exportable_to is not None:
         found.append(
             exportable_constraint(graph, axes, options.exportable_to, batch_axis=options.batch_axis)

@@ -5,17 +5,25 @@ or by rows, attention by heads and embeddings by vocabulary; the residual stream
 it. The other axes shard the batch and replicate parameters. A weight is row-parallel if its
 operand is sharded by an earlier weight, and column-parallel otherwise.
 
+An axis named `dp` or `ep` shards the batch and never weights; `ep` also shards the experts of a
+mixture, between two all-to-all collectives. An axis named `cp` shards the sequence of tokens and,
+in attention, that of the queries, for which keys and values are gathered (Llama 3,
+arXiv:2407.21783, section 3.3.2). With a distributed optimizer (ZeRO-1; Rajbhandari et al., SC 2020)
+the axes that shard the batch or the sequence also shard parameters at rest.
+
 With sequence parallelism (Korthikanti et al., arXiv:2205.05198, section 4.2.2) the last axis also
 shards, by sequence, what is between a row-parallel and the next column-parallel weight: residual
 stream, norms, dropout.
 """
 
 from collections.abc import Collection
+from dataclasses import dataclass
 
 from autoshard.graph import Graph, InputKind, Node, Origin
+from autoshard.graph.experts import COMBINE, DISPATCH, EXPERT_BIAS, GROUPED_MM
 from autoshard.layouts import Action
 from autoshard.ops import OperatorRule, call_of, rule_for, weights_of
-from autoshard.plan.constraints.batch import BatchSharding, DimOrigins
+from autoshard.plan.constraints.batch import BatchSharding, DimOrigins, outermost_dims
 from autoshard.plan.constraints.constraints import (
     ChoiceId,
     Dim,
@@ -23,73 +31,121 @@ from autoshard.plan.constraints.constraints import (
     StrategyConstraint,
     shard_any,
 )
+from autoshard.plan.constraints.data_parallel import ParameterShards
 from autoshard.plan.constraints.letters import outermost_letters, propagated_letters
 from autoshard.plan.nontrivial_axes import NontrivialAxes
 
 _EMBEDDING = "aten.embedding.default"
 _ATTENTION = "aten.scaled_dot_product_attention.default"
 _NONE: frozenset[Dim] = frozenset()
+_MATRICES = {GROUPED_MM: 1, EXPERT_BIAS: 0}
+"""Position of the parameters of experts."""
+
+DATA_AXIS, EXPERT_AXIS, CONTEXT_AXIS = "dp", "ep", "cp"
+"""Names of axes that shard the batch; the batch and experts; the sequence of tokens."""
 
 
-def megatron_forbids(axes: NontrivialAxes, *, by_sequence: bool) -> frozenset[tuple[str, int]]:
+@dataclass(frozen=True)
+class MegatronAxes:
+    """Purposes of the axes of a mesh, by index.
+
+    Attributes:
+        weights: the axis that shards weights; None if none does.
+        batch: the axes that shard the batch.
+        context: the axis that shards the sequence of tokens in all operators.
+        experts: the axis that also shards experts.
+        by_sequence: True for sequence parallelism on the axis of weights.
+        distributed: True if the axes of batch and context also shard parameters at rest.
+    """
+
+    weights: int | None
+    batch: tuple[int, ...]
+    context: int | None = None
+    experts: int | None = None
+    by_sequence: bool = False
+    distributed: bool = False
+
+    @property
+    def state(self) -> tuple[int, ...]:
+        """The axes that shard parameters at rest, beside that of weights and of experts."""
+        context = () if self.context is None else (self.context,)
+        return (*self.batch, *context) if self.distributed else ()
+
+
+def megatron_forbids(
+    axes: NontrivialAxes, *, by_sequence: bool, distributed: bool
+) -> frozenset[tuple[str, int]]:
     """Collectives that the pattern does not use, each with the index of a non-trivial axis.
 
-    It has no ZeRO, and reduce-scatter only with sequence parallelism.
+    Rows of experts are sent with all-to-all; reduce-scatter is for sequence parallelism and for
+    the gradients of a distributed optimizer.
     """
-    kinds = [Action.ALL_TO_ALL, *([] if by_sequence else [Action.REDUCE_SCATTER])]
-    return frozenset((kind, axis) for kind in kinds for axis in range(len(axes.sizes)))
+    numbers = range(len(axes.sizes))
+    has_experts = EXPERT_AXIS in map(axes.name, numbers)
+    kinds = [] if has_experts else [Action.ALL_TO_ALL]
+    kinds += [] if by_sequence or distributed else [Action.REDUCE_SCATTER]
+    return frozenset((kind, axis) for kind in kinds for axis in numbers)
 
 
 def megatron_constraints(
-    graph: Graph, axes: NontrivialAxes, *, batch_axis: str | None, by_sequence: bool = False
+    graph: Graph,
+    axes: NontrivialAxes,
+    *,
+    batch_axis: str | None,
+    by_sequence: bool = False,
+    distributed: bool = False,
 ) -> dict[ChoiceId, StrategyConstraint]:
     """The pattern as constraints on inputs and operators.
 
     Args:
         graph: the program.
-        axes: the mesh. Its last axis that is not the batch axis shards weights.
+        axes: the mesh. Its last axis that is neither the batch axis nor named otherwise shards
+            weights.
         batch_axis: name of the only axis that may shard the batch; if None, all other axes do
             that divide it.
         by_sequence: True for sequence parallelism.
+        distributed: True for a distributed optimizer.
     """
-    origins = DimOrigins(graph)
     names = [axes.name(axis) for axis in range(len(axes.sizes))]
-    others = [axis for axis, name in enumerate(names) if name != batch_axis]
+    named = (batch_axis, DATA_AXIS, EXPERT_AXIS, CONTEXT_AXIS)
+    others = [axis for axis, name in enumerate(names) if name not in named]
     weight_axis = others[-1] if others else None
     batch_axes: list[int] = []
-    left = origins.batch_size or 1
+    left = DimOrigins(graph).batch_size or 1
     for axis, name in enumerate(names):
-        may_shard = axis != weight_axis and batch_axis in (None, name)
+        may_shard = name != CONTEXT_AXIS and axis != weight_axis and batch_axis in (None, name)
         if may_shard and left % axes.sizes[axis] == 0:
             batch_axes.append(axis)
             left //= axes.sizes[axis]
-    return megatron_pattern(graph, axes.sizes, weight_axis, batch_axes, by_sequence=by_sequence)
+    purposes = MegatronAxes(
+        weight_axis,
+        tuple(batch_axes),
+        context=names.index(CONTEXT_AXIS) if CONTEXT_AXIS in names else None,
+        experts=names.index(EXPERT_AXIS) if EXPERT_AXIS in names else None,
+        by_sequence=by_sequence,
+        distributed=distributed,
+    )
+    return megatron_pattern(graph, axes.sizes, purposes)
 
 
 def megatron_pattern(
-    graph: Graph,
-    sizes: tuple[int, ...],
-    weight_axis: int | None,
-    batch_axes: Collection[int],
-    *,
-    by_sequence: bool = False,
+    graph: Graph, sizes: tuple[int, ...], axes: MegatronAxes
 ) -> dict[ChoiceId, StrategyConstraint]:
     """The pattern with given purposes of axes, as constraints on inputs and operators.
 
     Args:
         graph: the program.
         sizes: size of each axis.
-        weight_axis: the axis that shards weights; None if none does.
-        batch_axes: the axes that shard the batch.
-        by_sequence: True for sequence parallelism on the weight axis.
+        axes: their purposes.
     """
-    pattern = _Pattern(graph, sizes, weight_axis, tuple(batch_axes), by_sequence=by_sequence)
+    pattern = _Pattern(graph, sizes, axes)
     # Operators first, since they determine the parameters that are factors of products.
     operators = {("operator", node.name): pattern.node(node) for node in graph.nodes}
     # What a stage receives has the layout in which the stage before sends it.
     free = (InputKind.LITERAL, InputKind.RECEIVED)
     names = [i.name for i in graph.inputs if i.kind not in free]
-    return {**operators, **{("input", name): pattern.input(name) for name in names}}
+    inputs = {("input", name): pattern.input(name) for name in names}
+    return {**operators, **inputs, **{("shared", v): pattern.shared(v) for v in graph.values}}
 
 
 def sequence_parallel_pattern(
@@ -106,7 +162,7 @@ def sequence_parallel_pattern(
         weight_axis: the axis that shards weights and sequences.
         batch_axes: the axes that shard the batch.
     """
-    pattern = _Pattern(graph, sizes, weight_axis, tuple(batch_axes), by_sequence=False)
+    pattern = _Pattern(graph, sizes, MegatronAxes(weight_axis, tuple(batch_axes)))
     return {node.name: pattern.sequence_parallel_node(node) for node in graph.nodes}
 
 
@@ -117,29 +173,68 @@ class _Pattern:
         self,
         graph: Graph,
         sizes: tuple[int, ...],
-        weight_axis: int | None,
-        batch_axes: tuple[int, ...],
-        *,
-        by_sequence: bool,
+        axes: MegatronAxes,
     ) -> None:
         self._graph = graph
-        self._by_sequence = by_sequence
         self._sizes = sizes
-        self._weight_axis = weight_axis
-        self._batch_axes = batch_axes
+        self._axes = axes
+        self._weight_axis = axes.weights
         self._origins = DimOrigins(graph)
-        self._batch = BatchSharding(graph, sizes, batch_axes, self._origins)
+        self._batch = BatchSharding(graph, sizes, axes.batch, self._origins)
         self._parameters = weights_of(graph)
+        # The calls' tensors by the parameter of experts, or what is computed from it alone.
+        self._matrices = {
+            self._parameters.get(node.inputs[_MATRICES[node.operator]], ""): node.outputs
+            for node in graph.nodes
+            if node.operator in _MATRICES
+        }
         # Parameters that are factors of products or looked up; others are replicated.
         self._products: set[str] = set()
         # Values and dims that are sharded because a column-parallel weight came before.
         self._sharded: set[tuple[str, int]] = set()
+        # Values with rows of tokens that are ordered by expert.
+        self._rows: set[str] = set()
 
     def input(self, value: str) -> ShardingConstraint:
         batch = self._origins.of_input(value, Origin.BATCH)
         of_model = self._origins.of_input(value, Origin.MODEL)
         weights = of_model if value in self._products else _NONE
-        return self._constraint(batch, self._batch_axes, weights, _NONE)
+        found = self._constraint(batch, self._axes.batch, weights, _NONE)
+        if self._axes.context is not None:
+            sequence = self._origins.of_input(value, Origin.INPUT)
+            found = _with_axis(found, self._axes.context, sequence, sequence)
+        if self._parameters.get(value) == value:
+            found = self._stored(value, found)
+        return found
+
+    def _stored(self, value: str, found: ShardingConstraint) -> ShardingConstraint:
+        """The constraint on a parameter at rest, which further axes shard."""
+        shape = self._graph.values[value].shape
+        experts: tuple[int, ...] = ()
+        if value in self._matrices:
+            experts = self._expert_axes(self._matrices[value])
+        for axis in experts:
+            found = _with_axis(found, axis, frozenset({(0, 0)}), frozenset({(0, 0)}))
+        state = [axis for axis in self._axes.state if axis not in experts]
+        others = {*experts, *(() if self._weight_axis is None else (self._weight_axis,))}
+        sizes = [self._sizes[axis] for axis in (*state, *sorted(others))]
+        shards = ParameterShards.of(shape, sizes).dims
+        for axis, dim in zip(state, shards, strict=False):
+            one = _NONE if dim is None else frozenset({(0, dim)})
+            found = _with_axis(found, axis, one, one)
+        return found
+
+    def shared(self, value: str) -> ShardingConstraint:
+        """The constraint on the layout in which all consumers of a value get it."""
+        axes, factors = self._axes, self._origins.of_value(value)
+        allowed: list[frozenset[Dim] | None] = [None] * len(self._sizes)
+        # Its strategy has the layout as input and as output.
+        purposes = [(axis, Origin.BATCH) for axis in axes.batch if axis != axes.experts]
+        purposes += [] if axes.context is None else [(axes.context, Origin.INPUT)]
+        for axis, origin in purposes:
+            dims = outermost_dims(factors, origin)
+            allowed[axis] = frozenset((i, dim) for i in range(2) for dim in dims)
+        return ShardingConstraint(tuple(allowed), (_NONE,) * len(self._sizes))
 
     def node(self, node: Node) -> ShardingConstraint:
         rule = rule_for(call_of(self._graph, node))
@@ -150,23 +245,62 @@ class _Pattern:
         if node.operator == _EMBEDDING or self._weight_dims(node, rule):
             self._products.update(self._parameters.get(value, "") for value in node.inputs)
         required = self._weight_sharding(node, rule)
-        if self._by_sequence and not required and not self._is_sharded(node):
-            sequence = self._sequence(node, rule)
+        if self._axes.by_sequence and not required and not self._is_sharded(node):
+            sequence = self._sequence(node, rule, self._weight_axis)
             allowed, required = allowed | sequence, sequence
-        return self._constraint(batch, sharding, allowed, required)
+        found = self._constraint(batch, sharding, allowed, required)
+        if self._axes.context is not None:
+            sequence = self._sequence(node, rule, self._axes.context)
+            found = _with_axis(found, self._axes.context, sequence, sequence)
+        return self._with_experts(node, found)
+
+    def _with_experts(self, node: Node, found: ShardingConstraint) -> ShardingConstraint:
+        """The constraint of a call, which shards experts if it computes with rows by expert."""
+        tensors = (*node.inputs, *node.outputs)
+        if node.operator in (DISPATCH, GROUPED_MM, EXPERT_BIAS) or self._has_rows(node.inputs):
+            if node.operator != COMBINE:
+                self._rows.update(node.outputs)
+            of_experts = {(i, 0) for i, value in enumerate(tensors) if value in self._rows}
+            if node.operator in _MATRICES:
+                of_experts.add((_MATRICES[node.operator], 0))
+            tokens = {i for i, value in enumerate(tensors) if value not in self._rows}
+            exchanged = {(i, 0) for i in tokens} if node.operator in (DISPATCH, COMBINE) else _NONE
+            for axis in self._expert_axes(tensors):
+                found = _with_axis(
+                    found, axis, frozenset(of_experts | exchanged), frozenset(of_experts)
+                )
+        return found
+
+    def _has_rows(self, values: Collection[str]) -> bool:
+        return not self._rows.isdisjoint(values)
+
+    def _expert_axes(self, tensors: Collection[str]) -> tuple[int, ...]:
+        """The axes that shard experts: that of weights too, where they divide over both."""
+        axes = self._axes
+        if axes.experts is None:
+            return ()
+        own = (axes.experts,)
+        if axes.weights is None:
+            return own
+        both = self._sizes[axes.experts] * self._sizes[axes.weights]
+        rows = (self._graph.values[value].shape[0] for value in tensors if value in self._rows)
+        divides = all(size % both == 0 for size in rows)
+        return (*own, axes.weights) if divides else own
 
     def _is_sharded(self, node: Node) -> bool:
         """True if a weight, or a tensor that a weight sharded, is an operand of a node."""
         tensors = {*node.inputs, *node.outputs}
         return node.operator == _EMBEDDING or any(value in tensors for value, _ in self._sharded)
 
-    def _sequence(self, node: Node, rule: OperatorRule) -> frozenset[Dim]:
-        """The sequence dims of a node, if the weight axis can shard one of them."""
+    def _sequence(self, node: Node, rule: OperatorRule, axis: int | None) -> frozenset[Dim]:
+        """The sequence dims of a node, if an axis can shard one of them."""
         dims = self._origins.of_call(node, Origin.INPUT)
-        if self._weight_axis is None or not dims:
+        if node.operator == _ATTENTION:  # of queries; all ranks read all keys and values
+            rows = len(rule.inputs[0]) - 2
+            dims &= {(0, rows), (len(rule.inputs), rows)}
+        if axis is None or not dims:
             return _NONE
-        can_shard = shard_any(rule, self._sizes[self._weight_axis], dims) is not None
-        return dims if can_shard else _NONE
+        return dims if shard_any(rule, self._sizes[axis], dims) is not None else _NONE
 
     def sequence_parallel_node(self, node: Node) -> ShardingConstraint:
         """The constraint of a call, whose sequence is sharded if it is between sharded layers."""
@@ -242,11 +376,23 @@ class _Pattern:
     ) -> ShardingConstraint:
         """A constraint on the weight axis, and on the axes that may and must shard the batch."""
         num_axes = len(self._sizes)
-        may = [batch if axis in self._batch_axes else _NONE for axis in range(num_axes)]
+        may = [batch if axis in self._axes.batch else _NONE for axis in range(num_axes)]
         must = [batch if axis in sharding else _NONE for axis in range(num_axes)]
         if self._weight_axis is not None:
             may[self._weight_axis], must[self._weight_axis] = allowed, required
         return ShardingConstraint(tuple(may), tuple(must))
+
+
+def _with_axis(
+    found: ShardingConstraint,
+    axis: int,
+    allowed: frozenset[Dim] | None,
+    required: frozenset[Dim],
+) -> ShardingConstraint:
+    """A constraint with other dims for one axis."""
+    may, must = list(found.allowed), list(found.required)
+    may[axis], must[axis] = allowed, required
+    return ShardingConstraint(tuple(may), tuple(must))
 
 
 def _at(rule: OperatorRule, dim: Dim) -> tuple[str, ...]:

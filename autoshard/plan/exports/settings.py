@@ -5,6 +5,7 @@ from autoshard.layouts import I, Layout
 from autoshard.ops import Strategy
 from autoshard.plan.constraints import (
     DimOrigins,
+    MegatronAxes,
     ShardingConstraint,
     StrategyConstraint,
     megatron_pattern,
@@ -58,7 +59,8 @@ class _Stage:
         tensor = roles.get("tensor", ())
         self._tensor = tensor[0] if tensor else None
         self._context = roles.get("context", ())
-        self._pattern = megatron_pattern(self._graph, outline.sizes, self._tensor, self._data)
+        purposes = MegatronAxes(self._tensor, tuple(self._data))
+        self._pattern = megatron_pattern(self._graph, outline.sizes, purposes)
         self._operators = self._pattern
         if sequence_parallel and self._tensor is not None:
             found = sequence_parallel_pattern(self._graph, outline.sizes, self._tensor, self._data)

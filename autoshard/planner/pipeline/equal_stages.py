@@ -118,7 +118,7 @@ class EqualStages:
         """The plan of a program with its own names."""
         pins = options.pins
         has_names = pins.parameters or pins.buffers or pins.nodes or options.checkpointed_modules
-        if has_names or options.algo != "optimal":
+        if has_names:
             return self._new(graph, mesh, options)
         numbered = NumberedGraph.of(graph)
         inputs = {numbered.values.get(name, name): x for name, x in pins.inputs.items()}

@@ -80,6 +80,10 @@ class Segments(NamedTuple):
     block: FloatArray
     blocks: FloatArray
 
+    def most_bytes(self, micro_batches: int) -> float:
+        """Bytes of the whole program on one rank that holds all micro-batches of a step."""
+        return float(self.state.sum() + micro_batches * self.saved.sum() + self.working.max())
+
 
 @dataclass(frozen=True)
 class RangeCosts:
@@ -135,9 +139,11 @@ def range_costs(
     assert choice is not None
     segments = _SegmentSums(cutter, points, short)
     variants = [segments.of(_NodeCosts(formulation, Decisions(choice)))]
-    if mesh.num_devices > 1 and options.mode == "training":
+    memory = options.memory_budget or mesh.topology.device.memory
+    may_need_less = variants[0].most_bytes(options.micro_batches) > memory
+    if mesh.num_devices > 1 and options.mode == "training" and may_need_less:
         # The budget of all stages together, each on a sub-mesh.
-        budget = num_ranks * (options.memory_budget or mesh.topology.device.memory)
+        budget = num_ranks * memory
         for share in SHARES_OF_TIME:
             saving = frugal(formulation, options, share * bound / budget, limits, block_cache)
             variants.append(segments.of(_NodeCosts(formulation, saving)))

@@ -1,0 +1,64 @@
+"""Predicted times of published training runs.
+
+    python -m benchmarks.published [ROWS.csv] [--json OUT] [--document docs/predictions.md]
+
+Every row is built from its dimensions, planned in its published layout, and compared with the
+published time of a step.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from benchmarks.document import replace_table
+from benchmarks.published import report
+from benchmarks.published.predictions import Prediction, predict, progress
+from benchmarks.published.rows import ROWS, RowError, read_rows
+
+_PICTURE = Path("pictures") / "predictions.svg"
+
+
+def main() -> int:
+    """Predict all rows, and write what is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("rows", type=Path, nargs="?", default=ROWS, help="a CSV as runs.csv")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write all predictions")
+    parser.add_argument("--document", type=Path, help="a page whose tables are written")
+    parser.add_argument("--processes", type=int, default=2, help="number of processes")
+    options = parser.parse_args()
+    try:
+        rows = read_rows(options.rows)
+    except RowError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    predictions = predict(rows, options.processes)
+    print("\n".join(progress(predictions)))
+    print(report.summary_table(predictions))
+    if options.json is not None:
+        text = json.dumps([one.to_json() for one in predictions], indent=1)
+        options.json.write_text(text + "\n", encoding="utf-8")
+    if options.document is not None:
+        _write(options.document, predictions)
+    return 0
+
+
+def _write(document: Path, predictions: list[Prediction]) -> None:
+    right, pairs = report.ranking(predictions)
+    share = f"{right} of {pairs} pairs ({right / pairs:.0%})" if pairs else "no pairs"
+    tables = {
+        "errors": report.summary_table(predictions),
+        "sources": report.source_table(predictions),
+        "ranking": f"Ranked right: {share}.",
+        "reasons": report.reasons_table(predictions),
+        "rows": report.rows_table(predictions),
+    }
+    text = document.read_text(encoding="utf-8")
+    for name, table in tables.items():
+        text = replace_table(text, name, table)
+    document.write_text(text, encoding="utf-8")
+    (document.parent / _PICTURE).write_text(report.plot(predictions), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

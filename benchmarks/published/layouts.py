@@ -1,0 +1,306 @@
+"""Published layouts as meshes and options of planning."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from autoshard.mesh import Mesh, Topology, get_topology, make_mesh
+from autoshard.plan.options import PlanOptions
+from benchmarks.published.models import Batch, Dimensions
+from benchmarks.published.public_models import dimensions_of
+from benchmarks.published.rows import Row
+
+_NO_LIMIT = "1000TB"
+"""A memory budget that no plan reaches: published runs did fit."""
+_TIME_LIMIT = 120.0
+_GAP = 0.02
+"""Relative gap of plans: of a pinned layout little is left to decide."""
+
+_TOPOLOGIES: Mapping[str, str] = {
+    "A100-40GB": "a100-sxm-40gb",
+    "A100-80GB": "a100-sxm-80gb",
+    "A100-80GB-330W": "a100-sxm-80gb",
+    "H100-80GB": "h100-sxm",
+    "H200": "h200-sxm",
+    "B200": "b200-sxm",
+    "GB200": "gb200-nvl72",
+}
+_RACK, _RACK_PART = 72, 64
+"""GPUs of an NVL72 rack, and how many of them a job of several racks uses."""
+
+
+class InexpressibleError(Exception):
+    """A row cannot be expressed; the message is the reason."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to plan for a row.
+
+    Attributes:
+        dims: of the model.
+        batch: of one micro-batch of all data-parallel ranks.
+        reduce_dtype: element type in which gradients are reduced.
+        mesh: the devices.
+        options: of planning.
+        assumed: what the row does not say.
+    """
+
+    dims: Dimensions
+    batch: Batch
+    reduce_dtype: str
+    mesh: Mesh
+    options: PlanOptions
+    assumed: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """Degrees of parallelism, and micro-batches.
+
+    Attributes:
+        pipeline: pipeline ranks.
+        virtual: stages of a pipeline rank.
+        data: data-parallel ranks, of which groups of `expert` share the experts.
+        expert: ranks on which the experts of a layer are.
+        context: ranks that share a sequence.
+        tensor: tensor-parallel ranks.
+        micro_batch: sequences of a micro-batch of a data-parallel rank.
+        micro_batches: their number in a step.
+        by_sequence: True for sequence parallelism.
+        experts_by_matrix: True if tensor-parallel ranks share the matrices of an expert, False if
+            they have different experts.
+        assumed: what the row does not say.
+    """
+
+    pipeline: int
+    virtual: int
+    data: int
+    expert: int
+    context: int
+    tensor: int
+    micro_batch: int
+    micro_batches: int
+    by_sequence: bool
+    experts_by_matrix: bool
+    assumed: tuple[str, ...] = field(default=())
+
+
+def request_of(row: Row) -> Request:
+    """What to plan for a row.
+
+    Raises:
+        InexpressibleError: the row cannot be expressed.
+    """
+    _check(row)
+    dims = dimensions_of(row)
+    if dims is None:
+        raise InexpressibleError("the dimensions of the model are not public")
+    if row["category"] == "inference decode TP":
+        return _decoding(row, dims)
+    degrees = _degrees(row)
+    tokens = row.number("seq_len_tokens")
+    if tokens is None:
+        raise InexpressibleError("the length of a sequence is not stated")
+    batch = Batch(
+        degrees.micro_batch * degrees.data,
+        tokens,
+        fused_attention="no FlashAttention" not in row["compile_kernels_attn"]
+        and "without FlashAttention" not in row["compile_kernels_attn"]
+        and "no flash" not in row["compile_kernels_attn"],
+    )
+    axes, options = _layout(row, degrees, dims)
+    mesh = make_mesh(tuple(axes.values()), axes=tuple(axes), topology=_topology(row))
+    reduce_dtype = "bfloat16" if _reduces_in_bfloat16(row) else "float32"
+    return Request(dims, batch, reduce_dtype, mesh, options, degrees.assumed)
+
+
+def _check(row: Row) -> None:
+    """Raise InexpressibleError if something other than layout or dimensions is not modelled."""
+    category, precision = row["category"], row["precision"]
+    if row.seconds is None:
+        raise InexpressibleError("the source states no batch, so that a step has no time")
+    if "Mamba" in category:
+        raise InexpressibleError("state-space layers with a public scan kernel are not modelled")
+    if "CPU" in row["dp_variant"] or "CPU offload" in row["act_ckpt"]:
+        raise InexpressibleError("offloading to the host is not modelled")
+    if "FP8" in precision.upper() or "FP4" in precision.upper():
+        raise InexpressibleError("matrix products in FP8 or FP4 are no option of planning")
+    if row["gpu_type"] not in _TOPOLOGIES:
+        raise InexpressibleError(f"there is no topology preset for {row['gpu_type']}")
+
+
+def _topology(row: Row) -> Topology:
+    topology = get_topology(_TOPOLOGIES[row["gpu_type"]])
+    gpus, size = row.number("gpus") or 1, topology.devices_per_node or 1
+    size = _RACK_PART if size == _RACK and gpus > _RACK else size
+    if gpus < size:
+        return topology
+    levels = (replace(topology.levels[0], size=size), *topology.levels[1:])
+    return replace(topology, levels=levels)
+
+
+def _reduces_in_bfloat16(row: Row) -> bool:
+    precision = row["precision"]
+    return "PURE" in precision or "bf16 params/grads" in precision
+
+
+def _degrees(row: Row) -> Degrees:
+    """The degrees of parallelism of a row.
+
+    Raises:
+        InexpressibleError: a degree is not stated, or they do not fit together.
+    """
+    assumed: list[str] = []
+    sizes = {}
+    for column in ("tp", "cp", "pp"):
+        size = row.number(column)
+        if size is None:
+            raise InexpressibleError(f"{column} is not stated: {row[column]!r}")
+        sizes[column] = size
+    gpus = row.number("gpus") or 1
+    others = sizes["tp"] * sizes["cp"] * sizes["pp"]
+    if gpus % others:
+        raise InexpressibleError(f"{gpus} GPUs do not divide by tp x cp x pp = {others}")
+    data = gpus // others
+    sequences = row.number("global_batch_seqs")
+    if sequences is None:
+        raise InexpressibleError("the global batch is not stated")
+    size = row.number("micro_batch_seqs_per_device")
+    if size is None:
+        size = 1
+        assumed.append("micro-batches of 1 sequence")
+    if sequences % (size * data):
+        raise InexpressibleError(
+            f"{sequences} sequences do not divide into micro-batches of {size} on {data} ranks"
+        )
+    virtual, text = 1, row["vpp"]
+    if sizes["pp"] > 1 and text:
+        found = re.match(r"\d+", text)
+        virtual = int(found[0]) if found else 1
+        if not text.isdigit():
+            assumed.append(f"{virtual} stages a pipeline rank")
+    found = re.match(r"\d+", row["ep"])
+    return Degrees(
+        pipeline=sizes["pp"],
+        virtual=virtual,
+        data=data,
+        expert=int(found[0]) if found else 1,
+        context=sizes["cp"],
+        tensor=sizes["tp"],
+        micro_batch=size,
+        micro_batches=sequences // (size * data),
+        by_sequence=row["sp"] == "yes",
+        experts_by_matrix="ETP" in row["ep"],
+        assumed=tuple(assumed),
+    )
+
+
+def _layout(row: Row, degrees: Degrees, dims: Dimensions) -> tuple[Mapping[str, int], PlanOptions]:
+    """Axes of the mesh, and options."""
+    options: dict[str, Any] = {
+        "memory_budget": _NO_LIMIT,
+        "time_limit": _TIME_LIMIT,
+        "relative_gap": _GAP,
+        "overlap": True,
+        "micro_batches": degrees.micro_batches,
+        "activation_checkpointing": "always" if _recomputes(row) else "never",
+        "reshard_after_forward": "never",
+        "master_weights": False,
+        "accumulation_dtype": "float32" if degrees.micro_batches > 1 else None,
+        **_pipeline(degrees, dims),
+    }
+    variant = row["dp_variant"]
+    if "FSDP" in variant or "ZeRO-3" in variant or "ZeRO-2" in variant:
+        return _fully_sharded(row, degrees, options)
+    options["distributed_optimizer"] = "no ZeRO" not in variant and "none" not in variant
+    options["algo"] = "megatron-sp" if degrees.by_sequence else "megatron"
+    return _megatron_axes(degrees), PlanOptions.model_validate(options)
+
+
+def _pipeline(degrees: Degrees, dims: Dimensions) -> dict[str, Any]:
+    stages = degrees.pipeline * degrees.virtual
+    if stages == 1:
+        return {}
+    return {
+        "stages": stages,
+        "stages_per_rank": degrees.virtual,
+        "schedule": "1F1B" if degrees.virtual == 1 else "Interleaved1F1B",
+        "balance": layers_of_stages(dims.layers, stages),
+    }
+
+
+def layers_of_stages(layers: int, stages: int) -> tuple[int, ...]:
+    """Numbers of layers of stages, as equal as possible; the first and last have fewer.
+
+    Raises:
+        InexpressibleError: there are more stages than layers.
+    """
+    each, more = divmod(layers, stages)
+    if not each:
+        raise InexpressibleError(f"{layers} layers cannot be divided into {stages} stages")
+    start = (stages - more + 1) // 2
+    return tuple(each + (start <= number < start + more) for number in range(stages))
+
+
+def _megatron_axes(degrees: Degrees) -> Mapping[str, int]:
+    """The axes of a mesh with the ranks of Megatron-LM: tp, cp, ep, dp, pp from the innermost."""
+    expert = degrees.expert
+    if not degrees.experts_by_matrix and expert % degrees.tensor == 0:
+        expert //= degrees.tensor
+    if degrees.data % expert:
+        raise InexpressibleError(f"groups of {expert} do not divide {degrees.data} ranks")
+    sizes = {
+        "pp": degrees.pipeline,
+        "dp": degrees.data // expert,
+        "ep": expert,
+        "cp": degrees.context,
+        "tp": degrees.tensor,
+    }
+    return {name: size for name, size in sizes.items() if size > 1} or {"dp": 1}
+
+
+def _fully_sharded(
+    row: Row, degrees: Degrees, options: dict[str, Any]
+) -> tuple[Mapping[str, int], PlanOptions]:
+    variant = row["dp_variant"]
+    if degrees.context > 1 or degrees.expert > 1:
+        raise InexpressibleError("FSDP beside context or expert parallelism is no pattern")
+    keeps = "SHARD_GRAD_OP" in variant or "ZeRO-2" in variant
+    options["reshard_after_forward"] = "never" if keeps else "always"
+    if degrees.pipeline * degrees.tensor > 1:
+        options["algo"] = "megatron-sp" if degrees.by_sequence else "megatron"
+        options["distributed_optimizer"] = True
+        sizes = {"pp": degrees.pipeline, "dp": degrees.data, "tp": degrees.tensor}
+        axes = {name: size for name, size in sizes.items() if size > 1}
+        return axes, PlanOptions.model_validate(options)
+    group = re.search(r"(?:group|FSDP) (\d+)", variant)
+    inner = int(group[1]) if group else degrees.data
+    if "(256 @256 GPUs)" in variant and degrees.data == 256:  # noqa: PLR2004  as the source says
+        inner = 256
+    if inner < degrees.data:
+        options["algo"] = "hsdp"
+        axes = {"replicate": degrees.data // inner, "shard": inner}
+        return axes, PlanOptions.model_validate(options)
+    options["algo"] = "fsdp2"
+    return {"shard": degrees.data}, PlanOptions.model_validate(options)
+
+
+def _recomputes(row: Row) -> bool:
+    """True if whole blocks are recomputed; what is selective is inside a fused attention."""
+    return row["act_ckpt"].startswith("full") and "of 5/32" not in row["act_ckpt"]
+
+
+def _decoding(row: Row, dims: Dimensions) -> Request:
+    """One decoded token of one sequence, whose key-value cache is short."""
+    ranks = row.number("tp") or 1
+    options = PlanOptions(
+        mode="inference",
+        algo="megatron" if ranks > 1 else "optimal",
+        memory_budget=_NO_LIMIT,
+        time_limit=_TIME_LIMIT,
+    )
+    mesh = make_mesh((ranks,), axes=("tp",), topology=_topology(row))
+    batch = Batch(1, 1, training=False)
+    return Request(dims, batch, "bfloat16", mesh, options)

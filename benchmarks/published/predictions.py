@@ -1,0 +1,125 @@
+"""Predicted times of published runs."""
+
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from autoshard.errors import AutoshardError
+from autoshard.plan.document import Plan
+from autoshard.planner import make_plan
+from benchmarks.published.layouts import InexpressibleError, Request, request_of
+from benchmarks.published.programs import program
+from benchmarks.published.rows import Row
+
+
+class _Store(dict[str, bytes]):
+    """Solved blocks, which stages and rows share."""
+
+    def put(self, key: str, body: bytes) -> None:
+        """Keep bytes under a key."""
+        self[key] = body
+
+
+_BLOCKS = _Store()
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A predicted time beside the published one, or the reason why there is none.
+
+    Attributes:
+        row: the published run.
+        seconds: predicted seconds of a step; None if the row cannot be expressed.
+        parts: predicted seconds of compute, communication and so on, as in `Costs`.
+        assumed: what the row does not say.
+        reason: why the row cannot be expressed; empty otherwise.
+    """
+
+    row: Row
+    seconds: float | None
+    parts: dict[str, float]
+    assumed: tuple[str, ...] = ()
+    reason: str = ""
+
+    @property
+    def ratio(self) -> float | None:
+        """Predicted over published seconds."""
+        published = self.row.seconds
+        return None if self.seconds is None or published is None else self.seconds / published
+
+    def to_json(self) -> dict[str, Any]:
+        """An object of the list that `--json` writes."""
+        row = self.row
+        found: dict[str, Any] = {"id": row.id, "trust": row["trust"], "category": row["category"]}
+        found |= {"predicted_s": self.seconds, "published_s": row.seconds}
+        if self.reason:
+            found["reason"] = self.reason
+        return found
+
+
+def predict(rows: Iterable[Row], processes: int) -> list[Prediction]:
+    """Predictions of all rows, in their order.
+
+    Args:
+        rows: published runs.
+        processes: number of processes.
+    """
+    listed = list(rows)
+    groups = _groups(listed)
+    if processes == 1:
+        found = [one for group in groups for one in predict_group(group)]
+    else:
+        with ProcessPoolExecutor(processes) as pool:
+            found = [one for group in pool.map(predict_group, groups) for one in group]
+    by_id = {one.row.id: one for one in found}
+    return [by_id[row.id] for row in listed]
+
+
+def predict_group(rows: list[Row]) -> list[Prediction]:
+    """Predictions of rows that share programs and plans."""
+    known: dict[Any, Plan] = {}
+    return [_predict(row, known) for row in rows]
+
+
+def _groups(rows: Iterable[Row]) -> list[list[Row]]:
+    """Rows by model, so that equal requests are planned once."""
+    groups: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        columns = ("model", "seq_len_tokens", "micro_batch_seqs_per_device", "gpus", "tp", "pp")
+        groups.setdefault(tuple(row[column] for column in columns), []).append(row)
+    return sorted(groups.values(), key=lambda group: -(group[0].number("pp") or 1))
+
+
+def _predict(row: Row, known: dict[Any, Plan]) -> Prediction:
+    try:
+        request = request_of(row)
+        plan = _planned(request, known)
+    except InexpressibleError as error:
+        return Prediction(row, None, {}, reason=str(error))
+    except AutoshardError as error:
+        return Prediction(row, None, {}, reason=f"not planned: {error}")
+    if plan.costs is None:
+        return Prediction(row, None, {}, reason=f"not planned: {plan.reason}")
+    parts = plan.costs.model_dump()
+    return Prediction(row, plan.costs.total, parts, request.assumed)
+
+
+def _planned(request: Request, known: dict[Any, Plan]) -> Plan:
+    key = (
+        *(request.dims, request.batch, request.reduce_dtype, request.mesh),
+        request.options.model_dump_json(),
+    )
+    if key not in known:
+        graph = program(request.dims, request.batch, request.reduce_dtype)
+        known[key] = make_plan(graph, request.mesh, request.options, block_cache=_BLOCKS)
+    return known[key]
+
+
+def progress(predictions: Iterable[Prediction]) -> Iterator[str]:
+    """A line for each prediction."""
+    for one in predictions:
+        if one.ratio is None:
+            yield f"{one.row.id}: {one.reason}"
+        else:
+            yield f"{one.row.id}: {one.seconds:.4g} s, {one.ratio:.3f} of published"

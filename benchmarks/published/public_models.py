@@ -1,0 +1,59 @@
+"""Dimensions of public models, for rows that do not state them all.
+
+Sources are the config files of the models on the Hugging Face hub, by the names in the column
+`hf_config`, and for those without one the cited papers.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from benchmarks.published.models import Dimensions
+from benchmarks.published.rows import Row
+
+_DEEPSEEK_LATENT = (1536, 512, 128, 64, 128)
+"""DeepSeek-V3 (arXiv:2412.19437, section 4.2); Kimi K2 has the same."""
+
+_MOE: Mapping[str, Dimensions] = {
+    "deepseek-ai/DeepSeek-V3": Dimensions(
+        7168, 61, 128, 128, 2048, 129_280, experts=256, active=8, shared=2048, dense_layers=3,
+        dense_ffn=18_432, latent=_DEEPSEEK_LATENT,
+    ),
+    "moonshotai/Kimi-K2-Base": Dimensions(
+        7168, 61, 64, 64, 2048, 163_840, experts=384, active=8, shared=2048, dense_layers=1,
+        dense_ffn=18_432, latent=_DEEPSEEK_LATENT,
+    ),
+    "Qwen/Qwen3-235B-A22B": Dimensions(
+        4096, 94, 64, 4, 1536, 151_936, head_size=128, experts=128, active=8
+    ),
+    "Qwen/Qwen3-30B-A3B": Dimensions(
+        2048, 48, 32, 4, 768, 151_936, head_size=128, experts=128, active=8
+    ),
+    "openai/gpt-oss-120b": Dimensions(
+        2880, 36, 64, 8, 2880, 201_088, head_size=64, experts=128, active=4
+    ),
+    "xai-org/grok-1": Dimensions(
+        6144, 64, 48, 8, 32_768, 131_072, head_size=128, experts=8, active=2, activation="gelu"
+    ),
+}  # fmt: skip
+
+
+def dimensions_of(row: Row) -> Dimensions | None:
+    """The dimensions of the model of a row; None if they are not known."""
+    name = row["hf_config"].split(" (")[0]
+    if name in _MOE:
+        found = _MOE[name]
+        return replace(found, layers=row.number("layers") or found.layers)
+    columns = ("hidden", "layers", "heads", "kv_heads", "ffn", "vocab")
+    hidden, layers, heads, kv_heads, ffn, vocab = (row.number(c) for c in columns)
+    if hidden is None or layers is None or heads is None or ffn is None or vocab is None:
+        return None
+    found = Dimensions(hidden, layers, heads, kv_heads or heads, ffn, vocab)
+    if "lama" in row["model"].lower():
+        return found
+    if "Nemotron-4" in row["model"]:
+        return replace(found, gated=False, norm="layer", activation="squared_relu", head_size=0)
+    if row["model"].startswith("MPT"):
+        return replace(found, gated=False, norm="layer", activation="gelu", rotary=False, tied=True)
+    return replace(
+        found, gated=False, norm="layer", activation="gelu", rotary=False, biases=True, tied=True
+    )

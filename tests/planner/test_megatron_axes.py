@@ -1,0 +1,99 @@
+"""Axes with a purpose in the patterns of Megatron-LM, and the distributed optimizer."""
+
+import pytest
+
+from autoshard.errors import OptionError
+from autoshard.graph import Graph, load_graph
+from autoshard.plan import Plan
+from autoshard.planner import make_plan
+from benchmarks.published.models import Batch, Dimensions, export_decoder
+
+_BATCH = Batch(8, 64)
+
+
+@pytest.fixture(scope="module")
+def dense() -> Graph:
+    dims = Dimensions(128, 2, 8, 4, 256, 512)
+    return load_graph(export_decoder(dims, _BATCH, "float32"))
+
+
+@pytest.fixture(scope="module")
+def mixture() -> Graph:
+    dims = Dimensions(128, 2, 8, 4, 256, 512, experts=8, active=2)
+    return load_graph(export_decoder(dims, _BATCH, "float32"))
+
+
+def placements(plan: Plan, name: str) -> tuple[str, ...]:
+    (stage,) = plan.stages
+    return next(p.placements for p in stage.parameters if p.target == name)
+
+
+def collectives(plan: Plan) -> set[tuple[str, str, str]]:
+    return {(c.kind, c.axis, c.direction) for c in plan.collectives}
+
+
+def test_zero_1_stores_shards_and_gathers_them_once_per_step(dense: Graph) -> None:
+    plan = make_plan(
+        dense, "dp=8", algo="ddp", distributed_optimizer=True, micro_batches=4, overlap=True
+    )
+    parameters = plan.stages[0].parameters
+    assert all("Shard" in parameter.placements[0] for parameter in parameters)
+    weights = [r for r in plan.stages[0].reshardings if r.value.startswith("p_")]
+    assert weights
+    assert {r.frequency for r in weights} <= {"gather_step", "step"}
+    without = make_plan(dense, "dp=8", algo="ddp", micro_batches=4, overlap=True)
+    assert plan.memory is not None
+    assert without.memory is not None
+    assert plan.memory.optimizer * 8 == without.memory.optimizer
+
+
+def test_with_tensor_parallelism_the_data_axis_shards_what_is_at_rest(dense: Graph) -> None:
+    plan = make_plan(dense, "dp=2,tp=4", algo="megatron-sp", distributed_optimizer=True)
+    assert placements(plan, "layers.0.mlp.up.weight") == (
+        "_StridedShard(dim=0, sf=4)",
+        "Shard(dim=0)",
+    )
+    assert placements(plan, "layers.0.mlp_norm.norm.weight") == ("Shard(dim=0)", "Replicate()")
+    assert ("reduce_scatter", "dp", "backward") in collectives(plan)
+    plain = make_plan(dense, "dp=2,tp=4", algo="megatron-sp")
+    assert placements(plain, "layers.0.mlp.up.weight") == ("Replicate()", "Shard(dim=0)")
+
+
+def test_an_axis_cp_shards_queries_and_gathers_keys_and_values(dense: Graph) -> None:
+    plan = make_plan(dense, "dp=2,cp=2,tp=2", algo="megatron")
+    (stage,) = plan.stages
+    ids = next(i for i in stage.inputs if i.target == "ids")
+    assert ids.placements == ("Shard(dim=0)", "Shard(dim=1)", "Replicate()")
+    attention = next(n for n in stage.nodes if "attention" in n.name and len(n.inputs) == 3)
+    assert [layout.split(",")[1] for layout in attention.inputs] == ["S(2)", "R", "R"]
+    assert ("all_gather", "cp", "forward") in collectives(plan)
+
+
+def test_an_axis_ep_shards_experts_and_the_batch(mixture: Graph) -> None:
+    plan = make_plan(mixture, "dp=2,ep=4", algo="megatron", distributed_optimizer=True)
+    assert placements(plan, "layers.0.mlp.experts.up")[1] == "Shard(dim=0)"
+    (stage,) = plan.stages
+    ids = next(i for i in stage.inputs if i.target == "ids")
+    assert ids.placements == ("Shard(dim=0)", "Shard(dim=0)")
+    moved = {(step.axis, step.action) for node in stage.nodes for step in node.inside}
+    assert ("ep", "all_to_all") in moved
+
+
+def test_a_distributed_optimizer_needs_replicated_parameters(dense: Graph) -> None:
+    with pytest.raises(OptionError, match="algo is 'fsdp2'"):
+        make_plan(dense, "dp=8", algo="fsdp2", distributed_optimizer=True)
+    with pytest.raises(OptionError, match="needs an algo"):
+        make_plan(dense, "dp=8", distributed_optimizer=True)
+
+
+def test_equal_stages_of_a_pattern_are_as_fast_as_stages_planned_alone(dense: Graph) -> None:
+    options = {"algo": "megatron", "micro_batches": 4, "balance": (1, 1), "schedule": "1F1B"}
+    plan = make_plan(dense, "pp=2,dp=2,tp=2", **options)
+    assert plan.pipeline is not None
+    assert [len(s.parameters) for s in plan.stages] == [10, 11]
+    assert all("Shard" in placements_of(s, "tp") for s in plan.stages)
+
+
+def placements_of(stage: object, axis: str) -> str:
+    axes = [name for name, _ in stage.axes]
+    return " ".join(p.placements[axes.index(axis)] for p in stage.parameters)

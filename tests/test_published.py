@@ -1,0 +1,134 @@
+"""Predictions of published runs: a few rows of each kind, reasons, malformed files, the report."""
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from autoshard.graph import load_graph
+from autoshard.planner import make_plan
+from benchmarks.published import report
+from benchmarks.published.layouts import layers_of_stages, request_of
+from benchmarks.published.models import Batch, Dimensions, export_decoder
+from benchmarks.published.predictions import predict
+from benchmarks.published.programs import program
+from benchmarks.published.rows import ROWS, Row, RowError, read_rows
+
+ROOT = Path(__file__).parent.parent
+
+FSDP, TENSOR, OPTIMIZER, DECODING = "llmf-018", "dgxc-047", "nemo22-5b-16gpu", "gptfast-2-7B-tp8"
+MAMBA = "bridge-011"
+
+
+@pytest.fixture(scope="module")
+def rows() -> dict[str, Row]:
+    return {row.id: row for row in read_rows(ROWS)}
+
+
+def run(*arguments: str | Path) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "benchmarks.published", *map(str, arguments)]
+    return subprocess.run(  # noqa: S603  our own module
+        command, cwd=ROOT, capture_output=True, text=True, check=False
+    )
+
+
+def write(path: Path, rows: list[Row]) -> Path:
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0].texts))
+        writer.writeheader()
+        writer.writerows([dict(row.texts) for row in rows])
+    return path
+
+
+def test_rows_of_several_categories_are_predicted_and_others_have_a_reason(
+    rows: dict[str, Row], tmp_path: Path
+) -> None:
+    chosen = [rows[name] for name in (FSDP, TENSOR, OPTIMIZER, DECODING, MAMBA)]
+    out = tmp_path / "out.json"
+    done = run(write(tmp_path / "rows.csv", chosen), "--json", out, "--processes", "1")
+    assert done.returncode == 0, done.stderr
+    *predicted, refused = json.loads(out.read_text(encoding="utf-8"))
+    assert [one["id"] for one in predicted] == [FSDP, TENSOR, OPTIMIZER, DECODING]
+    for one, row in zip(predicted, chosen, strict=False):
+        assert one["published_s"] == row.seconds
+        assert (one["trust"], one["category"]) == (row["trust"], row["category"])
+        assert 0.3 < one["predicted_s"] / one["published_s"] < 3
+        assert "reason" not in one
+    assert refused["predicted_s"] is None
+    assert "state-space" in refused["reason"]
+
+
+def test_a_repeated_layer_has_the_plan_of_an_export_of_all_layers() -> None:
+    dims = Dimensions(256, 6, 4, 2, 512, 1024, experts=8, active=2, dense_layers=1, dense_ffn=512)
+    batch = Batch(8, 128)
+    whole = load_graph(export_decoder(dims, batch, "float32"))
+    made = program(dims, batch, "float32")
+    assert {i.target for i in made.inputs} == {i.target for i in whole.inputs}
+    plans = [make_plan(graph, "2x4", algo="fsdp2") for graph in (whole, made)]
+    assert plans[0].costs is not None
+    assert plans[1].costs is not None
+    assert plans[1].costs.total == pytest.approx(plans[0].costs.total, rel=1e-9)
+
+
+def test_a_pipeline_row_is_pinned_to_its_stages_and_axes(rows: dict[str, Row]) -> None:
+    found = request_of(rows["dgxc-064"])
+    assert [(a.name, a.size) for a in found.mesh.axes] == [("pp", 8), ("dp", 16), ("tp", 8)]
+    options = found.options
+    assert (options.algo, options.distributed_optimizer) == ("megatron-sp", True)
+    assert (options.stages, options.stages_per_rank, options.micro_batches) == (96, 12, 16)
+    assert options.balance == (1,) * 96
+
+
+def test_layers_are_divided_as_equally_as_possible() -> None:
+    assert layers_of_stages(70, 12) == (5, 6, 6, 6, 6, 6, 6, 6, 6, 6, 6, 5)
+    assert sum(layers_of_stages(61, 8)) == 61
+
+
+def test_the_shipped_rows_name_their_sources(rows: dict[str, Row]) -> None:
+    assert len(rows) == 490
+    assert all(row["source"] for row in rows.values())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda text: text.replace('"gpus"', '"cards"', 1), "no column gpus"),
+        (lambda text: text + '"one","cell"\n', "line 3: the row has not as many cells"),
+        (lambda text: text + text.split("\n", 1)[1], "the id 'llmf-018' occurs twice"),
+        (lambda text: text.replace('"0.55698"', '"soon"'), "step_time_s is 'soon'"),
+    ],
+)
+def test_a_malformed_file_is_refused_with_its_place(
+    rows: dict[str, Row], tmp_path: Path, change: object, message: str
+) -> None:
+    assert callable(change)
+    path = tmp_path / "rows.csv"
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(
+            file, list(rows[FSDP].texts), quoting=csv.QUOTE_ALL, lineterminator="\n"
+        )
+        writer.writeheader()
+        writer.writerow(dict(rows[FSDP].texts))
+    path.write_text(change(path.read_text(encoding="utf-8")), encoding="utf-8")
+    with pytest.raises(RowError, match=message):
+        read_rows(path)
+
+
+def test_the_command_refuses_a_file_without_rows(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("one,two\n", encoding="utf-8")
+    done = run(path)
+    assert done.returncode == 2
+    assert "the first line has no column id" in done.stderr
+
+
+def test_the_report_has_errors_a_ranking_and_a_plot(rows: dict[str, Row]) -> None:
+    found = predict([rows[FSDP], rows["llmf-017"], rows[MAMBA]], 1)
+    assert "| A | FSDP | 2 | 2 |" in report.summary_table(found)
+    assert "| 1 | state-space" in report.reasons_table(found)
+    assert report.ranking(found) == (0, 0)
+    assert report.plot(found).count("<title>") == 2
+    assert report.percentile([0.1, 0.2, 0.3], 0.9) == 0.3
