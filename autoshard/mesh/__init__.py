@@ -1,11 +1,11 @@
 """Device meshes and the cost of communication; independent of graphs and layouts."""
 
 from autoshard.mesh.build import make_mesh, resolve_topology
+from autoshard.mesh.collectives import Span
 from autoshard.mesh.mesh import (
     AlphaBeta,
     Axis,
     Mesh,
-    Span,
     mesh_from_json,
     mesh_to_json,
     topology_from_json,

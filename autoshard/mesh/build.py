@@ -7,14 +7,12 @@ from typing import SupportsIndex
 
 from autoshard.errors import MeshError
 from autoshard.mesh.mesh import Axis, Mesh, check_num_devices
+from autoshard.mesh.nccl import NVLS_HOPPER, network, nvlink
 from autoshard.mesh.nodes import node_size, set_node_size
 from autoshard.mesh.presets import (
     DEFAULT_CPU_TOPOLOGY,
     DEFAULT_TOPOLOGY,
     GLOO_OVERHEAD,
-    NCCL_OVERHEAD,
-    NETWORK_LATENCY,
-    NVLINK_LATENCY,
     TCP_LATENCY,
     get_topology,
 )
@@ -26,8 +24,7 @@ from autoshard.mesh.shapes import (
 )
 from autoshard.mesh.topology import Link, Topology, check_backend, read_rate
 
-_LATENCIES = {"nccl": (NVLINK_LATENCY, NETWORK_LATENCY), "gloo": (TCP_LATENCY, TCP_LATENCY)}
-_OVERHEADS = {"nccl": NCCL_OVERHEAD, "gloo": GLOO_OVERHEAD}
+_OVERHEADS = {"nccl": 0.0, "gloo": GLOO_OVERHEAD}
 _DEFAULTS = {"nccl": DEFAULT_TOPOLOGY, "gloo": DEFAULT_CPU_TOPOLOGY}
 
 
@@ -65,8 +62,9 @@ def make_mesh(
             `"450GB/s"`. The device type is then that of the backend's default topology.
         inter_bandwidth: bytes per second per device and direction between nodes; required with
             `intra_bandwidth` if the mesh has more than one node.
-        intra_latency: seconds per step within a node; default of the backend if None.
-        inter_latency: seconds per step between nodes; default of the backend if None.
+        intra_latency: seconds per step within a node, of all algorithms. By default each algorithm
+            and protocol of NCCL has its own, as in h100-sxm; gloo has that of TCP.
+        inter_latency: seconds per step between nodes; by default as for intra_latency.
         backend: "nccl" or "gloo"; by default that of the topology, or "nccl". Without a topology,
             it selects h100-sxm or cpu-100gbe.
 
@@ -175,12 +173,9 @@ def _two_level(size: int, num_nodes: int, given: Mapping[str, float], backend: s
             f"inter_bandwidth is required: the mesh has {num_nodes} nodes of {size} devices; if "
             "all devices are on one node, give nodes=1"
         )
-    intra_latency, inter_latency = _LATENCIES[backend]
-    latency = given.get("intra_latency", intra_latency)
-    links = [Link("intra-node", size, given["intra_bandwidth"], latency)]
+    links = [_link("intra-node", size, "intra", given, backend)]
     if "inter_bandwidth" in given:
-        latency = given.get("inter_latency", inter_latency)
-        links.append(Link("inter-node", None, given["inter_bandwidth"], latency))
+        links.append(_link("inter-node", None, "inter", given, backend))
     return Topology(
         name="custom",
         device=get_topology(_DEFAULTS[backend]).device,
@@ -190,3 +185,12 @@ def _two_level(size: int, num_nodes: int, given: Mapping[str, float], backend: s
         source="bandwidths given by the user",
         assumed="device",
     )
+
+
+def _link(
+    name: str, size: int | None, prefix: str, given: Mapping[str, float], backend: str
+) -> Link:
+    bandwidth, latency = given[f"{prefix}_bandwidth"], given.get(f"{prefix}_latency")
+    if latency is not None or backend == "gloo":
+        return Link(name, size, bandwidth, TCP_LATENCY if latency is None else latency)
+    return network(name, bandwidth) if size is None else nvlink(name, size, bandwidth, NVLS_HOPPER)

@@ -1,7 +1,7 @@
 """Fitting of topologies and devices to measurements.
 
 A collective over one link level takes `o + k lat + v (B / bw + sum_i max(B - b_i, 0) e_i)`
-seconds, where k and v follow from the collective and its ranks (`autoshard.mesh.mesh`),
+seconds, where k and v follow from the collective and its ranks (`autoshard.mesh.collectives`),
 and e_i is the additional time per byte beyond b_i. The overhead o is shared; each collective has
 its own lat, bw and e_i per level. The fit minimises the squared relative errors with non-negative
 least squares (Lawson and Hanson, "Solving Least Squares Problems", 1974), so that short messages
@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from scipy.optimize import nnls
 
 from autoshard.errors import MeshError
-from autoshard.mesh.mesh import Line, Span, lines
+from autoshard.mesh.collectives import Line, Span, lines
 from autoshard.mesh.topology import (
     MATMUL_EFFICIENCY,
     Bend,
@@ -162,8 +162,8 @@ def _link(name: str, size: int | None, rates: Mapping[str, Rate]) -> Link:
 
 def unit_line(action: str, num_ranks: int) -> Line:
     """Price of a collective over one link of latency 1 and bandwidth 1."""
-    found = lines(action, num_ranks, [Span(1, num_ranks)], [Link("unit", None, 1.0, 1.0)])
-    return min(found)
+    unit = Link("unit", None, 1.0, 1.0, {action: Rate(1.0, 1.0)})
+    return min(lines(action, num_ranks, [Span(1, num_ranks)], [unit], "nccl"))
 
 
 TILES = (0, 1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)

@@ -1,54 +1,22 @@
-"""Device meshes: named axes over a topology, and the cost model of collectives.
+"""Device meshes: named axes over a topology; `collectives` has the prices of links."""
 
-A collective costs `fixed + slope * bytes` seconds. Let an axis have n ranks, of which r_l share
-a group at link level l (innermost l = 0, and r_{-1} = 1), in g_l groups (g_{-1} = n). B is the
-size of the larger of a rank's tensor before and after, bw_l a device's bandwidth and lat_l the
-latency of a step at level l.
-
-All-gather and reduce-scatter take the faster of two algorithms, as NCCL does:
-
-* ring: n - 1 steps, of which g_{l-1} - g_l cross level l; each of the r_{l-1} ranks of a group
-  transfers its share of the ring over its own link, on all levels at the same time:
-  sum_l (g_{l-1} - g_l) lat_l + max_l (n-1)/n B / (r_{l-1} bw_l);
-* stages, for short messages: recursive doubling level by level, outermost first, so that
-  each byte enters a group once:
-  sum_l [ceil(log2(g_{l-1} / g_l)) lat_l + (1/r_{l-1} - 1/r_l) B / bw_l]. Long messages run
-  as rings, so the term in B is never taken below the ring's.
-
-All-reduce is a reduce-scatter and an all-gather: both twice. All-to-all exchanges B/n with each
-peer in turn; bytes that leave a group go over the sender's own link, on all levels at the same
-time: sum_l (r_l - r_{l-1}) lat_l + max_l (1 - r_{l-1}/n) B / bw_l. A halo exchange sends B to the
-two neighbouring ranks at the same time, priced with the slowest link that any of them crosses,
-independently of the number of ranks: max_l lat_l + max_l B / bw_l. Every collective also has the
-topology's fixed overhead. A link may have a separate, measured rate for a collective, and a lower
-bandwidth for the bytes of a message beyond some size.
-
-Sources: Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication
-Operations in MPICH" (2005), for the volumes and the steps of ring, recursive doubling and
-pairwise exchange; nccl-tests, doc/PERFORMANCE.md, for bus bandwidth; NCCL,
-src/graph/tuning.cc, for the split of a ring's steps between the links inside and between
-nodes.
-"""
-
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
-from math import ceil, gcd, log2, prod
-from typing import ClassVar, NamedTuple, TypeVar
+from math import ceil, gcd, prod
+from typing import ClassVar, TypeVar
 
 import numpy as np
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from autoshard.errors import MeshError
 from autoshard.integers import format_integer
+from autoshard.mesh.collectives import Line, Span, lines
 from autoshard.mesh.nodes import describe_devices
 from autoshard.mesh.shapes import check_num_axes
 from autoshard.mesh.topology import (
     COLLECTIVES,
     INNER,
-    Link,
-    Rate,
     Topology,
     check_collective,
     check_name,
@@ -56,40 +24,6 @@ from autoshard.mesh.topology import (
     check_unique,
 )
 from autoshard.schemas import listed_errors, type_adapter
-
-
-class Line(NamedTuple):
-    """Seconds as a function of bytes: `fixed + slope * nbytes`, with a larger slope after bends.
-
-    Attributes:
-        fixed: seconds for 0 bytes.
-        slope: seconds per byte.
-        bends: (bytes, increase of the slope from there, relative to `slope`).
-    """
-
-    fixed: float
-    slope: float
-    bends: tuple[tuple[int, float], ...] = ()
-
-    def seconds(self, nbytes: int) -> float:
-        """Seconds for a number of bytes."""
-        counted: float = nbytes
-        for start, growth in self.bends:
-            counted += growth * max(nbytes - start, 0)
-        return self.fixed + self.slope * counted
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Distribution of the ranks of an axis over the groups of one link level.
-
-    Attributes:
-        num_groups: number of groups that have ranks of the axis.
-        ranks_per_group: number of ranks of the axis in a group; the minimum if groups differ.
-    """
-
-    num_groups: int
-    ranks_per_group: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,94 +71,6 @@ class AlphaBeta:
             "halo_exchange": (0.001, 1.0),
         }[action]
         return Line(self.alpha[axis] + constant, self.beta[axis] * volume)
-
-
-def lines(action: str, num_ranks: int, spans: Sequence[Span], links: Sequence[Link]) -> list[Line]:
-    """Price of a collective with each algorithm; the minimum at a size is its price.
-
-    Args:
-        action: name of the collective (`MEASURABLE`).
-        num_ranks: number of ranks; more than one.
-        spans: distribution of the ranks over each link level, innermost first.
-        links: the levels.
-    """
-    check_collective(action.removesuffix(INNER))
-    crossings = list(_crossings(action, num_ranks, spans, links))
-    if action == "all_to_all":
-        return [_exchange(num_ranks, crossings)]
-    if action == "halo_exchange":
-        return [_neighbours(crossings)]
-    passes = 2 if action == "all_reduce" else 1
-    ring, stages = _ring(num_ranks, crossings), _stages(crossings)
-    stages = stages._replace(slope=max(ring.slope, stages.slope))
-    return [Line(passes * x.fixed, passes * x.slope, ring.bends) for x in (ring, stages)]
-
-
-@dataclass(frozen=True, slots=True)
-class _Crossing:
-    """Link level that an axis crosses: r_{l-1}, r_l, g_{l-1}, g_l, bw_l and lat_l."""
-
-    ranks_inside: int
-    ranks: int
-    groups_inside: int
-    groups: int
-    link: Rate
-
-
-def _crossings(
-    action: str, num_ranks: int, spans: Sequence[Span], links: Sequence[Link]
-) -> Iterable[_Crossing]:
-    chain = [Span(num_ranks, 1), *spans]
-    for (inside, span), link in zip(pairwise(chain), links, strict=True):
-        if span.num_groups < inside.num_groups:
-            yield _Crossing(
-                ranks_inside=inside.ranks_per_group,
-                ranks=span.ranks_per_group,
-                groups_inside=inside.num_groups,
-                groups=span.num_groups,
-                link=link.rate(action),
-            )
-
-
-def _ring(num_ranks: int, crossings: Sequence[_Crossing]) -> Line:
-    volume = (num_ranks - 1) / num_ranks
-    slopes = [volume / (c.ranks_inside * c.link.bandwidth) for c in crossings]
-    return Line(
-        sum((c.groups_inside - c.groups) * c.link.latency for c in crossings),
-        max(slopes),
-        _bends(slopes, crossings),
-    )
-
-
-def _stages(crossings: Sequence[_Crossing]) -> Line:
-    return Line(
-        sum(ceil(log2(c.groups_inside / c.groups)) * c.link.latency for c in crossings),
-        sum((1 / c.ranks_inside - 1 / c.ranks) / c.link.bandwidth for c in crossings),
-    )
-
-
-def _exchange(num_ranks: int, crossings: Sequence[_Crossing]) -> Line:
-    slopes = [(1 - c.ranks_inside / num_ranks) / c.link.bandwidth for c in crossings]
-    return Line(
-        sum((c.ranks - c.ranks_inside) * c.link.latency for c in crossings),
-        max(slopes),
-        _bends(slopes, crossings),
-    )
-
-
-def _neighbours(crossings: Sequence[_Crossing]) -> Line:
-    slopes = [1 / c.link.bandwidth for c in crossings]
-    return Line(max(c.link.latency for c in crossings), max(slopes), _bends(slopes, crossings))
-
-
-def _bends(
-    slopes: Sequence[float], crossings: Sequence[_Crossing]
-) -> tuple[tuple[int, float], ...]:
-    """Bends of the link that is the bottleneck of long messages."""
-    rate = crossings[slopes.index(max(slopes))].link
-    inverses = [1.0, *(rate.bandwidth / bend.bandwidth for bend in rate.bends)]
-    growths = (after - before for before, after in pairwise(inverses))
-    return tuple((bend.nbytes, growth) for bend, growth in zip(rate.bends, growths, strict=True))
 
 
 MAX_DEVICES = 1 << 20
@@ -407,7 +253,8 @@ class Mesh:
         overhead = self.topology.collective_overhead
         # Other collectives have the same price for all dims.
         name = action + INNER * (inner and action in {"all_gather", "reduce_scatter"})
-        found = lines(name, num_ranks, self._spans[axis], self.topology.levels)
+        topology = self.topology
+        found = lines(name, num_ranks, self._spans[axis], topology.levels, topology.backend)
         return tuple(line._replace(fixed=overhead + line.fixed) for line in found)
 
 

@@ -3,10 +3,8 @@
 Peaks are dense: no structured sparsity. float32 is the rate without TF32, which PyTorch
 disables by default. NVLink, PCIe and network figures are per device and per direction.
 
-Latencies and the overhead of a collective on GPUs are the constants of NCCL's own model
-(src/graph/tuning.cc, LL protocol: 6.6 us base for a ring; 0.6 us per step over NVLink,
-1.0 over PCIe, 2.7 over the network). The others are round estimates: 3 us for a kernel
-launch, and for gloo 25 us per TCP message and 50 us per collective.
+Rates of collectives on GPUs are those of `nccl`. The others are round estimates: 3 us for a
+kernel launch, and for gloo 25 us per TCP message and 50 us per collective.
 
 Sources of the rates of kernels are listed in `autoshard.mesh.kernel_presets`.
 """
@@ -19,6 +17,7 @@ from types import MappingProxyType
 
 from autoshard.errors import MeshError
 from autoshard.mesh.kernel_presets import AMPERE, B200, GB200, HOPPER, clock_at
+from autoshard.mesh.nccl import NVLS_BLACKWELL, NVLS_HOPPER, Figures, network, nvlink, pcie
 from autoshard.mesh.topology import Device, KernelRates, Link, Topology
 
 DEFAULT_TOPOLOGY = "h100-sxm"
@@ -27,10 +26,6 @@ DEFAULT_TOPOLOGY = "h100-sxm"
 DEFAULT_CPU_TOPOLOGY = "cpu-100gbe"
 """Default topology of a mesh for the gloo backend."""
 
-NCCL_OVERHEAD = 6.6e-6
-NVLINK_LATENCY = 0.6e-6
-PCIE_LATENCY = 1.0e-6
-NETWORK_LATENCY = 2.7e-6
 GLOO_OVERHEAD = 50e-6
 TCP_LATENCY = 25e-6
 _KERNEL_LAUNCH = 3e-6
@@ -77,22 +72,23 @@ def _gpu(
     )
 
 
-def _nvlink(
-    name: str, device: Device, size: int, *, nvlink: float, network: float, source: str
+def _sxm(
+    name: str,
+    device: Device,
+    size: int,
+    *,
+    bandwidths: tuple[float, float],
+    nvls: Figures | None,
+    source: str,
 ) -> Topology:
-    links = (
-        Link("NVLink", size, nvlink, NVLINK_LATENCY),
-        Link("network", None, network, NETWORK_LATENCY),
-    )
-    return Topology(name, device, links, collective_overhead=NCCL_OVERHEAD, source=source)
+    inside, between = bandwidths
+    links = (nvlink("NVLink", size, inside, nvls), network("network", between))
+    return Topology(name, device, links, source=source)
 
 
-def _pcie(name: str, device: Device, size: int, *, network: float, source: str) -> Topology:
-    links = (
-        Link("PCIe", size, _PCIE_4_X16, PCIE_LATENCY),
-        Link("network", None, network, NETWORK_LATENCY),
-    )
-    return Topology(name, device, links, collective_overhead=NCCL_OVERHEAD, source=source)
+def _pcie(name: str, device: Device, size: int, *, between: float, source: str) -> Topology:
+    links = (pcie("PCIe", size, _PCIE_4_X16), network("network", between))
+    return Topology(name, device, links, source=source)
 
 
 # 56 cores at the base clock of 2.0 GHz. AVX-512: 2 fused multiply-adds of 16 float32 (8
@@ -125,54 +121,54 @@ _TOPOLOGIES = MappingProxyType(
     {
         topology.name: topology
         for topology in (
-            _nvlink(
+            _sxm(
                 "a100-sxm-40gb",
                 _gpu("NVIDIA A100 SXM 40GB", _A100_PEAKS, 1.555e12, 40e9, AMPERE),
                 8,
-                nvlink=300e9,
-                network=25e9,
+                bandwidths=(300e9, 25e9),
+                nvls=None,
                 source="NVIDIA A100 datasheet; DGX A100: 8 x 200 Gb/s HDR for 8 GPUs",
             ),
-            _nvlink(
+            _sxm(
                 "a100-sxm-80gb",
                 _gpu("NVIDIA A100 SXM 80GB", _A100_PEAKS, 2.039e12, 80e9, AMPERE),
                 8,
-                nvlink=300e9,
-                network=25e9,
+                bandwidths=(300e9, 25e9),
+                nvls=None,
                 source="NVIDIA A100 datasheet; DGX A100: 8 x 200 Gb/s HDR for 8 GPUs",
             ),
-            _nvlink(
+            _sxm(
                 "h100-sxm",
                 _gpu("NVIDIA H100 SXM", _HOPPER_PEAKS, 3.35e12, 80e9, HOPPER),
                 8,
-                nvlink=450e9,
-                network=50e9,
+                bandwidths=(450e9, 50e9),
+                nvls=NVLS_HOPPER,
                 source="NVIDIA H100 datasheet and Hopper architecture white paper; "
                 "DGX H100: 8 x 400 Gb/s ConnectX-7 for 8 GPUs",
             ),
-            _nvlink(
+            _sxm(
                 "h200-sxm",
                 _gpu("NVIDIA H200 SXM", _HOPPER_PEAKS, 4.8e12, 141e9, HOPPER),
                 8,
-                nvlink=450e9,
-                network=50e9,
+                bandwidths=(450e9, 50e9),
+                nvls=NVLS_HOPPER,
                 source="NVIDIA H200 datasheet; DGX H200: 8 x 400 Gb/s ConnectX-7 for 8 GPUs",
             ),
-            _nvlink(
+            _sxm(
                 "b200-sxm",
                 _gpu("NVIDIA B200 SXM", _blackwell_peaks(2250e12), 8e12, 180e9, B200),
                 8,
-                nvlink=900e9,
-                network=50e9,
+                bandwidths=(900e9, 50e9),
+                nvls=NVLS_BLACKWELL,
                 source="NVIDIA Blackwell architecture technical brief (HGX B200); DGX B200 "
                 "datasheet: 1440 GB and 64 TB/s for 8 GPUs, 8 x 400 Gb/s ConnectX-7",
             ),
-            _nvlink(
+            _sxm(
                 "gb200-nvl72",
                 _gpu("NVIDIA GB200", _blackwell_peaks(2500e12), 8e12, 186e9, GB200),
                 72,
-                nvlink=900e9,
-                network=50e9,
+                bandwidths=(900e9, 50e9),
+                nvls=NVLS_BLACKWELL,
                 source="NVIDIA GB200 NVL72 datasheet, each figure by 72: 13.4 TB and 576 TB/s "
                 "HBM3e, 180 PFLOP/s dense bfloat16; 400 Gb/s ConnectX-7 per GPU",
             ),
@@ -186,7 +182,7 @@ _TOPOLOGIES = MappingProxyType(
                     replace(AMPERE, power=300.0, clock=clock_at(300.0, AMPERE.power)),
                 ),
                 4,
-                network=2.5e9,
+                between=2.5e9,
                 source="NVIDIA A100 datasheet; Azure NC96ads A100 v4: 4 GPUs, 80 Gb/s per "
                 "machine (its NVLink bridges between pairs are not counted)",
             ),
@@ -206,7 +202,7 @@ _TOPOLOGIES = MappingProxyType(
                     48e9,
                 ),
                 8,
-                network=6.25e9,
+                between=6.25e9,
                 source="NVIDIA L40S datasheet; AWS g6e.48xlarge: 8 GPUs, 400 Gb/s per machine",
             ),
             _cpu("cpu-10gbe", 1.25e9, "IEEE 802.3ae, 10 Gb/s per host"),

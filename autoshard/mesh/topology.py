@@ -88,6 +88,24 @@ slices contiguous."""
 MEASURABLE = (*COLLECTIVES, f"all_gather{INNER}", f"reduce_scatter{INNER}")
 """Names of the collectives that a link may have a rate for."""
 
+PROTOCOLS = ("LL", "LL128", "Simple")
+"""Protocols of NCCL: the first two send flags with the data."""
+
+ALGORITHMS = (
+    *(
+        f"{shape} {protocol}"
+        for shape in ("ring", "tree")
+        for protocol in ("LL", "LL128", "Simple")
+    ),
+    "NVLS",
+    "all_to_all",
+    "send",
+)
+"""Names of the algorithms of NCCL that a link may have a rate for, with their protocols."""
+
+_PLAIN = ("ring Simple", "tree Simple", "all_to_all", "send")
+"""Algorithms of a link of which only bandwidth and latency are known."""
+
 MAX_LEVELS = 32
 """Maximum number of levels of links of a topology."""
 
@@ -358,6 +376,7 @@ class Rate:
         bandwidth: bytes per second per device and direction (full duplex).
         latency: seconds per step of the collective.
         bends: sizes from which it is slower, ascending.
+        overhead: fixed seconds of an algorithm of NCCL if no link further outside is crossed.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -365,11 +384,13 @@ class Rate:
     bandwidth: Bandwidth
     latency: float = 0.0
     bends: tuple[Bend, ...] = ()
+    overhead: float = 0.0
 
     def __post_init__(self) -> None:
         _read_strings(self, ("bandwidth",))
         check_positive(self.bandwidth, "bandwidth of a collective")
         check_not_negative(self.latency, "latency of a collective")
+        check_not_negative(self.overhead, "overhead of a collective")
         if len(self.bends) > MAX_BENDS:
             raise MeshError(f"a collective has {len(self.bends)} bends; the limit is {MAX_BENDS}")
         for before, after in pairwise((Bend(1, self.bandwidth), *self.bends)):
@@ -390,6 +411,8 @@ class Link:
         latency: seconds per step of a collective.
         collectives: measured rates of collectives by name (`MEASURABLE`), which replace
             bandwidth and latency.
+        algorithms: rates of NCCL's algorithms by name (`ALGORITHMS`), for collectives that were not
+            measured. Without any, each has bandwidth and latency, as protocol Simple.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -399,15 +422,18 @@ class Link:
     bandwidth: Bandwidth
     latency: float = 0.0
     collectives: Mapping[str, Rate] = field(default_factory=dict, hash=False)
+    algorithms: Mapping[str, Rate] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         check_name(self.name, "link")
         _read_strings(self, ("bandwidth",))
-        for action in self.collectives:
-            if action not in MEASURABLE:
-                raise MeshError(
-                    f"{action!r} is not a collective; choose one of {', '.join(MEASURABLE)}"
-                )
+        for names, known, what in (
+            (self.collectives, MEASURABLE, "a collective"),
+            (self.algorithms, ALGORITHMS, "an algorithm"),
+        ):
+            for name in names:
+                if name not in known:
+                    raise MeshError(f"{name!r} is not {what}; choose one of {', '.join(known)}")
         if self.size is not None and self.size < 1:
             raise MeshError(
                 f"link {self.name!r} has size {format_integer(self.size)}; it must be 1 or more"
@@ -415,10 +441,24 @@ class Link:
         check_positive(self.bandwidth, f"bandwidth of link {self.name!r}")
         check_not_negative(self.latency, f"latency of link {self.name!r}")
 
+    def measured(self, action: str) -> Rate | None:
+        """Measured rate of a collective over the link; None if there is none."""
+        return self.collectives.get(action) or self.collectives.get(action.removesuffix(INNER))
+
     def rate(self, action: str) -> Rate:
         """Rate of a collective over the link."""
-        found = self.collectives.get(action) or self.collectives.get(action.removesuffix(INNER))
-        return found or Rate(self.bandwidth, self.latency)
+        return self.measured(action) or Rate(self.bandwidth, self.latency)
+
+    @property
+    def send(self) -> Rate:
+        """Rate of a message from one device to another over the link."""
+        return self.measured("halo_exchange") or self.algorithm("send") or self.rate("send")
+
+    def algorithm(self, name: str) -> Rate | None:
+        """Rate of an algorithm of NCCL over the link; None if the link does not have it."""
+        if self.algorithms:
+            return self.algorithms.get(name)
+        return Rate(self.bandwidth, self.latency) if name in _PLAIN else None
 
 
 @dataclass(frozen=True)

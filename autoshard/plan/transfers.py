@@ -117,8 +117,9 @@ def transfer_seconds(mesh: Mesh, senders: range, receivers: range, loads: Sequen
         return 0.0
     topology = mesh.topology
     level = _separating_level(mesh, senders, receivers)
-    rate = topology.levels[level].rate("halo_exchange")
-    return topology.collective_overhead + rate.latency + sum(loads) / rate.bandwidth
+    rate = topology.levels[level].send
+    fixed = topology.collective_overhead + rate.overhead + rate.latency
+    return fixed + sum(loads) / rate.bandwidth
 
 
 def _separating_level(mesh: Mesh, senders: range, receivers: range) -> int:

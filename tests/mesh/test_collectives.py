@@ -1,4 +1,7 @@
+import csv
+from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -12,24 +15,29 @@ from autoshard.mesh import (
     Device,
     Link,
     Mesh,
+    Rate,
     Topology,
     list_topologies,
     make_mesh,
 )
+from autoshard.quantities import parse_bytes
+from benchmarks.collectives import read_rows, share_within
 
 DEVICE = Device("gpu", {"float32": 1e12}, 1e12, 10**9)
 ONE_BYTE_TO_8_GB = [2**k for k in range(34)]
+A100 = "a100-sxm-80gb"
+PUBLISHED = Path(__file__).parents[2] / "benchmarks" / "published"
 
 
-def one_level(num_ranks: int) -> Mesh:
+def one_level(num_ranks: int, backend: str = "gloo") -> Mesh:
     link = Link("nvlink", 16, 100e9, 1e-6)
-    topology = Topology("box", DEVICE, (link,), collective_overhead=10e-6)
+    topology = Topology("box", DEVICE, (link,), backend, collective_overhead=10e-6)
     return make_mesh((num_ranks,), topology=topology)
 
 
-def two_level(*shape: int) -> Mesh:
+def two_level(*shape: int, backend: str = "gloo") -> Mesh:
     levels = (Link("nvlink", 8, 100e9, 1e-6), Link("network", None, 10e9, 5e-6))
-    topology = Topology("cluster", DEVICE, levels, collective_overhead=10e-6)
+    topology = Topology("cluster", DEVICE, levels, backend, collective_overhead=10e-6)
     return make_mesh(shape, topology=topology)
 
 
@@ -46,7 +54,7 @@ def two_level(*shape: int) -> Mesh:
         ("halo_exchange", 10e-6 + 1e-6 + 8e-3),
     ],
 )
-def test_prices_on_one_level(action: str, seconds: float) -> None:
+def test_prices_of_gloo_on_one_level(action: str, seconds: float) -> None:
     assert one_level(8).collective_time(action, 0, 8 * 10**8) == pytest.approx(seconds)
 
 
@@ -70,14 +78,98 @@ def test_prices_on_one_level(action: str, seconds: float) -> None:
         ((2, 4, 4), 1, "all_gather", 10e-6 + 6e-6 + 60e-3),
     ],
 )
-def test_prices_over_nodes(shape: tuple[int, ...], axis: int, action: str, seconds: float) -> None:
+def test_prices_of_gloo_over_nodes(
+    shape: tuple[int, ...], axis: int, action: str, seconds: float
+) -> None:
     found = two_level(*shape).collective_time(action, axis, 16 * 10**8)
     assert found == pytest.approx(seconds)
 
 
-def test_small_messages_over_nodes_take_logarithmic_rounds() -> None:
+def test_small_messages_of_gloo_over_nodes_take_logarithmic_rounds() -> None:
     # 64 ranks, 8 nodes: 3 rounds between nodes and 3 inside, where a ring has 7 and 56 steps.
     assert two_level(64).collective_time("all_gather", 0, 0) == pytest.approx(28e-6)
+
+
+@pytest.mark.parametrize(
+    ("shape", "axis", "action", "seconds"),
+    [
+        # Rings alone: 7 steps of 1 us, whatever the size.
+        ((1, 8), 1, "all_gather", 10e-6 + 7e-6 + 14e-3),
+        ((1, 8), 1, "reduce_scatter", 10e-6 + 7e-6 + 14e-3),
+        ((1, 8), 1, "all_reduce", 10e-6 + 2 * (7e-6 + 14e-3)),
+        ((1, 8), 1, "all_to_all", 10e-6 + 7e-6 + 14e-3),
+        # 56 steps inside and 7 between; a rank sends 63/64 of the bytes over 8 adapters of 1e10.
+        ((64,), 0, "all_gather", 10e-6 + 56e-6 + 35e-6 + 63 / 64 * 20e-3),
+        # The peers of a node are served at once: 7 rounds inside, 1 between.
+        ((16,), 0, "all_to_all", 10e-6 + 7e-6 + 5e-6 + 80e-3),
+        ((16,), 0, "halo_exchange", 10e-6 + 5e-6 + 160e-3),
+    ],
+)
+def test_prices_of_nccl(shape: tuple[int, ...], axis: int, action: str, seconds: float) -> None:
+    found = two_level(*shape, backend="nccl").collective_time(action, axis, 16 * 10**8)
+    assert found == pytest.approx(seconds)
+
+
+def test_gathers_of_nccl_take_a_step_for_each_rank_and_all_reduces_may_take_trees() -> None:
+    mesh = two_level(64, backend="nccl")
+    # 8 nodes: 7 of 63 steps are between nodes; gloo takes 3 rounds of each.
+    assert mesh.collective_time("all_gather", 0, 0) == pytest.approx(10e-6 + 56e-6 + 35e-6)
+    assert two_level(64).collective_time("all_gather", 0, 0) == pytest.approx(10e-6 + 18e-6)
+    # Up and down chains of 8 and a tree of 3 levels.
+    assert mesh.collective_time("all_reduce", 0, 0) == pytest.approx(10e-6 + 2 * (7e-6 + 15e-6))
+
+
+def test_an_algorithm_is_offered_where_all_crossed_links_have_it() -> None:
+    ring, tree = Rate(100e9, 1e-6, overhead=4e-6), Rate(1e9, 0.5e-6, overhead=3e-6)
+    inner = Link("nvlink", 8, 100e9, algorithms={"ring Simple": ring, "tree LL": tree})
+    outer = Link("network", None, 10e9, algorithms={"ring Simple": Rate(10e9, 5e-6, overhead=6e-6)})
+    mesh = make_mesh((2, 8), topology=Topology("cluster", DEVICE, (inner, outer)))
+    # The tree for few bytes, in a node alone, and the overhead of the outermost crossed link.
+    assert mesh.collective_time("all_reduce", 1, 0) == pytest.approx(3e-6 + 2 * 7 * 0.5e-6)
+    long = 4e-6 + 2 * (7e-6 + 7 / 8 * 10e-3)
+    assert mesh.collective_time("all_reduce", 1, 10**9) == pytest.approx(long)
+    assert mesh.collective_time("all_reduce", 0, 0) == pytest.approx(6e-6 + 2 * 5e-6)
+
+
+def test_a_measured_rate_replaces_algorithms() -> None:
+    rates = {"all_gather": Rate(50e9, 1e-6)}
+    link = Link("nvlink", 8, 100e9, collectives=rates, algorithms={"ring LL": Rate(1e9, 1.0)})
+    mesh = make_mesh((8,), topology=Topology("box", DEVICE, (link,)))
+    assert mesh.collective_time("all_gather", 0, 8 * 10**8) == pytest.approx(3e-6 + 14e-3)
+    assert mesh.collective_time("reduce_scatter", 0, 0) == pytest.approx(7.0)
+
+
+def test_switches_that_sum_make_all_reduces_cheaper() -> None:
+    """NVLS moves 1 + 1/n of the tensor, a ring 2 (n - 1)/n, so 8 ranks need less time than 4."""
+    h100 = [make_mesh((n,)).collective_time("all_reduce", 0, 10**9) for n in (4, 8)]
+    assert h100[1] < h100[0]
+    link = make_mesh((8,)).topology.levels[0]
+    without = {name: rate for name, rate in link.algorithms.items() if name != "NVLS"}
+    rings = replace(make_mesh((8,)).topology, levels=(replace(link, algorithms=without),))
+    assert make_mesh((8,), topology=rings).collective_time("all_reduce", 0, 10**9) > 1.2 * h100[1]
+
+
+def test_prices_are_near_published_times() -> None:
+    """At least 90 % of the rows of 64 KiB or more of H100 within 25 %."""
+    rows = [row for row in read_rows(PUBLISHED / "nccl_model.csv") if row.gpu == "H100"]
+    assert len(rows) == 432
+    assert share_within(rows) >= 0.9
+
+
+def test_prices_are_near_measured_all_reduces() -> None:
+    """nccl-tests on 8 H100 (NVIDIA/dgxc-benchmarking), from 64 KiB to 16 GiB."""
+    with (PUBLISHED / "rates.csv").open(encoding="utf-8", newline="") as file:
+        rows = [
+            row
+            for row in csv.DictReader(file)
+            if row["gpu"] == "H100 NVLink4 (NVLS)" and row["unit"] == "GB/s busbw"
+        ]
+    assert len(rows) == 16
+    for row in rows:
+        nbytes = parse_bytes(row["shape_or_size"])
+        seconds = 2 * 7 / 8 * nbytes / (float(row["value"]) * 1e9)
+        price = make_mesh((8,)).collective_time("all_reduce", 0, nbytes)
+        assert price == pytest.approx(seconds, rel=0.25)
 
 
 def test_three_levels_are_priced_on_the_slowest() -> None:
@@ -103,7 +195,7 @@ def test_exactly_the_collectives_have_a_price(action: Action) -> None:
 
 
 @pytest.mark.parametrize("name", list_topologies())
-@pytest.mark.parametrize("num_ranks", [2, 4, 8, 64])
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
 def test_all_reduce_costs_more_than_all_gather_which_equals_reduce_scatter(
     name: str, num_ranks: int
 ) -> None:
@@ -114,13 +206,27 @@ def test_all_reduce_costs_more_than_all_gather_which_equals_reduce_scatter(
         assert mesh.collective_time("reduce_scatter", 0, nbytes) == all_gather
 
 
+@pytest.mark.parametrize("name", list_topologies())
+def test_only_short_all_reduces_over_nodes_may_cost_less_than_all_gathers(name: str) -> None:
+    """Trees have a logarithmic number of steps, where a ring has one for each rank."""
+    mesh = make_mesh((144,), topology=name)
+    for nbytes in ONE_BYTE_TO_8_GB[31:]:
+        all_gather = mesh.collective_time("all_gather", 0, nbytes)
+        assert mesh.collective_time("all_reduce", 0, nbytes) > all_gather
+        assert mesh.collective_time("reduce_scatter", 0, nbytes) == all_gather
+
+
 @pytest.mark.parametrize("action", [a for a in COLLECTIVES if a != "halo_exchange"])
 @pytest.mark.parametrize("nbytes", ONE_BYTE_TO_8_GB[::3])
-def test_prices_grow_with_ranks_and_sublinearly_with_nodes(action: str, nbytes: int) -> None:
-    inside = [make_mesh((n,)).collective_time(action, 0, nbytes) for n in (2, 4, 8)]
+def test_prices_grow_with_ranks_but_at_most_as_the_steps_of_a_ring(
+    action: str, nbytes: int
+) -> None:
+    inside = [make_mesh((n,), topology=A100).collective_time(action, 0, nbytes) for n in (2, 4, 8)]
     assert all(a < b for a, b in pairwise(inside))
-    across = [make_mesh((n, 8)).collective_time(action, 0, nbytes) for n in (2, 4, 8, 16, 32)]
-    assert all(a < b <= 2 * a for a, b in pairwise(across))
+    nodes = (2, 4, 8, 16, 32)
+    across = [make_mesh((n, 8)).collective_time(action, 0, nbytes) for n in nodes]
+    for (n, fewer), (m, more) in pairwise(zip(nodes, across, strict=True)):
+        assert fewer < more <= (m - 1) / (n - 1) * fewer
 
 
 def test_neighbours_are_as_far_however_many_ranks_there_are() -> None:
@@ -129,9 +235,9 @@ def test_neighbours_are_as_far_however_many_ranks_there_are() -> None:
 
 
 @pytest.mark.parametrize("num_nodes", [2, 4, 8, 16, 32])
-def test_all_to_all_costs_more_than_all_gather_between_nodes(num_nodes: int) -> None:
+def test_long_all_to_all_costs_more_than_all_gather_between_nodes(num_nodes: int) -> None:
     mesh = make_mesh((8 * num_nodes,))
-    for nbytes in ONE_BYTE_TO_8_GB:
+    for nbytes in ONE_BYTE_TO_8_GB[26:]:
         all_gather = mesh.collective_time("all_gather", 0, nbytes)
         assert mesh.collective_time("all_to_all", 0, nbytes) > all_gather
 

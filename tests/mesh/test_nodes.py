@@ -39,7 +39,8 @@ def test_smaller_nodes_cost_what_a_topology_with_such_nodes_costs() -> None:
                 assert found.collective_time(action, axis, nbytes) == expected
     one_node = make_mesh((2, 4), topology="h100-sxm")
     slow, fast = (m.collective_time("all_reduce", 0, 10**9) for m in (found, one_node))
-    assert slow > 8 * fast
+    # Rings reach 0.79 of NVLink's 450 GB/s, and 0.94 of the adapter's 50 GB/s.
+    assert slow / fast == pytest.approx(0.79 * 450 / (0.94 * 50), rel=0.01)
 
 
 def test_nodes_and_gpus_per_node_are_two_ways_to_say_the_same() -> None:
