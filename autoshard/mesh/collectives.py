@@ -75,6 +75,8 @@ class Line(NamedTuple):
 
     def seconds(self, nbytes: int) -> float:
         """Seconds for a number of bytes."""
+        if not self.bends:
+            return self.fixed + self.slope * nbytes
         counted: float = nbytes
         for start, growth in self.bends:
             counted += growth * max(nbytes - start, 0)
@@ -123,7 +125,7 @@ def lines(
     ]  # fmt: skip
     measured = any(c.link.measured(action) for c in crossed)
     if backend == "nccl" and not measured:
-        return _fastest(_nccl_lines(collective, num_ranks, crossed))
+        return _fastest(list(_nccl_lines(collective, num_ranks, crossed)))
     return _measured_lines(collective, num_ranks, crossed, [c.link.rate(action) for c in crossed])
 
 
@@ -179,13 +181,23 @@ def _nccl_lines(action: str, num_ranks: int, crossings: Sequence[_Crossing]) -> 
                 yield line._replace(fixed=line.fixed + rates[-1].overhead)
 
 
-def _fastest(found: Iterable[Line]) -> list[Line]:
-    """The lines that are the minimum at some size."""
+def _fastest(found: Sequence[Line]) -> list[Line]:
+    """The lines that are the minimum at some size: their lower envelope, unless one has bends."""
     kept: list[Line] = []
     for line in sorted(found):
-        if not any(other.slope <= line.slope and not other.bends for other in kept):
-            kept.append(line)
+        if line.bends:
+            return sorted(found)
+        if kept and line.slope >= kept[-1].slope:
+            continue
+        while len(kept) > 1 and _meeting(kept[-2], line) <= _meeting(kept[-2], kept[-1]):
+            kept.pop()
+        kept.append(line)
     return kept
+
+
+def _meeting(low: Line, flat: Line) -> float:
+    """Bytes from which a line of larger overhead and smaller slope is faster."""
+    return (flat.fixed - low.fixed) / (low.slope - flat.slope)
 
 
 def _ring(num_ranks: int, crossings: Sequence[_Crossing], rates: Sequence[Rate]) -> Line:
