@@ -60,8 +60,9 @@ def test_a_memory_budget_shards_parameters_at_rest(planned: Planner) -> None:
     free = planned(case, mesh)
     assert "I" in layouts(free).values()
     whole = free.memory.parameters + free.memory.gradients + free.memory.optimizer
-    tight = planned(case, mesh, memory_budget=free.memory.peak - whole // 2)
-    assert tight.memory.peak <= free.memory.peak - whole // 2
+    budget = free.memory.peak - whole * 3 // 8
+    tight = planned(case, mesh, memory_budget=budget, relative_gap=1e-4)
+    assert tight.memory.peak <= budget
     weights = [x for name, x in layouts(tight).items() if "weight" in name]
     assert any("S" in layout for layout in weights)
     assert tight.costs.total > free.costs.total
