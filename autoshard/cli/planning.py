@@ -32,9 +32,9 @@ from autoshard.cli.render import coverage_report, search_report
 from autoshard.cli.render_plan import plan_report
 from autoshard.client import PlanResult
 from autoshard.files import write_file
-from autoshard.mesh import make_mesh
+from autoshard.mesh import Axis, Mesh, make_mesh
 from autoshard.outcome import SolveStatus
-from autoshard.plan import Plan
+from autoshard.plan import Plan, PlanOptions, read_like
 
 _SOURCES = {
     "service": "made by the service",
@@ -64,6 +64,14 @@ def plan(
         str | None,
         typer.Option(help="Bandwidth per device between nodes, the earlier axes: 50GB/s."),
     ] = None,
+    like: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LAYOUT",
+            help="Layout of another framework, on as many devices as --mesh says: ddp, zero1, "
+            "fsdp2, 'hsdp shard=8', 'megatron tp=8 pp=4 vpp=2 cp=2 ep=8 sp zero1'.",
+        ),
+    ] = None,
     planning: Planning,
     comparisons: Annotated[
         bool,
@@ -90,6 +98,8 @@ def plan(
         inter_bandwidth=inter_bandwidth,
     )
     options = planning.read().model_copy(update={"comparisons": comparisons})
+    if like is not None:
+        devices, options = _laid_out(like, devices, options)
     discover = custom.discover()
     with connection.open() as client, _followed(connection, quiet=quiet) as run:
         result = client.request_plan(
@@ -112,6 +122,14 @@ def plan(
     else:
         print_summary(found, graph=graph, source=None if output is None else str(output))
     _end(found, is_stopped=found.certificate.status is SolveStatus.CANCELLED)
+
+
+def _laid_out(like: str, devices: Mesh, options: PlanOptions) -> tuple[Mesh, PlanOptions]:
+    """The mesh and options of a layout of another framework, with the other options given."""
+    found = read_like(like, num_ranks=devices.num_devices)
+    mesh = Mesh(tuple(Axis(name, size) for name, size in found.axes), devices.topology)
+    given = {name: getattr(found.options, name) for name in found.options.model_fields_set}
+    return mesh, options.model_copy(update=given)
 
 
 def search(

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
         export_plan,
         expressed_share,
     )
+    from autoshard.plan.like import read_like
     from autoshard.plan.megatron_arguments import (
         MegatronLayout,
         read_megatron,
@@ -164,6 +165,7 @@ __all__ = [
     "only_stage",
     "operator_coverage",
     "plan_trace",
+    "read_like",
     "read_megatron",
     "schedule_error",
     "schedule_name",

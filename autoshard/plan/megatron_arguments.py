@@ -54,9 +54,11 @@ def read_megatron(arguments: str | Sequence[str], *, num_ranks: int) -> Megatron
         * given.tensor_model_parallel_size
     )
     data_parallel = _divided(num_ranks, model_parallel, "ranks", "the model-parallel sizes")
+    experts = _expert_ranks(given)
     degrees = {
         "pp": given.pipeline_model_parallel_size,
-        "dp": data_parallel,
+        "dp": _divided(data_parallel, experts, "data-parallel ranks", "those that share experts"),
+        "ep": experts,
         "cp": given.context_parallel_size,
         "tp": given.tensor_model_parallel_size,
     }
@@ -78,6 +80,7 @@ _SIZES = (
     "expert_model_parallel_size",
 )
 _NUMBERS = (
+    "expert_tensor_parallel_size",
     "num_virtual_stages_per_pipeline_rank",
     "num_layers_per_virtual_pipeline_stage",
     "num_layers",
@@ -142,8 +145,9 @@ def _options(given: Namespace, data_parallel: int) -> PlanOptions:
         {
             **(in_pipeline if stages > 1 else {}),
             "micro_batches": _micro_batches(given, data_parallel),
-            "algo": "optimal" if _is_free(given) else "megatron",
-            "batch_axis": "dp" if data_parallel > 1 else None,
+            "algo": "megatron-sp" if given.sequence_parallel else "megatron",
+            "batch_axis": "dp" if data_parallel > 1 and _expert_ranks(given) == 1 else None,
+            "distributed_optimizer": given.use_distributed_optimizer or given.use_megatron_fsdp,
             "activation_checkpointing": recomputed[given.recompute_granularity],
             "reshard_after_forward": "always" if given.use_megatron_fsdp else "auto",
             "master_weights": given.bf16 or given.fp16,
@@ -155,14 +159,16 @@ def _options(given: Namespace, data_parallel: int) -> PlanOptions:
     )
 
 
-def _is_free(given: Namespace) -> bool:
-    """True if the arguments go beyond the fixed pattern of `algo="megatron"`."""
-    return bool(
-        given.sequence_parallel
-        or given.use_distributed_optimizer
-        or given.use_megatron_fsdp
-        or given.context_parallel_size * given.expert_model_parallel_size > 1
-    )
+def _expert_ranks(given: Namespace) -> int:
+    """Number of data-parallel ranks that share the experts of a layer.
+
+    Without tensor parallelism inside experts, the tensor-parallel ranks share them as well.
+    """
+    tensor, experts = given.tensor_model_parallel_size, given.expert_model_parallel_size
+    inside = given.expert_tensor_parallel_size or tensor
+    if experts == 1:
+        return 1
+    return _divided(experts * inside, tensor, "ranks of experts", "the tensor-parallel ranks")
 
 
 def _stages_per_rank(given: Namespace) -> int:
@@ -212,13 +218,5 @@ def _micro_batches(given: Namespace, data_parallel: int) -> int:
 
 
 def _chosen(given: Namespace) -> Iterator[str]:
-    if given.sequence_parallel:
-        yield "sequence parallelism: hidden states are sharded along sequences where that is faster"
-    if given.use_distributed_optimizer or given.use_megatron_fsdp:
-        yield "sharded state: parameters and optimizer state are sharded where that is best"
-    if given.context_parallel_size > 1:
-        yield "context parallelism: the axis cp shards what is fastest, such as sequences"
-    if given.expert_model_parallel_size > 1:
-        yield "expert parallelism: experts are sharded along the axes where that is fastest"
     if given.recompute_granularity == "selective":
         yield "selective recomputation: blocks are recomputed where memory needs it"

@@ -9,11 +9,12 @@ published time of a step.
 import argparse
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 from benchmarks.document import replace_table
 from benchmarks.published import report
-from benchmarks.published.predictions import Prediction, predict, progress
+from benchmarks.published.predictions import Prediction, predict
 from benchmarks.published.rows import ROWS, RowError, read_rows
 
 _PICTURE = Path("pictures") / "predictions.svg"
@@ -32,8 +33,7 @@ def main() -> int:
     except RowError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    predictions = predict(rows, options.processes)
-    print("\n".join(progress(predictions)))
+    predictions = predict(rows, options.processes, partial(print, flush=True))
     print(report.summary_table(predictions))
     if options.json is not None:
         text = json.dumps([one.to_json() for one in predictions], indent=1)

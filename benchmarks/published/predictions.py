@@ -1,6 +1,6 @@
 """Predicted times of published runs."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -58,21 +58,24 @@ class Prediction:
         return found
 
 
-def predict(rows: Iterable[Row], processes: int) -> list[Prediction]:
+def predict(
+    rows: Iterable[Row], processes: int, report: Callable[[str], None] = lambda _: None
+) -> list[Prediction]:
     """Predictions of all rows, in their order.
 
     Args:
         rows: published runs.
         processes: number of processes.
+        report: called with a line for each prediction.
     """
     listed = list(rows)
     groups = _groups(listed)
-    if processes == 1:
-        found = [one for group in groups for one in predict_group(group)]
-    else:
-        with ProcessPoolExecutor(processes) as pool:
-            found = [one for group in pool.map(predict_group, groups) for one in group]
-    by_id = {one.row.id: one for one in found}
+    by_id: dict[str, Prediction] = {}
+    with ProcessPoolExecutor(processes) as pool:
+        for group in pool.map(predict_group, groups):
+            for one in group:
+                by_id[one.row.id] = one
+                report(_line(one))
     return [by_id[row.id] for row in listed]
 
 
@@ -116,10 +119,8 @@ def _planned(request: Request, known: dict[Any, Plan]) -> Plan:
     return known[key]
 
 
-def progress(predictions: Iterable[Prediction]) -> Iterator[str]:
-    """A line for each prediction."""
-    for one in predictions:
-        if one.ratio is None:
-            yield f"{one.row.id}: {one.reason}"
-        else:
-            yield f"{one.row.id}: {one.seconds:.4g} s, {one.ratio:.3f} of published"
+def _line(one: Prediction) -> str:
+    if one.ratio is None:
+        return f"{one.row.id}: {one.reason}"
+    parts = ", ".join(f"{name} {value:.3g}" for name, value in one.parts.items() if value)
+    return f"{one.row.id}: {one.ratio:.3f} of published; seconds: {parts}"

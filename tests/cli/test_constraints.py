@@ -236,3 +236,16 @@ def test_overlap_is_shown(archive: Path) -> None:
     assert "overlapped" in words(searched)
     beside_costs = autoshard("plan", archive, "--mesh", "4", *pins, "--overlap", "--format", "csv")
     assert re.search(r"overlap of communication with compute,-[0-9.e-]+,", beside_costs.output)
+
+
+def test_the_layout_of_another_framework_arrives_in_the_plan(archive: Path) -> None:
+    result = autoshard(
+        *("plan", archive, "--mesh", "8", "--json", "--no-comparisons"),
+        *("--like", "megatron tp=2 zero1"),
+    )
+    assert result.exit_code == 0, result.output
+    made = Plan.from_json(result.stdout)
+    assert [(axis.name, axis.size) for axis in made.mesh.axes] == [("dp", 4), ("tp", 2)]
+    assert (made.options.algo, made.options.distributed_optimizer) == ("megatron", True)
+    wrong = autoshard("plan", archive, "--mesh", "8", "--like", "megatron tp=3")
+    assert "8 ranks cannot be divided by 3" in words(wrong)

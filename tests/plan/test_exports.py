@@ -303,7 +303,7 @@ PIPELINES = {
             "--use-distributed-optimizer --lr 0.1"
         ),
         {"stages": 4, "stages_per_rank": 2, "schedule": "Interleaved1F1B", "balance": (1,) * 4}
-        | {"algo": "optimal", "activation_checkpointing": "never"},
+        | {"algo": "megatron", "distributed_optimizer": True, "activation_checkpointing": "never"},
     ),
 }
 
@@ -381,13 +381,12 @@ def test_what_options_cannot_fix_is_said() -> None:
         num_ranks=8,
     )
     assert [text.partition(":")[0] for text in found.chosen] == [
-        "sequence parallelism",
-        "sharded state",
-        "context parallelism",
-        "expert parallelism",
         "selective recomputation",
     ]
-    assert found.axes == (("dp", 4), ("cp", 2))
+    assert found.axes == (("dp", 2), ("ep", 2), ("cp", 2))
+    assert found.options.algo == "megatron-sp"
+    assert found.options.distributed_optimizer
+    assert found.options.reshard_after_forward == "always"
     assert found.options.master_weights
     assert found.options.accumulation_dtype == "float32"
     assert read_megatron("", num_ranks=1).axes == (("dp", 1),)
