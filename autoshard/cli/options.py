@@ -34,6 +34,8 @@ from autoshard.mesh import parse_shape, topology_from_json
 from autoshard.outcome import OWN_SOLVER
 from autoshard.plan import Algorithm, Mode, Plan, PlanOptions
 from autoshard.plan.options import (
+    AttentionKernel,
+    ExecutionMode,
     ExportableTo,
     Recomputing,
     ScheduleName,
@@ -110,7 +112,7 @@ Import = Annotated[
 ]
 
 
-_TRAINING, _MEMORY = "Training or inference", "Memory"
+_TRAINING, _MEMORY, _KERNELS = "Training or inference", "Memory", "Kernels"
 _PIPELINE, _CONSTRAINTS, _SOLVER = "Pipelines", "Constraints on the plan", "Solver"
 
 
@@ -187,6 +189,21 @@ class Planning:
     accumulation_dtype: Annotated[
         StateDType | None, _described("accumulation_dtype", _TRAINING)
     ] = None
+    fused_gradient_accumulation: Annotated[
+        bool, _described("fused_gradient_accumulation", _KERNELS)
+    ] = False
+    foreach_optimizer: Annotated[bool, _described("foreach_optimizer", _KERNELS)] = False
+    execution: Annotated[ExecutionMode, _described("execution", _KERNELS)] = "eager"
+    float8_module: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="MODULE",
+            rich_help_panel=_KERNELS,
+            help="Module whose linear layers multiply in float8; it may be a pattern: 'layers.*'. "
+            "Repeatable.",
+        ),
+    ] = None
+    attention_kernel: Annotated[AttentionKernel, _described("attention_kernel", _KERNELS)] = "auto"
     overlap: Annotated[bool, _described("overlap", _TRAINING)] = False
     time_limit: Annotated[float, _described("time_limit", _SOLVER, metavar="SECONDS")] = 60.0
     solver: Annotated[str, _described("solver", _SOLVER, metavar="autoshard|ilp|NAME")] = OWN_SOLVER
@@ -263,6 +280,7 @@ class Planning:
         )
         given["cuts"] = given.pop("cut") or ()
         given["checkpointed_modules"] = given.pop("checkpointed_module") or ()
+        given["float8_modules"] = given.pop("float8_module") or ()
         numbers = (self.balance or "").split(",")
         if all(number.isdigit() for number in numbers):
             given["balance"] = [int(number) for number in numbers]

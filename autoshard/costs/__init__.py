@@ -7,6 +7,7 @@ from autoshard.lazy_imports import lazy_names
 if TYPE_CHECKING:
     from autoshard.costs.compute import (
         Category,
+        Execution,
         categorise,
         efficiency_key,
         operator_times,
@@ -43,6 +44,7 @@ else:
 __all__ = [
     "GATHERED_ONCE",
     "Category",
+    "Execution",
     "ForwardBackward",
     "Frequency",
     "Optimizer",

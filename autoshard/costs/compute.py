@@ -50,6 +50,29 @@ class Category(StrEnum):
     STREAM = "stream"
 
 
+@dataclass(frozen=True, slots=True)
+class Execution:
+    """How an operator of a program is executed.
+
+    Attributes:
+        is_compiled: True if compiled code launches its kernels, without work of the host for each.
+        launches: False if its kernel includes a later operator, which counts for the launch.
+        unread: inputs that its kernel has made or read already.
+        unwritten: outputs that only its kernel reads.
+        in_float8: True if its factors are cast to float8 and multiplied in it.
+    """
+
+    is_compiled: bool = False
+    launches: bool = True
+    unread: frozenset[int] = frozenset()
+    unwritten: frozenset[int] = frozenset()
+    in_float8: bool = False
+
+
+EAGER = Execution()
+"""Execution of an operator by itself."""
+
+
 def operator_times(
     rule: OperatorRule,
     strategies: Sequence[Strategy],
@@ -60,6 +83,7 @@ def operator_times(
     training: bool,
     name: str = "",
     is_view: bool = False,
+    execution: Execution = EAGER,
 ) -> FloatArray:
     """Seconds of one operator on one rank; forward, and in training also backward.
 
@@ -73,19 +97,22 @@ def operator_times(
         training: True to include backward.
         name: key of the operator in `Device.operators` (see `efficiency_key`).
         is_view: True if the outputs only alias the inputs.
+        execution: how it is executed.
 
     Returns:
         Seconds, shape [S].
     """
-    operator = _Operator(rule, LocalSizes(rule, strategies), inputs, outputs, device)
+    sizes = LocalSizes(rule, strategies)
+    operator = _Operator(rule, sizes, inputs, outputs, device, execution=execution)
     kind = categorise(rule, inputs, is_view=is_view)
     fits = device.operators.get(name) or device.operators.get(kind)
     if kind is Category.VIEW and fits is None:
         return operator.zero
     forward, backward = _FORMULAS[kind]
-    seconds = _seconds(forward(operator), fits.forward if fits else None, device)
+    seconds = _seconds(operator, forward(operator), fits.forward if fits else None)
     if training and operator.needed:
-        seconds = seconds + _seconds(backward(operator), fits.backward if fits else None, device)
+        work = backward(operator)
+        seconds = seconds + _seconds(operator, work, fits.backward if fits else None)
     return seconds
 
 
@@ -114,12 +141,14 @@ class _Work(NamedTuple):
     num_kernels: int
 
 
-def _seconds(work: _Work, fit: RooflineFit | None, device: Device) -> FloatArray:
+def _seconds(operator: "_Operator", work: _Work, fit: RooflineFit | None) -> FloatArray:
+    device, execution = operator.device, operator.execution
     if fit is not None:
-        return fit.overhead + fit.times * work.seconds
-    seconds = work.seconds + work.num_kernels * device.launch_overhead
-    if device.kernels is not None:
-        seconds = np.maximum(seconds, work.num_kernels * device.kernels.dispatch)
+        return execution.launches * fit.overhead + fit.times * work.seconds
+    launched = work.num_kernels * execution.launches
+    seconds = work.seconds + launched * device.launch_overhead
+    if device.kernels is not None and not execution.is_compiled:
+        seconds = np.maximum(seconds, launched * device.kernels.dispatch)
     return seconds
 
 
@@ -237,8 +266,11 @@ class _Operator:
         inputs: Sequence[Tensor],
         outputs: Sequence[Tensor],
         device: Device,
+        *,
+        execution: Execution,
     ) -> None:
         self.device = device
+        self.execution = execution
         self.sizes = sizes
         self.contraction = _Contraction.of(rule, inputs)
         self.all_flops = rule.flops_per_point * sizes.product(rule.sizes)
@@ -246,15 +278,19 @@ class _Operator:
         self.flops = self.all_flops * share
         self.needed = [i for i, tensor in enumerate(inputs) if tensor.requires_grad]
         self.dtype = _widest([inputs[i] for i in self.contraction.factors] or inputs)
+        if execution.in_float8:
+            self.dtype = DType.FLOAT8_E4M3FN
         self.peak = device.peak(self.dtype)
         self.is_causal = rule.causal is not None
         self.slices = [sizes.nbytes(t, d) for t, d in zip(inputs, rule.inputs, strict=True)]
         self.zero = 0.0 * self.flops
-        made = (sizes.nbytes(t, d) for t, d in zip(outputs, rule.outputs, strict=True))
-        self.written = sum(made, self.zero)
+        made = [sizes.nbytes(t, d) for t, d in zip(outputs, rule.outputs, strict=True)]
+        unread, unwritten = execution.unread, execution.unwritten
+        self.written = sum((x for i, x in enumerate(made) if i not in unwritten), self.zero)
         used = (
             np.minimum(nbytes, self.written) if _is_gathered(rule, inputs, i) else nbytes
             for i, nbytes in enumerate(self.slices)
+            if i not in unread
         )
         self.read = sum(used, self.zero) + _spilled(rule, sizes) * share
 
@@ -295,6 +331,8 @@ class _Operator:
             output: bytes of its output, shape [S]; what else the operator has is read.
         """
         read = self.read + self.written - output
+        if self.execution.in_float8:
+            read = read * (self.dtype.itemsize / DType.BFLOAT16.itemsize)
         return product_seconds(extents, self.dtype, self.device, kernels, read=read, written=output)
 
 
@@ -348,26 +386,46 @@ def _is_gathered(rule: OperatorRule, inputs: Sequence[Tensor], position: int) ->
 
 
 def _contraction_forward(operator: _Operator) -> _Work:
+    casts = _float8_casts(operator, [operator.slices[i] for i in operator.contraction.factors])
+    return _Work(_contraction_seconds(operator) + casts.seconds, 1 + casts.num_kernels)
+
+
+def _contraction_seconds(operator: _Operator) -> FloatArray:
+    """Seconds of a contraction forward."""
     kernels = operator.device.kernels
     if kernels is None:
         tile = operator.device.tile
         efficiency = operator.contraction.efficiency(operator.sizes, operator.all_flops, tile)
         peak = operator.peak * efficiency
-        return _Work(operator.roofline(operator.flops, peak, operator.read + operator.written), 1)
+        return operator.roofline(operator.flops, peak, operator.read + operator.written)
     seconds = operator.attention(kernels, backward=False)
     if seconds is None:
         extents = operator.contraction.extents(operator.sizes, operator.all_flops)
         seconds = operator.product(kernels, extents, operator.written)
-    return _Work(seconds, 1)
+    return seconds
 
 
 def _contraction_backward(operator: _Operator) -> _Work:
     factors = [i for i in operator.contraction.factors if i in operator.needed]
-    seconds = _factor_gradients(operator, factors)
+    casts = _float8_casts(operator, [operator.written])
+    seconds = _factor_gradients(operator, factors) + casts.seconds
     for addend in set(operator.needed) - set(factors):
         nbytes = operator.written + operator.slices[addend]
         seconds = seconds + operator.roofline(operator.zero, operator.peak, nbytes)
-    return _Work(seconds, len(operator.needed))
+    return _Work(seconds, len(operator.needed) + casts.num_kernels)
+
+
+def _float8_casts(operator: _Operator, tensors: Sequence[FloatArray]) -> _Work:
+    """Casts of 16-bit tensors to float8, as they are and transposed, with one scale each.
+
+    A cast reads a tensor and writes two of half its bytes. In eager mode another kernel reads it
+    before for its largest element; a compiler fuses that with what computes it.
+    """
+    if not operator.execution.in_float8:
+        return _Work(operator.zero, 0)
+    kernels = 1 if operator.execution.is_compiled else 2
+    moved = (1 + kernels) * sum(tensors, operator.zero)
+    return _Work(moved / operator.device.stream_bandwidth, kernels * len(tensors))
 
 
 def _factor_gradients(operator: _Operator, factors: Sequence[int]) -> FloatArray:
@@ -385,7 +443,7 @@ def _factor_gradients(operator: _Operator, factors: Sequence[int]) -> FloatArray
                 (operator.product(kernels, products[i], operator.slices[i]) for i in factors),
                 operator.zero,
             )
-    return len(factors) * _contraction_forward(operator).seconds
+    return len(factors) * _contraction_seconds(operator)
 
 
 def _stream_forward(operator: _Operator) -> _Work:
@@ -395,7 +453,8 @@ def _stream_forward(operator: _Operator) -> _Work:
 
 
 def _stream_backward(operator: _Operator) -> _Work:
-    gradients = sum((operator.slices[i] for i in operator.needed), operator.zero)
+    written = (i for i in operator.needed if i not in operator.execution.unread)
+    gradients = sum((operator.slices[i] for i in written), operator.zero)
     nbytes = operator.read + operator.written + gradients
     peak = operator.device.peak(DType.FLOAT32)
     return _Work(operator.roofline(2 * operator.flops, peak, nbytes), 1)

@@ -31,6 +31,14 @@ _FULL_STATES = {
 }
 """Number of state tensors with the shape of the parameter."""
 
+_FOREACH_PASSES = {
+    Optimizer.SGD_MOMENTUM: (2, 1, 5),
+    Optimizer.ADAM: (2, 2, 14),
+    Optimizer.ADAMW: (4, 2, 14),
+}
+"""Reads and writes of the updated values, of the gradient, and of one state tensor with its
+temporaries, by PyTorch's foreach implementations; of other optimizers as by one fused pass."""
+
 _GRADIENT_READS = {Optimizer.ADAFACTOR: 2}
 """Number of passes over the gradient if more than one: statistics, then the update."""
 
@@ -45,11 +53,14 @@ class OptimizerSpec:
             if there are any, else the parameter).
         master_weights: True if parameters narrower than float32 have a float32 copy that the
             optimizer updates.
+        foreach: True if each operation of the update is a pass over all parameters, as with
+            `foreach=True` in PyTorch, instead of one pass for all (`fused=True`).
     """
 
     name: Optimizer = Optimizer.ADAMW
     state_dtype: DType | None = None
     master_weights: bool = False
+    foreach: bool = False
 
     @classmethod
     def named(cls, name: str) -> "OptimizerSpec":
@@ -100,8 +111,9 @@ def optimizer_time(
 
     Updates are bound by memory: the gradient is read, the parameter and each state are read and
     written (Adam reads p, g, m, v and writes p, m, v). With master weights, the master copy is read
-    and written, and the parameter is only written. Kernel launches are not counted: PyTorch's
-    foreach and fused optimizers update all parameters in a few kernels.
+    and written, and the parameter is only written. Foreach implementations read and write the
+    same tensors several times (torch/optim/adam.py). Kernel launches are not counted: foreach and
+    fused optimizers update all parameters in a few kernels.
 
     Args:
         optimizer: the optimizer.
@@ -113,7 +125,11 @@ def optimizer_time(
         return 0.0
     parameter = prod(shape) * dtype.itemsize
     master = optimizer.master_nbytes(shape, dtype)
-    values = 2 * master + parameter if master else 2 * parameter
-    gradient = _GRADIENT_READS.get(optimizer.name, 1) * parameter
-    state = 2 * optimizer.state_nbytes(shape, dtype)
+    copies = parameter if master else 0
+    states = max(_FULL_STATES[optimizer.name], 1)
+    default = 2, _GRADIENT_READS.get(optimizer.name, 1), 2 * states
+    passes = _FOREACH_PASSES.get(optimizer.name, default) if optimizer.foreach else default
+    values = passes[0] * (master or parameter) + copies
+    gradient = passes[1] * parameter
+    state = passes[2] * optimizer.state_nbytes(shape, dtype) / states
     return (values + gradient + state) / device.stream_bandwidth

@@ -1,13 +1,13 @@
 """Rates of kernels by GPU generation, and the published measurements that they follow.
 
 * matmul: the maximum achievable matmul FLOP/s (Bekman, "Machine Learning Engineering") are 271
-  TFLOP/s in bfloat16 on A100, 794 on H100, 1745 on B200 and 1822 on GB200; in float8 1403 on H100,
-  3433 on B200 and 3616 on GB200. They are the best of thousands of shapes, run one at a time. A
-  series of large products runs at the clock that the power limit allows: 716 on H100 for extents of
-  8192 (cuBLAS; Shankhdhar, "Outperforming cuBLAS on H100"), in float8 1358 on H800 (DeepGEMM,
-  README of February 2025) and 2850 on B200 (triton-lang/triton, pull request 9044). The fractions
-  are such that prices are between the two. float32 without TF32: 18.9 of 19.5 on A100
-  (Yinghan-Li/YHs_Sample, issue 4).
+  TFLOP/s in bfloat16 on A100, 794 on H100, 1745 on B200, 1769 on B300 and 1822 on GB200; in float8
+  1403 on H100, 3433 on B200, 3353 on B300 and 3616 on GB200. They are the best of thousands of
+  shapes, run one at a time. A series of large products runs at the clock that the power limit
+  allows: 716 on H100 for extents of 8192 (cuBLAS; Shankhdhar, "Outperforming cuBLAS on H100"), in
+  float8 1358 on H800 (DeepGEMM, README of February 2025) and 2850 on B200 (triton-lang/triton, pull
+  request 9044). The fractions are such that prices are between the two. float32 without TF32: 18.9
+  of 19.5 on A100 (Yinghan-Li/YHs_Sample, issue 4).
 * exposed writes: rates by shape of DeepGEMM on Hopper. On Blackwell accumulators are in tensor
   memory, and products of few terms are among the best.
 * memory: 2.67 of 3.35 TB/s, launch included, on H800 (DeepGEMM); 6.7 of 8 TB/s on B200
@@ -17,6 +17,7 @@
   backward: Shah and others, "FlashAttention-3" (2024), section 4.
 * FlashAttention-4 and cuDNN on Blackwell: Dao-AILab/flash-attention, pull requests 2605 and 2280;
   in a training step less (Bekman, "When to upgrade GPUs").
+* GB300: fractions of GB200.
 * dispatch: a round estimate for PyTorch's eager mode with autograd.
 * power: datasheets.
 """
@@ -117,4 +118,6 @@ def _blackwell(multiprocessors: int, half: float, eighth: float, watts: float) -
 
 
 B200 = _blackwell(148, 0.72, 0.69, 1000.0)
+B300 = _blackwell(148, 0.73, 0.68, 1100.0)
 GB200 = _blackwell(152, 0.70, 0.69, 1200.0)
+GB300 = _blackwell(152, 0.70, 0.69, 1400.0)

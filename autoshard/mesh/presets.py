@@ -16,7 +16,15 @@ from difflib import SequenceMatcher
 from types import MappingProxyType
 
 from autoshard.errors import MeshError
-from autoshard.mesh.kernel_presets import AMPERE, B200, GB200, HOPPER, clock_at
+from autoshard.mesh.kernel_presets import (
+    AMPERE,
+    B200,
+    B300,
+    GB200,
+    GB300,
+    HOPPER,
+    clock_at,
+)
 from autoshard.mesh.nccl import NVLS_BLACKWELL, NVLS_HOPPER, Figures, network, nvlink, pcie
 from autoshard.mesh.topology import Device, KernelRates, Link, Topology
 
@@ -164,6 +172,15 @@ _TOPOLOGIES = MappingProxyType(
                 "datasheet: 1440 GB and 64 TB/s for 8 GPUs, 8 x 400 Gb/s ConnectX-7",
             ),
             _sxm(
+                "b300-sxm",
+                _gpu("NVIDIA B300 SXM", _blackwell_peaks(2250e12), 8e12, 288e9, B300),
+                8,
+                bandwidths=(900e9, 100e9),
+                nvls=NVLS_BLACKWELL,
+                source="NVIDIA HGX B300 datasheet: 2.3 TB and 64 TB/s HBM3e for 8 GPUs; DGX B300: "
+                "8 x 800 Gb/s ConnectX-8 for 8 GPUs",
+            ),
+            _sxm(
                 "gb200-nvl72",
                 _gpu("NVIDIA GB200", _blackwell_peaks(2500e12), 8e12, 186e9, GB200),
                 72,
@@ -171,6 +188,15 @@ _TOPOLOGIES = MappingProxyType(
                 nvls=NVLS_BLACKWELL,
                 source="NVIDIA GB200 NVL72 datasheet, each figure by 72: 13.4 TB and 576 TB/s "
                 "HBM3e, 180 PFLOP/s dense bfloat16; 400 Gb/s ConnectX-7 per GPU",
+            ),
+            _sxm(
+                "gb300-nvl72",
+                _gpu("NVIDIA GB300", _blackwell_peaks(2500e12), 8e12, 279e9, GB300),
+                72,
+                bandwidths=(900e9, 100e9),
+                nvls=NVLS_BLACKWELL,
+                source="NVIDIA GB300 NVL72 datasheet, each figure by 72: 20.1 TB and 576 TB/s "
+                "HBM3e, 180 PFLOP/s dense bfloat16; 800 Gb/s ConnectX-8 per GPU",
             ),
             _pcie(
                 "a100-pcie-80gb",

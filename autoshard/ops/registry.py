@@ -50,6 +50,14 @@ FAMILIES = (
 SPECS = {name: spec for family in FAMILIES for spec in family.SPECS for name in spec.names}
 """Specs by operator (`aten.max.dim`), or by packet for all overloads (`aten.add`)."""
 
+_FUSIBLE = (
+    *pointwise.SPECS,
+    *normalisation.SPECS,
+    *(SPECS[f"aten.{name}"] for name in ("sum", "mean", "amax", "softmax.int", "log_softmax.int")),
+    *(SPECS[f"aten.{name}.default"] for name in ("cat", "dropout")),
+)
+"""Specs of operators that TorchInductor fuses: pointwise ones, normalisations, reductions."""
+
 _UNKNOWN = OperatorSpec(operators="", rule=replicated, saves=saves_everything)
 
 
@@ -63,6 +71,11 @@ def spec_for(operator: str) -> OperatorSpec:
 def has_rule(operator: str) -> bool:
     """True if an operator has a built-in rule."""
     return spec_for(operator) is not _UNKNOWN
+
+
+def is_fusible(operator: str) -> bool:
+    """True if a compiler fuses an operator with the pointwise operators around it."""
+    return spec_for(operator) in _FUSIBLE
 
 
 def is_view(operator: str) -> bool:

@@ -16,6 +16,10 @@ Pattern = Literal["ddp", "fsdp2", "hsdp", "megatron", "megatron-sp"]
 Algorithm = Literal["optimal", "ddp", "fsdp2", "hsdp", "megatron", "megatron-sp"]
 ExportableTo = Literal["fsdp2", "parallelize-module", "hf-tp-plan", "torchtitan"]
 Recomputing = Literal["auto", "never", "always"]
+ExecutionMode = Literal["eager", "compile"]
+AttentionKernel = Literal[
+    "auto", "flash_attention_2", "flash_attention_3", "flash_attention_4", "cudnn_attention"
+]
 StateDType = Literal["float32", "float16", "bfloat16"]
 Moved = Literal["parameters", "activations"]
 CollectiveKind = Literal[
@@ -299,6 +303,45 @@ class PlanOptions(_Options):
         description=(
             "element type in which the gradients of micro-batches are summed; the type of the "
             "gradients if null. Gradients are computed and reduced in their own type."
+        ),
+    )
+    fused_gradient_accumulation: bool = Field(
+        default=False,
+        description=(
+            "whether products that compute gradients add them to the sum over micro-batches, as "
+            "Megatron-LM's kernels do, instead of a pass of its own."
+        ),
+    )
+    foreach_optimizer: bool = Field(
+        default=False,
+        description=(
+            "whether the optimizer updates parameters by several passes over all of them "
+            "(foreach=True of torch.optim), instead of one (fused=True)."
+        ),
+    )
+    execution: ExecutionMode = Field(
+        default="eager",
+        description=(
+            "how operators run. eager: each as kernels of its own, which the host launches. "
+            "compile: by torch.compile, which fuses pointwise operators, normalisations and "
+            "reductions of a layer that follow each other."
+        ),
+    )
+    float8_modules: tuple[_Pattern, ...] = Field(
+        fail_fast=True,
+        default=(),
+        max_length=1024,
+        description=(
+            "modules whose linear layers multiply 16-bit activations and weights in float8, as "
+            "after torchao's convert_to_float8_training: dotted paths, or patterns in which `*` "
+            "matches any text, such as `layers.*`. The casts are part of the price."
+        ),
+    )
+    attention_kernel: AttentionKernel = Field(
+        default="auto",
+        description=(
+            "kernel of scaled dot-product attention, for devices with rates of kernels. auto: the "
+            "first of the device."
         ),
     )
     overlap: bool = Field(

@@ -9,6 +9,7 @@ import numpy as np
 
 from autoshard.arrays import FloatArray
 from autoshard.costs import (
+    Execution,
     ForwardBackward,
     Frequency,
     OptimizerSpec,
@@ -27,7 +28,7 @@ from autoshard.costs import (
 from autoshard.errors import OptionError
 from autoshard.graph import DType, Graph, Input, InputKind, Node
 from autoshard.layouts import AxisType, Layout, Pricer, Step, regather_price, step_price
-from autoshard.mesh import Mesh
+from autoshard.mesh import Device, Mesh
 from autoshard.ops import (
     InnerCollective,
     Strategy,
@@ -40,6 +41,7 @@ from autoshard.ops import (
 )
 from autoshard.plan.constraints import pinned_sub_shards
 from autoshard.plan.document import Resharding
+from autoshard.plan.execution import check_float8, executions
 from autoshard.plan.gradients import Gradients
 from autoshard.plan.legality import without_invariant
 from autoshard.plan.nontrivial_axes import NontrivialAxes
@@ -80,6 +82,7 @@ def optimizer_of(options: PlanOptions) -> OptimizerSpec:
         OptimizerSpec.named(options.optimizer),
         state_dtype=None if options.state_dtype is None else DType(options.state_dtype),
         master_weights=options.master_weights,
+        foreach=options.foreach_optimizer,
     )
 
 
@@ -172,10 +175,20 @@ class Prices:
             )
         self.optimizer = optimizer_of(options)
         self.gradients = Gradients(graph, training=self.training)
-        self._device = mesh.topology.device
+        check_float8(options, mesh.topology.device)
+        self._device = with_attention(mesh.topology.device, options.attention_kernel)
         self._sizes = mesh.axis_sizes
         self._axes = NontrivialAxes.of(mesh)
         self._operators: dict[tuple[object, ...], OperatorPrices] = {}
+
+    @cached_property
+    def _executions(self) -> tuple[Execution, ...]:
+        return executions(self.graph, self._options)
+
+    def kind(self, node: Node) -> tuple[int, Execution]:
+        """What nodes of equal price have in common."""
+        number = self.graph.numbers[node.name]
+        return self.graph.kinds[number], self._executions[number]
 
     @cached_property
     def interleaved(self) -> Mapping[tuple[int, ...], tuple[AxisType, ...]]:
@@ -234,10 +247,13 @@ class Prices:
     def accumulation_time(self, dtype: DType, reduced: DType | None = None) -> float:
         """Seconds to sum one byte of gradients over the micro-batches of a step.
 
-        Every micro-batch after the first reads the sum and its own gradient, and writes the sum.
-        Arguments are those of `accumulation_factor`.
+        Every micro-batch after the first reads the sum and its own gradient, and writes the sum. If
+        the product that computes the gradient adds it to the sum, it reads and writes the sum
+        instead of writing the gradient. Arguments are those of `accumulation_factor`.
         """
-        moved = (self.micro_batches - 1) * (2 * self.accumulation_factor(dtype, reduced) + 1)
+        each = 2 * self.accumulation_factor(dtype, reduced)
+        each += -1 if self._options.fused_gradient_accumulation else 1
+        moved = (self.micro_batches - 1) * each
         return moved / self._device.stream_bandwidth
 
     def full_accumulation(self, reshardings: Iterable[Resharding]) -> float:
@@ -261,7 +277,7 @@ class Prices:
             partial: positions of the inputs that can be partial sums.
         """
         node = self.graph.nodes[number]
-        key = (self.graph.kinds[number], self.gradients.flows(node), partial)
+        key = (*self.kind(node), self.gradients.flows(node), partial)
         if key not in self._operators:
             self._operators[key] = self._price(node, partial)
         return self._operators[key]
@@ -383,7 +399,29 @@ class Prices:
             training=backward,
             name=efficiency_key(call) if self._device.operators else "",
             is_view=is_view(node.operator),
+            execution=self.kind(node)[1],
         )
+
+
+def with_attention(device: Device, kernel: str) -> Device:
+    """The device with the rates of one kernel of attention alone, if it has rates of kernels.
+
+    Args:
+        device: the device.
+        kernel: name of the kernel, or auto for the device's default.
+
+    Raises:
+        OptionError: the device has no rates of this kernel.
+    """
+    rates = device.kernels
+    if kernel == "auto":
+        return device
+    if rates is None or kernel not in rates.attention:
+        known = ", ".join(rates.attention) if rates else "none"
+        raise OptionError(
+            f"attention_kernel {kernel!r}: {device.name} has rates of {known}; leave it out"
+        )
+    return replace(device, kernels=replace(rates, attention={kernel: rates.attention[kernel]}))
 
 
 def _without_gradient(

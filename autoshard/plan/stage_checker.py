@@ -189,8 +189,8 @@ class StageCheck:
         if [n.name for n in stage.nodes] != [n.name for n in self._graph.nodes]:
             yield f"{stage.name}: its nodes are not the program's"
             return
-        for number, placed in enumerate(stage.nodes):
-            yield from self._check_node(number, self._graph.nodes[number], placed)
+        for node, placed in zip(self._graph.nodes, stage.nodes, strict=True):
+            yield from self._check_node(node, placed)
         values = [n for n, output in enumerate(self._graph.outputs) if output.name is not None]
         if [output.position for output in stage.outputs] != values:
             yield f"{stage.name}: its outputs are not the program's"
@@ -275,12 +275,12 @@ class StageCheck:
             yield from self._check_resharding(resharding, self._made[value], _NO_COMPUTE)
             self._made[value] = Layout.parse(resharding.target)
 
-    def _check_node(self, number: int, node: Node, placed: PlacedNode) -> Iterator[str]:
+    def _check_node(self, node: Node, placed: PlacedNode) -> Iterator[str]:
         if (len(placed.inputs), len(placed.outputs)) != (len(node.inputs), len(node.outputs)):
             yield f"node {node.name}: wrong number of layouts"
             self._is_sound = False
             return
-        work = self._local_work(number, node, placed)
+        work = self._local_work(node, placed)
         uses = zip(node.inputs, work.inputs, work.uses, strict=True)
         for position, (value, wanted, gradient) in enumerate(uses):
             compute = self._compute_beside(node, position, work)
@@ -317,10 +317,10 @@ class StageCheck:
             return _NO_COMPUTE
         return ForwardBackward(share * work.compute.forward, share * work.compute.backward)
 
-    def _local_work(self, number: int, node: Node, placed: PlacedNode) -> _LocalWork:
+    def _local_work(self, node: Node, placed: PlacedNode) -> _LocalWork:
         """The work of a rank for a node, computed once for equal nodes."""
         flows = self._gradients.flows(node)
-        key = (self._graph.kinds[number], placed.inputs, placed.outputs, flows)
+        key = (self._prices.kind(node), placed.inputs, placed.outputs, flows)
         if key not in self._work:
             self._work[key] = self._new_work(node, placed, backward=flows)
         return self._work[key]

@@ -230,7 +230,7 @@ class StageTiming:
             PlanError: no rule of the operator allows the layouts of the plan.
         """
         placed = self._placed[node.name]
-        kind = self._graph.kind(node)
+        kind = self.prices.kind(node)
         key = (kind, placed.inputs, placed.outputs, self.gradients.flows(node), placed.time)
         if key not in self._known:
             forward = self.prices.rank_compute(node, self._rank_sizes(node)).forward

@@ -40,6 +40,8 @@ def test_options_arrive_in_the_plan(archive: Path) -> None:
         *("--batch-axis", "axis0", "--skip-fully-replicated"),
         *("--reshard-after-forward", "never", "--activation-checkpointing", "never"),
         *("--master-weights", "--state-dtype", "bfloat16", "--overlap"),
+        *("--execution", "compile", "--float8-module", "up", "--foreach-optimizer"),
+        *("--attention-kernel", "cudnn_attention", "--fused-gradient-accumulation"),
     )
     assert Plan.from_json(result.stdout).options == PlanOptions.model_validate(
         {
@@ -61,6 +63,11 @@ def test_options_arrive_in_the_plan(archive: Path) -> None:
             "master_weights": True,
             "overlap": True,
             "state_dtype": "bfloat16",
+            "execution": "compile",
+            "float8_modules": ("up",),
+            "foreach_optimizer": True,
+            "attention_kernel": "cudnn_attention",
+            "fused_gradient_accumulation": True,
             "comparisons": True,
         }
     )

@@ -10,10 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autoshard.costs import operator_times
+from autoshard.costs import Execution, operator_times
 from autoshard.errors import MeshError
 from autoshard.graph import DType, Ref, Tensor
-from autoshard.mesh import AttentionRate, Device, KernelRates, get_topology
+from autoshard.mesh import (
+    AttentionRate,
+    Device,
+    KernelRates,
+    OperatorFit,
+    RooflineFit,
+    get_topology,
+)
 from autoshard.mesh.kernel_presets import HOPPER, clock_at
 from autoshard.ops import Call, Strategy, rule_for
 
@@ -26,6 +33,7 @@ PRESETS = {
     "H100-SXM": "h100-sxm",
     "H200": "h200-sxm",
     "B200": "b200-sxm",
+    "B300": "b300-sxm",
     "GB200": "gb200-nvl72",
 }
 ATTENTION = {
@@ -117,7 +125,7 @@ def attention_rate(kernel: str, shape: str, passes: str, device: Device) -> floa
 def test_published_rates_are_predicted() -> None:
     errors = {name: predicted / found - 1 for name, predicted, found in published()}
     off = {name: round(error, 3) for name, error in errors.items() if abs(error) > 0.15}
-    assert len(errors) == 99
+    assert len(errors) == 101
     assert len(off) <= 0.05 * len(errors), off
     assert np.median(np.abs(list(errors.values()))) < 0.04
 
@@ -240,3 +248,61 @@ def test_devices_without_rates_keep_the_fixed_efficiency() -> None:
     assert rates is not None
     assert rates.matmul_efficiency("float16") == 0.77
     assert rates.matmul_efficiency("complex64") == 0.77
+
+
+def add(execution: Execution, device: Device = H100) -> float:
+    """Seconds of an addition of two tensors of 64 MiB in training."""
+    tensor = Tensor((1 << 25,), BF16, requires_grad=True)
+    arguments = {"self": tensor, "other": tensor}
+    call = Call("aten.add.Tensor", tuple((k, Ref(k)) for k in arguments), (tensor,) * 2, (tensor,))
+    rule = rule_for(call)
+    chosen = [Strategy((), (), rule.sizes)]
+    found = operator_times(
+        rule, chosen, call.inputs, call.outputs, device, training=True, execution=execution
+    )
+    return float(found[0])
+
+
+def test_a_fused_operator_moves_what_its_kernel_does_not_have() -> None:
+    """Of the sum and its two inputs, each is read or written, and so is its gradient."""
+    assert H100.kernels is not None
+    one = (1 << 26) / (3.35e12 * H100.kernels.memory)
+    launches = 2 * H100.launch_overhead
+    assert add(Execution(is_compiled=True)) == pytest.approx(8 * one + launches)
+    first = Execution(is_compiled=True, launches=False, unwritten=frozenset({0}))
+    assert add(first) == pytest.approx(6 * one)
+    last = Execution(is_compiled=True, unread=frozenset({0}))
+    assert add(last) == pytest.approx(5 * one + launches)
+
+
+def test_a_fused_operator_has_no_overhead_of_its_own() -> None:
+    fits = OperatorFit(RooflineFit(0.25, 1.0), RooflineFit(0.5, 1.0))
+    device = replace(H100, operators={"stream": fits})
+    fused = add(Execution(is_compiled=True, launches=False), device)
+    assert add(Execution(is_compiled=True), device) == pytest.approx(0.75 + fused)
+
+
+def linear(execution: Execution) -> float:
+    activation, weight = (Tensor((8192, 8192), BF16, requires_grad=True) for _ in range(2))
+    inputs = (activation, weight)
+    arguments = (("input", Ref("input")), ("weight", Ref("weight")))
+    rule = rule_for(Call("aten.linear.default", arguments, inputs, (activation,)))
+    chosen = [Strategy((), (), rule.sizes)]
+    found = operator_times(
+        rule, chosen, inputs, (activation,), H100, training=True, execution=execution
+    )
+    return float(found[0])
+
+
+def test_products_in_float8_pay_for_their_casts() -> None:
+    assert H100.kernels is not None
+    products = 3 * product(8192, 8192, 8192, FP8)
+    tensor = 2 * 8192 * 8192 / (3.35e12 * H100.kernels.memory)
+    # Of activation, weight and the gradient of the output: read, and written twice in half.
+    launch = H100.launch_overhead
+    compiled = linear(Execution(is_compiled=True, in_float8=True))
+    assert compiled == pytest.approx(products + 3 * (2 * tensor + launch))
+    # In eager mode they are read once more, for their largest elements.
+    eager = linear(Execution(in_float8=True))
+    assert eager == pytest.approx(compiled + 3 * (tensor + launch))
+    assert eager < linear(Execution())

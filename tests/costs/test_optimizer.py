@@ -73,6 +73,15 @@ def test_without_an_optimizer_there_are_no_master_weights() -> None:
         (OptimizerSpec(Optimizer.ADAMW, state_dtype=DType.FLOAT32), DType.BFLOAT16, 6 + 16),
         # Read the copy, g, m and v, write p, the copy, m and v.
         (OptimizerSpec(Optimizer.ADAMW, master_weights=True), DType.BFLOAT16, 4 + 8 + 16),
+        # Foreach: 4 passes over p, 2 over g, 3 over m, 5 over v and 6 over temporaries like v.
+        (OptimizerSpec(Optimizer.ADAMW, foreach=True), DType.FLOAT32, 80),
+        (
+            OptimizerSpec(Optimizer.ADAMW, master_weights=True, foreach=True),
+            DType.BFLOAT16,
+            4 * 4 + 2 + 2 * 2 + 14 * 4,
+        ),
+        (OptimizerSpec(Optimizer.SGD_MOMENTUM, foreach=True), DType.FLOAT32, 32),
+        (OptimizerSpec(Optimizer.SGD, foreach=True), DType.FLOAT32, 12),
         # Read p, g twice, 2 * 10 statistics of 100 elements; write p and the statistics.
         (OptimizerSpec(Optimizer.ADAFACTOR), DType.FLOAT32, 16 + 2 * 4 * 0.2),
     ],

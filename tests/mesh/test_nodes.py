@@ -233,7 +233,7 @@ def test_names_of_axes_are_given_once_and_for_all_axes() -> None:
         ("H100", "h100-sxm"),
         ("H100 SXM", "h100-sxm"),
         ("h200", "h200-sxm"),
-        ("nvl72", "gb200-nvl72"),
+        ("gb300", "gb300-nvl72"),
         ("a100-pcie", "a100-pcie-80gb"),
         ("a100_40gb", "a100-sxm-40gb"),
         ("l40s", "l40s-pcie"),

@@ -1,6 +1,6 @@
 """Cuts into pipeline stages that make the largest stage as small as possible."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 
@@ -34,11 +34,11 @@ def node_weights(
         return _state_weights(cutter, in_bytes=weight == "bytes")
     graph = cutter.graph
     prices = Prices(graph, mesh, options)
-    known: dict[tuple[int, bool], float] = {}
+    known: dict[Hashable, float] = {}
     found = np.zeros(len(graph.nodes))
     for i in cutter.placed:
         node = graph.nodes[i]
-        key = graph.kinds[i], prices.gradients.flows(node)
+        key = prices.kind(node), prices.gradients.flows(node)
         if key not in known:
             rule = rule_for(call_of(graph, node))
             if weight == "flops":

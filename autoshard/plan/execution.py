@@ -1,0 +1,165 @@
+"""How the operators of a program are executed: fused by a compiler, or multiplied in float8."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+from autoshard.costs import Category, Execution, categorise
+from autoshard.errors import OptionError
+from autoshard.graph import DType, Graph, Node
+from autoshard.mesh import Device
+from autoshard.ops import call_of, is_fusible, is_view, rule_for, weights_of
+from autoshard.plan.modules import module_paths
+from autoshard.plan.options import PlanOptions
+
+FLOAT8 = DType.FLOAT8_E4M3FN
+"""Element type of products in float8."""
+
+_HALF = (DType.BFLOAT16, DType.FLOAT16)
+
+
+def executions(graph: Graph, options: PlanOptions) -> tuple[Execution, ...]:
+    """How each node of a program is executed."""
+    compiled = options.execution == "compile"
+    known: dict[Execution, Execution] = {}
+    numbers = range(len(graph.nodes))
+    fusion = _Fusion(graph) if compiled else None
+    in_float8 = _in_float8(graph, options.float8_modules)
+    found = []
+    for i in numbers:
+        execution = Execution(
+            is_compiled=compiled,
+            launches=fusion is None or fusion.launches(i),
+            unread=fusion.unread[i] if fusion else frozenset(),
+            unwritten=fusion.unwritten[i] if fusion else frozenset(),
+            in_float8=i in in_float8,
+        )
+        found.append(known.setdefault(execution, execution))
+    return tuple(found)
+
+
+def check_float8(options: PlanOptions, device: Device) -> None:
+    """Raise OptionError if products in float8 are asked for, but the device has none."""
+    if options.float8_modules and FLOAT8 not in device.peak_flops:
+        raise OptionError(f"float8_modules: {device.name} has no peak_flops of {FLOAT8}")
+
+
+def _in_float8(graph: Graph, modules: Sequence[str]) -> frozenset[int]:
+    """The products of a 16-bit weight and an activation, in modules with one of these names."""
+    if not modules:
+        return frozenset()
+    weights = weights_of(graph)
+    found = set()
+    for i, node in enumerate(graph.nodes):
+        paths = module_paths(node.module)
+        if not any(fnmatchcase(path, name) for path in paths for name in modules):
+            continue
+        call = call_of(graph, node)
+        is_weight = [v in weights for v in node.inputs if len(graph.values[v].shape) > 1]
+        if categorise(rule_for(call), call.inputs, is_view=is_view(node.operator)) is not (
+            Category.CONTRACTION
+        ):
+            continue
+        halves = [t.dtype in _HALF for t in call.inputs if t.dtype.is_differentiable]
+        if any(is_weight) and not all(is_weight) and all(halves):
+            found.add(i)
+    return frozenset(found)
+
+
+class _Fusion:
+    """Operators that a compiler fuses into one kernel.
+
+    Pointwise operators, normalisations and reductions are fused with those that read them, through
+    views, as TorchInductor does. Of two operators that have equally many products and other kernels
+    before them on the longest path, neither waits for a kernel that waits for the other, so a group
+    of connected ones is one kernel. Groups do not cross the boundaries of layers (numbered
+    modules), so that equal layers are fused in the same way, as if each layer were compiled.
+
+    Attributes:
+        unread: for each node, the inputs that its kernel has made or read already.
+        unwritten: for each node, the outputs that only its kernel reads.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._roots = list(range(len(graph.nodes)))
+        self._made_by: dict[str, int] = {}
+        self._source: dict[str, str] = {}
+        self._readers: dict[str, list[int]] = defaultdict(list)
+        self._connect()
+        self._members: dict[int, list[int]] = defaultdict(list)
+        for i in range(len(graph.nodes)):
+            self._members[self._root(i)].append(i)
+        self.unread = self._unread()
+        self.unwritten = self._unwritten()
+
+    def launches(self, number: int) -> bool:
+        """True if a kernel ends with a node."""
+        return number == self._members[self._root(number)][-1]
+
+    def _connect(self) -> None:
+        graph = self._graph
+        levels: dict[str, int] = {}
+        for i, node in enumerate(graph.nodes):
+            level = max((levels.get(v, 0) for v in node.inputs), default=0)
+            if is_view(node.operator):
+                origin = self._source.get(node.inputs[0], node.inputs[0]) if node.inputs else ""
+                self._source.update(dict.fromkeys(node.outputs, origin))
+            else:
+                is_fused = self._is_fusible(node)
+                for value in dict.fromkeys(self._source.get(v, v) for v in node.inputs):
+                    self._readers[value].append(i)
+                    maker = self._made_by.get(value)
+                    if maker is None or not is_fused or levels.get(value) != level:
+                        continue
+                    if _layer(graph.nodes[maker]) == _layer(node):
+                        self._roots[self._root(i)] = self._root(maker)
+                if is_fused:
+                    self._made_by.update(dict.fromkeys(node.outputs, i))
+                level += not is_fused
+            levels.update(dict.fromkeys(node.outputs, level))
+
+    def _is_fusible(self, node: Node) -> bool:
+        inputs = (self._graph.values[v] for v in node.inputs)
+        return is_fusible(node.operator) and any(t.dtype.is_differentiable for t in inputs)
+
+    def _root(self, number: int) -> int:
+        while self._roots[number] != number:
+            self._roots[number] = self._roots[self._roots[number]]
+            number = self._roots[number]
+        return number
+
+    def _unread(self) -> list[frozenset[int]]:
+        graph, seen = self._graph, set[tuple[int, str]]()
+        found = []
+        for i, node in enumerate(graph.nodes):
+            root = self._root(i)
+            values = [self._source.get(v, v) for v in node.inputs]
+            found.append(frozenset(p for p, v in enumerate(values) if (root, v) in seen))
+            seen.update((root, v) for v in (*values, *node.outputs))
+        return found
+
+    def _unwritten(self) -> list[frozenset[int]]:
+        graph = self._graph
+        returned = {self._source.get(o.name, o.name) for o in graph.outputs if o.name is not None}
+        found = []
+        for i, node in enumerate(graph.nodes):
+            root = self._root(i)
+            inside = (
+                p
+                for p, value in enumerate(node.outputs)
+                if value not in returned and self._read_within(value, root)
+            )
+            found.append(frozenset(inside))
+        return found
+
+    def _read_within(self, value: str, root: int) -> bool:
+        readers = self._readers.get(value, ())
+        return bool(readers) and all(self._root(i) == root for i in readers)
+
+
+def _layer(node: Node) -> str:
+    """The path of a node's module up to the first number."""
+    parts = node.module.split(".") if node.module else []
+    ends = [i for i, part in enumerate(parts) if part.isdecimal()]
+    return ".".join(parts[: ends[0] + 1]) if ends else ""

@@ -1,0 +1,175 @@
+"""Programs that are compiled, multiplied in float8, or run by another attention kernel."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from support.models import Planner, graph_of, llama, meta, small_graph
+from torch import Tensor, nn
+
+from autoshard import PlanOptions, make_mesh
+from autoshard.errors import OptionError
+from autoshard.graph import Graph
+from autoshard.mesh import Device, Mesh
+from autoshard.plan import check_plan
+from autoshard.plan.execution import executions
+
+COMPILED = PlanOptions(execution="compile")
+
+
+class Layers(nn.Module):
+    """Products with chains of pointwise operators between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(1024, 1024), nn.Linear(1024, 1024)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(torch.nn.functional.rms_norm(x, (1024,)))
+        y = torch.sigmoid(y).view(-1, 1024) * y.view(-1, 1024)
+        return x + self.down(torch.tanh(y)).view(x.shape)
+
+
+def layers(dtype: torch.dtype = torch.bfloat16) -> Graph:
+    module = meta(lambda: (Layers().to(dtype), {"x": torch.zeros(4, 8, 1024, dtype=dtype)}))
+    return graph_of(module)
+
+
+def by_name(graph: Graph, options: PlanOptions) -> dict[str, Any]:
+    nodes = zip(graph.nodes, executions(graph, options), strict=True)
+    return {node.name: execution for node, execution in nodes}
+
+
+def test_pointwise_operators_between_products_are_one_kernel() -> None:
+    graph = layers()
+    found = by_name(graph, COMPILED)
+    assert found["sigmoid"].unwritten == {0}
+    assert not found["sigmoid"].launches
+    # Its other factor was read by the sigmoid already.
+    assert found["mul"].unread == {0, 1}
+    assert found["mul"].unwritten == {0}
+    assert found["tanh"].launches
+    assert found["tanh"].unread == {0}
+    assert not found["tanh"].unwritten, "a product reads it"
+    assert all(x.launches for name, x in found.items() if name.startswith("linear"))
+
+
+def test_layers_are_compiled_one_by_one() -> None:
+    """The sum that ends a layer is read by the next one's norm, in another kernel."""
+    graph = layers()
+    found = by_name(graph, COMPILED)
+    assert found["add"].launches
+    assert not found["add"].unwritten
+    assert not found["rms_norm_1"].unread
+
+
+def test_eager_operators_are_kernels_of_their_own() -> None:
+    assert set(executions(layers(), PlanOptions())) == {executions(layers(), PlanOptions())[0]}
+    assert all(x.launches and not x.unread for x in executions(layers(), PlanOptions()))
+
+
+def test_results_of_the_program_are_written() -> None:
+    class Returned(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            y = torch.exp(x)
+            return y.view(-1), torch.tanh(y)
+
+    graph = graph_of(meta(lambda: (Returned(), {"x": torch.zeros(4, 8)})))
+    found = by_name(graph, COMPILED)
+    assert not found["exp"].unwritten
+    assert found["tanh"].unread == {0}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"execution": "compile"},
+        {"execution": "compile", "activation_checkpointing": "always"},
+        {"float8_modules": ("layers.*",)},
+        {"foreach_optimizer": True},
+        {"fused_gradient_accumulation": True, "micro_batches": 4},
+    ],
+    ids=str,
+)
+def test_plans_have_the_costs_of_their_execution(planned: Planner, options: dict[str, Any]) -> None:
+    graph = layers()
+    plan = planned(graph, (2, 2), **options)
+    assert check_plan(plan) == ()
+    first = next(iter(options))
+    changed = plan.options.model_copy(update={first: PlanOptions.model_fields[first].default})
+    claimed = plan.model_copy(update={"options": changed})
+    assert any("takes" in x or "adds up" in x for x in check_plan(claimed))
+
+
+def test_attention_takes_the_time_of_its_kernel(planned: Planner) -> None:
+    graph = small_graph(llama)
+    default, same = (
+        planned(graph, (1,), attention_kernel=kernel).costs.compute
+        for kernel in ("auto", "flash_attention_2")
+    )
+    assert default == same
+    plan = planned(long_attention(), (1,), mode="inference")
+    faster = planned(long_attention(), (1,), mode="inference", attention_kernel="flash_attention_3")
+    assert faster.costs.compute < 0.65 * plan.costs.compute
+
+
+def long_attention() -> Graph:
+    class Attention(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+    heads = torch.zeros(1, 16, 8192, 128, dtype=torch.bfloat16, requires_grad=True)
+    return graph_of(meta(lambda: (Attention(), {"x": heads})))
+
+
+def test_compiled_plans_are_faster(planned: Planner) -> None:
+    graph = small_graph(llama)
+    assert (
+        planned(graph, (2,), execution="compile").costs.total
+        < 0.6 * planned(graph, (2,)).costs.total
+    )
+
+
+def test_only_named_modules_multiply_in_float8() -> None:
+    options = PlanOptions(float8_modules=("layers.1",))
+    found = by_name(layers(), options)
+    assert {name for name, x in found.items() if x.in_float8} == {"linear_2", "linear_3"}
+    assert not any(x.in_float8 for x in executions(layers(torch.float32), options)), "not 16-bit"
+
+
+def without_kernels(mesh: Mesh, **changes: Any) -> Mesh:
+    device: Device = replace(mesh.topology.device, kernels=None, **changes)
+    return replace(mesh, topology=replace(mesh.topology, device=device))
+
+
+def test_what_the_device_does_not_have_is_refused(planned: Planner) -> None:
+    graph, mesh = layers(), without_kernels(make_mesh((2,)))
+    with pytest.raises(OptionError, match="has rates of none; leave it out"):
+        planned(graph, mesh, attention_kernel="flash_attention_2")
+    with pytest.raises(OptionError, match="flash_attention_2, flash_attention_3, cudnn_attention"):
+        planned(graph, (2,), attention_kernel="flash_attention_4")
+    with pytest.raises(OptionError, match=r"float8_modules: .* has no peak_flops of float8"):
+        planned(graph, without_kernels(mesh, peak_flops={"float32": 1e12}), float8_modules=("*",))
+
+
+def test_sums_in_the_product_move_fewer_bytes(planned: Planner) -> None:
+    """A gradient is not written and read, in each micro-batch but the first."""
+    graph = layers()
+    apart, fused = (
+        planned(graph, (1,), micro_batches=3, fused_gradient_accumulation=fused).costs.optimizer
+        for fused in (False, True)
+    )
+    parameters = 4 * (1024 * 1024 + 1024)
+    assert apart - fused == pytest.approx(2 * parameters * 2 * 2 / (3.35e12 * 0.88))
