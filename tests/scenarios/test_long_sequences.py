@@ -16,7 +16,7 @@ from autoshard.planner import make_plan
 
 EIGHT = make_mesh((8,))
 LLAMA_8B = {"width": 4096, "hidden": 14336, "heads": 32, "groups": 8, "vocabulary": 128256}
-SEQUENCE, CACHED = 32768, 131072
+SEQUENCE, CACHED = 32768, 262144
 
 
 def exported(build: Callable[[], Case]) -> Graph:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from scenarios.alpa import operators, optimal, parameters
 from scenarios.architectures import empty, graph_of
+from support.meshes import one_rate_mesh
 from torch import nn
 
 from autoshard.errors import OptionError
@@ -18,7 +19,7 @@ from autoshard.graph import Graph
 from autoshard.mesh import make_mesh
 from autoshard.plan import Plan
 
-FLAT, TALL = make_mesh((256,)), make_mesh((32, 8))
+FLAT, TALL = one_rate_mesh(256), one_rate_mesh(32, 8)
 
 
 class FeedForward(nn.Module):
@@ -108,6 +109,15 @@ def test_d1_d2_d3_products_see_whole_weights_and_their_share_of_the_batch(
     kinds = {"all_reduce"} if rest == "I" else {"all_gather", "reduce_scatter"}
     assert {c.kind for c in plan.collectives} == kinds
     assert {c.count for c in plan.collectives} == {num_products}
+
+
+def test_d1_gradients_over_many_nodes_are_all_reduced_as_nccl_has_trees_for_that_alone() -> None:
+    """A reduce-scatter has 255 steps, more time than a tree needs for twice the bytes."""
+    module, sizes, shape, _ = FEED_FORWARD
+    graph = build(module, *sizes, x=shape)
+    plan = placed(graph, make_mesh((256,)), pins=pinned("S(0)", {"*": "S(0)"}))
+    assert {c.kind for c in plan.collectives} == {"all_gather", "all_reduce"}
+    assert set(operators(plan, graph, "linear")) == {(("S(0)", "R"), "S(0)")}
 
 
 def test_d5_a_block_on_two_axes_is_cut_by_batch_and_heads() -> None:

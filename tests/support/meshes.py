@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from autoshard.mesh import Axis, Device, Link, Mesh, Topology, make_mesh
+from autoshard.mesh import COLLECTIVES, Axis, Device, Link, Mesh, Rate, Topology, make_mesh
 
 SLOW = Device("slow", {"float32": 1e7}, memory_bandwidth=1e8, memory=1 << 34)
 """So slow that links are nearly free beside it."""
@@ -31,3 +31,13 @@ def roofline_mesh() -> Mesh:
     mesh = make_mesh((4,))
     device = replace(mesh.topology.device, kernels=None)
     return replace(mesh, topology=replace(mesh.topology, device=device))
+
+
+def one_rate_mesh(*shape: int) -> Mesh:
+    """Nodes of 8 H100s whose links have one rate for all collectives, as if measured."""
+    mesh = make_mesh(shape)
+    links = (
+        Link("inside", 8, 450e9, 0.6e-6, dict.fromkeys(COLLECTIVES, Rate(450e9, 0.6e-6))),
+        Link("between", None, 50e9, 2.7e-6, dict.fromkeys(COLLECTIVES, Rate(50e9, 2.7e-6))),
+    )
+    return replace(mesh, topology=replace(mesh.topology, levels=links, collective_overhead=6.6e-6))
