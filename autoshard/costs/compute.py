@@ -34,7 +34,12 @@ from typing import NamedTuple
 import numpy as np
 
 from autoshard.arrays import FloatArray
-from autoshard.costs.kernels import Extents, attention_seconds, product_seconds
+from autoshard.costs.kernels import (
+    Extents,
+    attention_seconds,
+    product_seconds,
+    unfused_attention_seconds,
+)
 from autoshard.costs.local import LocalSizes, letters_of
 from autoshard.graph import DType, Tensor
 from autoshard.mesh import Device, KernelRates, RooflineFit
@@ -302,18 +307,30 @@ class _Operator:
         return seconds
 
     def attention(self, kernels: KernelRates, *, backward: bool) -> FloatArray | None:
-        """Seconds of fused attention; None if it is none, or none of the kernels is known."""
+        """Seconds of attention, fused if there are rates of a fused kernel; None if it is none."""
         contraction = self.contraction
-        if contraction.head is None or not kernels.attention:
+        if contraction.head is None:
             return None
-        head_size = sum(float(self.sizes.product(x).max()) for x in contraction.head) / 2
+        head_sizes = [float(self.sizes.product(letters).max()) for letters in contraction.head]
+        extents = contraction.extents(self.sizes, self.all_flops)
+        if not kernels.attention:
+            return unfused_attention_seconds(
+                extents,
+                self.dtype,
+                self.device,
+                kernels,
+                head_sizes=(head_sizes[0], head_sizes[1]),
+                itemsize=self.dtype.itemsize,
+                is_compiled=self.execution.is_compiled,
+                backward=backward,
+            )
         seconds = attention_seconds(
             self.flops,
-            contraction.extents(self.sizes, self.all_flops),
+            extents,
             self.dtype,
             self.device,
             kernels,
-            head_size=head_size,
+            head_size=sum(head_sizes) / 2,
             causal=self.is_causal,
             backward=backward,
         )

@@ -9,7 +9,8 @@ splits the fastest counts, as in the heuristics of cuBLAS. Operands are read whi
 computed; the output of Ampere's and Hopper's kernels is written in between.
 
 Fused attention computes a block of queries per multiprocessor, with the time to start and to end a
-block given in keys (`AttentionRate`).
+block given in keys (`AttentionRate`). Attention that is not fused is a product, a softmax and
+another product, between which the scores go through memory.
 """
 
 from dataclasses import dataclass
@@ -144,6 +145,62 @@ def attention_seconds(
     work = flops * (1 + overhead / seen) * waves
     result: FloatArray = (2.5 if backward else 1.0) * work / speed
     return result / rate.causal if causal else result
+
+
+def unfused_attention_seconds(
+    extents: Extents,
+    dtype: str,
+    device: Device,
+    kernels: KernelRates,
+    *,
+    head_sizes: tuple[float, float],
+    itemsize: int,
+    is_compiled: bool,
+    backward: bool,
+) -> FloatArray:
+    """Seconds of attention by products that write and read all scores, shape [S].
+
+    Scores are computed by one product, become weights, and are read by another; masked ones are
+    computed too. Backward computes four products.
+
+    Args:
+        extents: of the whole as one product: queries per batch and head, the head size of values,
+            and as terms the keys times both head sizes over that of values.
+        dtype: PyTorch's name of the element type.
+        device: device of the rank.
+        kernels: its rates.
+        head_sizes: head sizes of keys and of values.
+        itemsize: bytes of a score.
+        is_compiled: True if scale, mask and softmax are one kernel.
+        backward: True for backward.
+    """
+    depth, size = (head_size + 0.0 * extents.rows for head_size in head_sizes)
+    queries, batch = extents.rows, extents.batch
+    keys = extents.terms * size / (depth + size)
+    scores = itemsize * batch * queries * keys
+    writing, reading = [(queries, keys, depth)], [(queries, size, keys)]
+    if backward:
+        writing = [(queries, keys, size)]
+        reading = [(keys, size, queries), (queries, depth, keys), (keys, depth, queries)]
+    seconds = _UNFUSED_PASSES[is_compiled, backward] * scores / device.stream_bandwidth
+    for products, is_written in ((writing, True), (reading, False)):
+        for rows, columns, terms in products:
+            seconds = seconds + product_seconds(
+                Extents(rows, columns, terms, batch),
+                dtype,
+                device,
+                kernels,
+                read=(not is_written) * scores + itemsize * batch * (rows + columns) * depth,
+                written=is_written * scores,
+            )
+    return seconds
+
+
+_UNFUSED_PASSES = {(False, False): 6, (False, True): 10, (True, False): 2, (True, True): 3}
+"""Reads and writes of the scores between the products of attention that is not fused, compiled or
+not, forward and backward. Forward, scale, mask and softmax each read and write them, or one kernel
+does; backward of a softmax reads two and writes one. In eager mode backward follows the published
+rates of PyTorch (plots of Dao-AILab/flash-attention)."""
 
 
 def _speed(rate: AttentionRate, head_size: float, *, backward: bool) -> float:

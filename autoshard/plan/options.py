@@ -18,7 +18,7 @@ ExportableTo = Literal["fsdp2", "parallelize-module", "hf-tp-plan", "torchtitan"
 Recomputing = Literal["auto", "never", "always"]
 ExecutionMode = Literal["eager", "compile"]
 AttentionKernel = Literal[
-    "auto", "flash_attention_2", "flash_attention_3", "flash_attention_4", "cudnn_attention"
+    "auto", "flash_attention_2", "flash_attention_3", "flash_attention_4", "cudnn_attention", "math"
 ]
 StateDType = Literal["float32", "float16", "bfloat16"]
 Moved = Literal["parameters", "activations"]
@@ -341,7 +341,8 @@ class PlanOptions(_Options):
         default="auto",
         description=(
             "kernel of scaled dot-product attention, for devices with rates of kernels. auto: the "
-            "first of the device."
+            "first of the device. math: products and a softmax, with all scores in memory; these "
+            "are not counted as saved tensors."
         ),
     )
     overlap: bool = Field(

@@ -408,7 +408,7 @@ def with_attention(device: Device, kernel: str) -> Device:
 
     Args:
         device: the device.
-        kernel: name of the kernel, or auto for the device's default.
+        kernel: name of the kernel, auto for the device's default, or math for none that is fused.
 
     Raises:
         OptionError: the device has no rates of this kernel.
@@ -416,6 +416,8 @@ def with_attention(device: Device, kernel: str) -> Device:
     rates = device.kernels
     if kernel == "auto":
         return device
+    if rates is not None and kernel == "math":
+        return replace(device, kernels=replace(rates, attention={}))
     if rates is None or kernel not in rates.attention:
         known = ", ".join(rates.attention) if rates else "none"
         raise OptionError(

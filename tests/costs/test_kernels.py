@@ -23,6 +23,7 @@ from autoshard.mesh import (
 )
 from autoshard.mesh.kernel_presets import HOPPER, clock_at
 from autoshard.ops import Call, Strategy, rule_for
+from autoshard.plan.pricing import with_attention
 
 RATES = Path(__file__).parents[2] / "benchmarks/published/rates.csv"
 PRESETS = {
@@ -40,6 +41,7 @@ ATTENTION = {
     "FlashAttention-2": "flash_attention_2",
     "FlashAttention-3 fp16": "flash_attention_3",
     "cuDNN fp16": "cudnn_attention",
+    "PyTorch unfused": "math",
 }
 H100 = get_topology("h100-sxm").device
 BF16, FP8 = DType.BFLOAT16, DType.FLOAT8_E4M3FN
@@ -83,7 +85,7 @@ def attention(
 
 
 def published() -> Iterator[tuple[str, float, float]]:
-    """Name, predicted and published FLOP/s of products and fused attention."""
+    """Name, predicted and published FLOP/s of products and attention."""
     with RATES.open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     for row in rows:
@@ -105,18 +107,16 @@ def attention_rate(kernel: str, shape: str, passes: str, device: Device) -> floa
     """FLOP/s of attention with 2048 features and 16384 tokens, as FlashAttention counts them."""
     found = re.match(r"head_dim (\d+), causal=(\d), seq (\d+)(k?)", shape)
     assert found is not None
-    assert device.kernels is not None
     size, causal, number, thousands = found.groups()
     length, heads = int(number) * (1024 if thousands else 1), 2048 // int(size)
-    name = ATTENTION[kernel]
-    rates = replace(device.kernels, attention={name: device.kernels.attention[name]})
+    device = with_attention(device, ATTENTION[kernel])
     training, is_causal = passes == "fwd+bwd", causal == "1"
     flops = 4 * 16384 * 2048 * length * (3.5 if training else 1) / (2 if is_causal else 1)
     return flops / attention(
         heads * 16384 // length,
         length,
         int(size),
-        replace(device, kernels=rates),
+        device,
         causal=is_causal,
         training=training,
     )
@@ -125,7 +125,7 @@ def attention_rate(kernel: str, shape: str, passes: str, device: Device) -> floa
 def test_published_rates_are_predicted() -> None:
     errors = {name: predicted / found - 1 for name, predicted, found in published()}
     off = {name: round(error, 3) for name, error in errors.items() if abs(error) > 0.15}
-    assert len(errors) == 101
+    assert len(errors) == 111
     assert len(off) <= 0.05 * len(errors), off
     assert np.median(np.abs(list(errors.values()))) < 0.04
 
@@ -184,6 +184,17 @@ def test_backward_of_attention_has_two_and_a_half_times_the_flops() -> None:
     forward = attention(132, 16384, 128, device, causal=False)
     both = attention(132, 16384, 128, device, causal=False, training=True)
     assert both == pytest.approx(3.5 * forward, rel=1e-3)
+
+
+def test_scores_of_unfused_attention_go_through_memory() -> None:
+    """Two products and three passes, forward; masked scores are computed too."""
+    device = with_attention(H100, "math")
+    assert H100.kernels is not None
+    scores = 2 * 16 * 8192 * 8192 / (3.35e12 * H100.kernels.memory)
+    found = attention(16, 8192, 128, device, causal=False)
+    assert 6 * scores + 2 * scores < found < 6 * scores + 3.5 * scores
+    assert attention(16, 8192, 128, device, causal=True) == found
+    assert found > 4 * attention(16, 8192, 128, H100, causal=False)
 
 
 def test_ranks_with_few_heads_split_keys() -> None:

@@ -123,6 +123,8 @@ def test_attention_takes_the_time_of_its_kernel(planned: Planner) -> None:
     plan = planned(long_attention(), (1,), mode="inference")
     faster = planned(long_attention(), (1,), mode="inference", attention_kernel="flash_attention_3")
     assert faster.costs.compute < 0.65 * plan.costs.compute
+    unfused = planned(long_attention(), (1,), mode="inference", attention_kernel="math")
+    assert unfused.costs.compute > 4 * plan.costs.compute
 
 
 def long_attention() -> Graph:
