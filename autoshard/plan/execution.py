@@ -44,6 +44,12 @@ def check_float8(options: PlanOptions, device: Device) -> None:
         raise OptionError(f"float8_modules: {device.name} has no peak_flops of {FLOAT8}")
 
 
+def is_in_modules(node: Node, modules: Sequence[str]) -> bool:
+    """True if a node is in one of the modules with these dotted paths or patterns."""
+    paths = module_paths(node.module) if modules else ()
+    return any(fnmatchcase(path, name) for path in paths for name in modules)
+
+
 def _in_float8(graph: Graph, modules: Sequence[str]) -> frozenset[int]:
     """The products of a 16-bit weight and an activation, in modules with one of these names."""
     if not modules:
@@ -51,8 +57,7 @@ def _in_float8(graph: Graph, modules: Sequence[str]) -> frozenset[int]:
     weights = weights_of(graph)
     found = set()
     for i, node in enumerate(graph.nodes):
-        paths = module_paths(node.module)
-        if not any(fnmatchcase(path, name) for path in paths for name in modules):
+        if not is_in_modules(node, modules):
             continue
         call = call_of(graph, node)
         is_weight = [v in weights for v in node.inputs if len(graph.values[v].shape) > 1]

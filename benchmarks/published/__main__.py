@@ -27,13 +27,21 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="OUT", help="write all predictions")
     parser.add_argument("--document", type=Path, help="a page whose tables are written")
     parser.add_argument("--processes", type=int, default=2, help="number of processes")
+    parser.add_argument(
+        "--time-limit", type=float, default=600.0, help="seconds after which no row is planned"
+    )
     options = parser.parse_args()
     try:
         rows = read_rows(options.rows)
     except RowError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    predictions = predict(rows, options.processes, partial(print, flush=True))
+    predictions = predict(
+        rows,
+        options.processes,
+        time_limit=options.time_limit,
+        report=partial(print, flush=True),
+    )
     print(report.summary_table(predictions))
     if options.json is not None:
         text = json.dumps([one.to_json() for one in predictions], indent=1)

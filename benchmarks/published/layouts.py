@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autoshard.mesh import Mesh, Topology, get_topology, make_mesh
+from autoshard.mesh.kernel_presets import clock_at
 from autoshard.plan.options import PlanOptions
 from benchmarks.published.models import Batch, Dimensions
 from benchmarks.published.public_models import dimensions_of
@@ -25,7 +26,24 @@ _TOPOLOGIES: Mapping[str, str] = {
     "H200": "h200-sxm",
     "B200": "b200-sxm",
     "GB200": "gb200-nvl72",
+    "B300": "b300-sxm",
+    "GB300": "gb300-nvl72",
 }
+_A100_WATTS = 400.0
+_MEGATRON = ("Megatron", "NeMo", "MegaScale")
+_LINEAR = ("layers.*",)
+"""Modules whose matrix products are in FP8; embedding and head are not among them."""
+_ATTENTION: Mapping[str, str] = {
+    "FlashAttention-2": "flash_attention_2",
+    "FlashAttention-3": "flash_attention_3",
+    "FA3": "flash_attention_3",
+    "FlashAttention-4": "flash_attention_4",
+    "cuDNN": "cudnn_attention",
+    "TE fused attention": "cudnn_attention",
+    "Transformer Engine": "cudnn_attention",
+}
+"""Attention kernels by words of the column `compile_kernels_attn`; the first that occurs counts."""
+
 _RACK, _RACK_PART = 72, 64
 """GPUs of an NVL72 rack, and how many of them a job of several racks uses."""
 
@@ -125,14 +143,19 @@ def _check(row: Row) -> None:
         raise InexpressibleError("state-space layers with a public scan kernel are not modelled")
     if "CPU" in row["dp_variant"] or "CPU offload" in row["act_ckpt"]:
         raise InexpressibleError("offloading to the host is not modelled")
-    if "FP8" in precision.upper() or "FP4" in precision.upper():
-        raise InexpressibleError("matrix products in FP8 or FP4 are no option of planning")
+    if "FP4" in precision.upper():
+        raise InexpressibleError("matrix products in FP4 are no option of planning")
     if row["gpu_type"] not in _TOPOLOGIES:
         raise InexpressibleError(f"there is no topology preset for {row['gpu_type']}")
 
 
 def _topology(row: Row) -> Topology:
     topology = get_topology(_TOPOLOGIES[row["gpu_type"]])
+    watts = re.search(r"(\d+)W$", row["gpu_type"])
+    if watts and topology.device.kernels is not None:
+        clock = clock_at(float(watts[1]), _A100_WATTS)
+        kernels = replace(topology.device.kernels, clock=clock)
+        topology = replace(topology, device=replace(topology.device, kernels=kernels))
     gpus, size = row.number("gpus") or 1, topology.devices_per_node or 1
     size = _RACK_PART if size == _RACK and gpus > _RACK else size
     if gpus < size:
@@ -210,6 +233,7 @@ def _layout(row: Row, degrees: Degrees, dims: Dimensions) -> tuple[Mapping[str, 
         "master_weights": False,
         "accumulation_dtype": "float32" if degrees.micro_batches > 1 else None,
         **_pipeline(degrees, dims),
+        **_kernels(row),
     }
     variant = row["dp_variant"]
     if "FSDP" in variant or "ZeRO-3" in variant or "ZeRO-2" in variant:
@@ -217,6 +241,22 @@ def _layout(row: Row, degrees: Degrees, dims: Dimensions) -> tuple[Mapping[str, 
     options["distributed_optimizer"] = "no ZeRO" not in variant and "none" not in variant
     options["algo"] = "megatron-sp" if degrees.by_sequence else "megatron"
     return _megatron_axes(degrees), PlanOptions.model_validate(options)
+
+
+def _kernels(row: Row) -> dict[str, Any]:
+    """Options about the kernels that a source ran."""
+    framework, kernels = row["framework"], row["compile_kernels_attn"]
+    precision = row["precision"].upper()
+    is_eager = "llm-foundry" in framework or "DeepSpeed" in framework
+    attention = next((kernel for text, kernel in _ATTENTION.items() if text in kernels), "auto")
+    if "llm-foundry" in framework:
+        attention = "flash_attention_2"
+    return {
+        "execution": "eager" if is_eager else "compile",
+        "float8_modules": _LINEAR if "FP8" in precision else (),
+        "attention_kernel": attention,
+        "fused_gradient_accumulation": any(name in framework for name in _MEGATRON),
+    }
 
 
 def _pipeline(degrees: Degrees, dims: Dimensions) -> dict[str, Any]:
@@ -298,6 +338,7 @@ def _decoding(row: Row, dims: Dimensions) -> Request:
     options = PlanOptions(
         mode="inference",
         algo="megatron" if ranks > 1 else "optimal",
+        execution="compile",
         memory_budget=_NO_LIMIT,
         time_limit=_TIME_LIMIT,
     )

@@ -1,8 +1,11 @@
 """Predicted times of published runs."""
 
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from itertools import repeat
+from math import inf
 from typing import Any
 
 from autoshard.errors import AutoshardError
@@ -59,30 +62,45 @@ class Prediction:
 
 
 def predict(
-    rows: Iterable[Row], processes: int, report: Callable[[str], None] = lambda _: None
+    rows: Iterable[Row],
+    processes: int,
+    *,
+    time_limit: float = inf,
+    report: Callable[[str], None] = lambda _: None,
 ) -> list[Prediction]:
-    """Predictions of all rows, in their order.
+    """Predictions of all rows, in their order; rows that take the least time are planned first.
 
     Args:
         rows: published runs.
         processes: number of processes.
+        time_limit: seconds after which no further row is planned.
         report: called with a line for each prediction.
     """
     listed = list(rows)
     groups = _groups(listed)
     by_id: dict[str, Prediction] = {}
+    end = time.time() + time_limit
     with ProcessPoolExecutor(processes) as pool:
-        for group in pool.map(predict_group, groups):
+        for group in pool.map(predict_group, groups, repeat(end)):
             for one in group:
                 by_id[one.row.id] = one
                 report(_line(one))
     return [by_id[row.id] for row in listed]
 
 
-def predict_group(rows: list[Row]) -> list[Prediction]:
-    """Predictions of rows that share programs and plans."""
+def predict_group(rows: list[Row], end: float) -> list[Prediction]:
+    """Predictions of rows that share programs and plans.
+
+    Args:
+        rows: published runs.
+        end: time, as `time.time` counts, after which no further row is planned.
+    """
     known: dict[Any, Plan] = {}
-    return [_predict(row, known) for row in rows]
+    late = "not planned within the time limit of the run"
+    return [
+        _predict(row, known) if time.time() < end else Prediction(row, None, {}, reason=late)
+        for row in rows
+    ]
 
 
 def _groups(rows: Iterable[Row]) -> list[list[Row]]:
@@ -91,7 +109,14 @@ def _groups(rows: Iterable[Row]) -> list[list[Row]]:
     for row in rows:
         columns = ("model", "seq_len_tokens", "micro_batch_seqs_per_device", "gpus", "tp", "pp")
         groups.setdefault(tuple(row[column] for column in columns), []).append(row)
-    return sorted(groups.values(), key=lambda group: -(group[0].number("pp") or 1))
+    return sorted(groups.values(), key=lambda group: _effort(group[0]))
+
+
+def _effort(row: Row) -> tuple[int, int]:
+    """How long planning takes, in relation to other rows: by axes, and by pipeline ranks."""
+    axes = sum((row.number(name) or 1) > 1 for name in ("tp", "cp", "ep"))
+    pipeline = row.number("pp") or 1
+    return axes + 2 * (pipeline > 1), pipeline
 
 
 def _predict(row: Row, known: dict[Any, Plan]) -> Prediction:

@@ -3,7 +3,8 @@
 import pytest
 
 from autoshard.errors import OptionError
-from autoshard.graph import Graph, load_graph
+from autoshard.graph import Graph, graph_from_json, load_graph
+from autoshard.graph.experts import GROUPED_MM
 from autoshard.plan import Plan
 from autoshard.planner import make_plan
 from benchmarks.published.models import Batch, Dimensions, export_decoder
@@ -75,8 +76,11 @@ def test_an_axis_ep_shards_experts_and_the_batch(mixture: Graph) -> None:
     (stage,) = plan.stages
     ids = next(i for i in stage.inputs if i.target == "ids")
     assert ids.placements == ("Shard(dim=0)", "Shard(dim=0)")
-    moved = {(step.axis, step.action) for node in stage.nodes for step in node.inside}
-    assert ("ep", "all_to_all") in moved
+    graph = graph_from_json(stage.program)
+    products = {node.name for node in graph.nodes if node.operator == GROUPED_MM}
+    layouts = [node.inputs for node in stage.nodes if node.name in products]
+    assert len(layouts) == 4
+    assert all(matrices.split(",")[1] == "S(0)" for _, matrices, _ in layouts)
 
 
 def test_a_distributed_optimizer_needs_replicated_parameters(dense: Graph) -> None:
@@ -97,3 +101,18 @@ def test_equal_stages_of_a_pattern_are_as_fast_as_stages_planned_alone(dense: Gr
 def placements_of(stage: object, axis: str) -> str:
     axes = [name for name, _ in stage.axes]
     return " ".join(p.placements[axes.index(axis)] for p in stage.parameters)
+
+
+def test_equal_stages_multiply_in_float8_where_asked(dense: Graph) -> None:
+    options = {"algo": "megatron", "micro_batches": 4, "balance": (1, 1), "schedule": "1F1B"}
+    every, none, first = (
+        make_plan(dense, "pp=2,dp=2,tp=2", float8_modules=modules, **options)
+        for modules in (("layers.*",), (), ("layers.0.*",))
+    )
+    seconds = [
+        [stage.costs.compute for stage in plan.pipeline.stages]
+        for plan in (every, none, first)
+        if plan.pipeline is not None
+    ]
+    assert seconds[0][0] == seconds[2][0] != seconds[1][0]
+    assert seconds[0][1] != seconds[2][1] == seconds[1][1]

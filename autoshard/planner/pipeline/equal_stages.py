@@ -1,7 +1,7 @@
 """Planning equal stages once: stages that differ only in names, such as those of middle layers."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from typing import NamedTuple
@@ -12,6 +12,7 @@ from autoshard.graph.normalise.rewriting import rewire
 from autoshard.mesh import Mesh
 from autoshard.outcome import SolveStatus
 from autoshard.plan.document import Plan, Stage, StageTimes
+from autoshard.plan.execution import is_in_modules
 from autoshard.plan.options import Pins, PlanOptions
 from autoshard.plan.pricing import Prices
 from autoshard.plan.stage_times import stage_times
@@ -28,6 +29,8 @@ _SHARED_NUMBERS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 with another number gets the plan for the next one."""
 _NAMED = frozenset({InputKind.PREPARED, InputKind.USER, InputKind.LITERAL})
 """Inputs that keep their targets: equal stages have the same ones."""
+FLOAT8_MODULE = "float8"
+"""Module of the operators of numbered programs that may multiply in float8."""
 _NO_LIMIT = 1 << 62
 """A memory budget that no stage reaches, bytes."""
 
@@ -47,8 +50,13 @@ class NumberedGraph:
     nodes: Mapping[str, str]
 
     @classmethod
-    def of(cls, graph: Graph) -> "NumberedGraph":
-        """Number the names of a program. Prepared tensors keep theirs."""
+    def of(cls, graph: Graph, float8_modules: Sequence[str] = ()) -> "NumberedGraph":
+        """Number the names of a program. Prepared tensors keep theirs.
+
+        Args:
+            graph: the program.
+            float8_modules: as in `PlanOptions`; operators of these modules are in one module then.
+        """
         values = {i.name: f"i{n}" for n, i in enumerate(graph.inputs)}
         values |= {i.name: i.name for i in graph.inputs if i.kind is InputKind.PREPARED}
         for number, node in enumerate(graph.nodes):
@@ -65,7 +73,13 @@ class NumberedGraph:
                 )
                 for n, i in enumerate(graph.inputs)
             ),
-            nodes=tuple(_renamed(node, nodes[node.name], values) for node in graph.nodes),
+            nodes=tuple(
+                replace(
+                    _renamed(node, nodes[node.name], values),
+                    module=FLOAT8_MODULE if is_in_modules(node, float8_modules) else "",
+                )
+                for node in graph.nodes
+            ),
             outputs=tuple(
                 replace(
                     output,
@@ -120,10 +134,12 @@ class EqualStages:
         has_names = pins.parameters or pins.buffers or pins.nodes or options.checkpointed_modules
         if has_names:
             return self._new(graph, mesh, options)
-        numbered = NumberedGraph.of(graph)
+        numbered = NumberedGraph.of(graph, options.float8_modules)
         inputs = {numbered.values.get(name, name): x for name, x in pins.inputs.items()}
         pins = Pins(inputs=inputs, outputs=pins.outputs)
-        options = options.model_copy(update={"pins": pins, "comparisons": False})
+        names = (FLOAT8_MODULE,) if options.float8_modules else ()
+        update = {"pins": pins, "comparisons": False, "float8_modules": names}
+        options = options.model_copy(update=update)
         found = self._without_limit(numbered.graph, mesh, options)
         if found is None:
             found = self._for_more(numbered.graph, mesh, options)
