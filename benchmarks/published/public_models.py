@@ -1,6 +1,6 @@
 """Dimensions of public models, for rows that do not state them all.
 
-Sources are the config files of the models on the Hugging Face hub, by the names in the column
+Sources are the config files of the models on Hugging Face, by the names in the column
 `hf_config`, and for those without one the cited papers.
 """
 
