@@ -64,6 +64,7 @@ class Route:
         with_hints: true if the solver is told which nodes repeat.
         with_limit: true if the usage limit is kept.
         may_stay_open: true if the solution need not be proven optimal.
+        finds_least: true if the least limit of an infeasible problem is always found.
         time_limit: seconds, or None.
     """
 
@@ -72,6 +73,7 @@ class Route:
     with_hints: bool = True
     with_limit: bool = True
     may_stay_open: bool = False
+    finds_least: bool = True
     time_limit: float | None = None
 
 
@@ -98,7 +100,7 @@ ROUTES = MappingProxyType(
         "messages": Route(replace(_NO_TABLES, large_entries=0), with_hints=False),
         "narrow": Route(_NARROW, may_stay_open=True),
         "shared relaxed": Route(_STARVED),
-        "runs alone": Route(_DEFAULT, may_stay_open=True),
+        "runs alone": Route(_DEFAULT, may_stay_open=True, finds_least=False),
         "thin": Route(_THIN, with_hints=False, with_limit=False),
         "several limits": Route(_DEFAULT),
         "short of time": Route(_HUGE, may_stay_open=True, time_limit=_SHORT),
@@ -238,7 +240,8 @@ def _wrong_minimum(problem: Problem, found: Solution, route: Route) -> Iterator[
     """Errors of the least feasible limit of an infeasible problem."""
     least = found.statistics.get("minimum_usage")
     if least is None:
-        if route.time_limit is None and _is_feasible_at(problem, np.inf):
+        must_know = route.finds_least and route.time_limit is None
+        if must_know and _is_feasible_at(problem, np.inf):
             yield "no least limit"
         return
     if not _is_feasible_at(problem, least):

@@ -124,11 +124,15 @@ class ReducedProblem:
         return dropped
 
     def pick_of(self, choice: IntArray) -> dict[int, int] | None:
-        """Position per remaining variable of a choice; None if one of them was dropped."""
+        """Position per remaining variable of a choice.
+
+        Returns:
+            None if one of its strategies, or a pair of them, was dropped.
+        """
         picks = {}
         for v, variable in self.network.variables.items():
             place = int(np.searchsorted(variable.labels, choice[v]))
             if place == len(variable.labels) or variable.labels[place] != choice[v]:
                 return None
             picks[v] = place
-        return picks
+        return picks if np.isfinite(self.network.price(picks)) else None

@@ -19,6 +19,10 @@ def test_every_route_finds_what_brute_force_finds(route: int) -> None:
     assert [(e.seed, e.failure) for e in examined if e.failure] == []
 
 
+def test_a_choice_with_a_pair_that_reductions_dropped_does_not_start_branch_and_bound() -> None:
+    assert examine(15_603).failure == ""
+
+
 def test_runs_without_an_allowed_choice_are_infeasible() -> None:
     forbidden, index = np.full((2, 2), np.inf), np.arange(2)
     node = Node(np.zeros(2), np.array([0.0, 1.0]), (0, 1))

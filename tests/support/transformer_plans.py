@@ -15,7 +15,7 @@ from autoshard.planner import make_plan
 GPT2_LAYERS = ("transformer.h.0", "transformer.h.1")
 LLAMA_LAYERS = ("model.layers.0", "model.layers.1")
 
-MESHES = {"4": {"dp": 4}, "2x2": {"dp": 2, "tp": 2}}
+MESHES = {"4": {"dp": 4}, "tp=4": {"tp": 4}, "2x2": {"dp": 2, "tp": 2}}
 
 
 def _sequence_parallel(norms: str) -> dict[str, Any]:
