@@ -18,11 +18,9 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from autoshard.solve import Solution, SolverSettings, read_iopddl, solve_problem
+from autoshard.solve import Solution, read_iopddl, solve_problem
 
 _GZIP_MAGIC = b"\x1f\x8b"
-_SETTINGS = SolverSettings(forest_patience=100_000)
-"""Those of plans, but a search that stalls goes on until the time limit, as the contest allows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +103,7 @@ def main() -> int:
         problem = read_iopddl(path)
         loading = time.perf_counter() - start
         limit = float(seconds) if seconds else published(path).seconds
-        solution = solve_problem(problem, time_limit=limit, settings=_SETTINGS)
+        solution = solve_problem(problem, time_limit=limit)
         print(row(path, solution, loading), flush=True)
     return 0
 
