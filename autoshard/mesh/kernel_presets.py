@@ -18,6 +18,9 @@
 * FlashAttention-4 and cuDNN on Blackwell: Dao-AILab/flash-attention, pull requests 2605 and 2280;
   in a training step less (Bekman, "When to upgrade GPUs").
 * GB300: fractions of GB200.
+* MI300X: the maximum achievable matmul FLOP/s (Bekman) are 782 of 1300 TFLOP/s in bfloat16 under
+  ROCm 6.2. Other fractions were not measured: float8 has that of bfloat16, memory that of Hopper,
+  and attention is priced as its matrix products.
 * dispatch: a round estimate for PyTorch's eager mode with autograd.
 * power: datasheets.
 """
@@ -121,3 +124,13 @@ B200 = _blackwell(148, 0.72, 0.69, 1000.0)
 B300 = _blackwell(148, 0.73, 0.68, 1100.0)
 GB200 = _blackwell(152, 0.70, 0.69, 1200.0)
 GB300 = _blackwell(152, 0.70, 0.69, 1400.0)
+
+CDNA3 = KernelRates(
+    multiprocessors=304,
+    matmul={"bfloat16": 0.6, "float16": 0.6, "float32": 0.78, "float64": 0.78},
+    memory=0.88,
+    exposed_writes=1.0,
+    attention={},
+    dispatch=_DISPATCH,
+    power=750.0,
+)

@@ -90,6 +90,23 @@ def pcie(name: str, size: int | None, bandwidth: float) -> Link:
     return _link(name, size, bandwidth, _PCIE)
 
 
+def infinity_fabric(name: str, size: int | None, bandwidth: float) -> Link:
+    """AMD Infinity Fabric between the devices of a node, all of them linked to each other.
+
+    RCCL has rings as NCCL does; their rate is 75 % of that of the links (ROCm blogs, "Understanding
+    RCCL Bandwidth and xGMI Performance on AMD Instinct MI300X"). Their latencies were not measured:
+    they are those of NVLink. A group of a part of a node uses a part of the links of a device,
+    which is not modelled: it has the bandwidth of all of them.
+
+    Args:
+        name: display name.
+        size: devices of a node.
+        bandwidth: bytes per second per device and direction, over all of its links.
+    """
+    overhead, latency, _ = _NVLINK["ring Simple"]
+    return _link(name, size, bandwidth, {**_NVLINK, "ring Simple": (overhead, latency, 0.75)})
+
+
 def network(name: str, bandwidth: float) -> Link:
     """InfiniBand or RoCE between nodes, with the devices' share of the adapters of a node."""
     return _link(name, None, bandwidth, _NETWORK)

@@ -20,12 +20,13 @@ from autoshard.mesh.kernel_presets import (
     AMPERE,
     B200,
     B300,
+    CDNA3,
     GB200,
     GB300,
     HOPPER,
     clock_at,
 )
-from autoshard.mesh.nccl import NVLS_BLACKWELL, NVLS_HOPPER, Figures, network, nvlink, pcie
+from autoshard.mesh.nccl import NVLS_BLACKWELL, NVLS_HOPPER, Figures, infinity_fabric, network, nvlink, pcie
 from autoshard.mesh.topology import Device, KernelRates, Link, Topology
 
 DEFAULT_TOPOLOGY = "h100-sxm"
@@ -49,6 +50,14 @@ _HOPPER_PEAKS = {
     "bfloat16": 989.4e12,
     "float8_e4m3fn": 1978.9e12,
     "float8_e5m2": 1978.9e12,
+}
+_CDNA3_PEAKS = {
+    "float64": 81.7e12,
+    "float32": 163.4e12,
+    "float16": 1307.4e12,
+    "bfloat16": 1307.4e12,
+    "float8_e4m3fn": 2614.9e12,
+    "float8_e5m2": 2614.9e12,
 }
 _BLACKWELL_PEAKS = {"float64": 40e12, "float32": 80e12}
 
@@ -124,6 +133,9 @@ def _cpu(name: str, ethernet: float, source: str) -> Topology:
 _SPACES = re.compile(r"[\s_-]+")
 _MIN_LIKENESS = 0.75
 """Minimum likeness of a word to one of a preset that is suggested."""
+
+_PREFERRED = {"a100": "a100-sxm-80gb"}
+"""The presets of short names that several presets have."""
 
 _TOPOLOGIES = MappingProxyType(
     {
@@ -231,6 +243,13 @@ _TOPOLOGIES = MappingProxyType(
                 between=6.25e9,
                 source="NVIDIA L40S datasheet; AWS g6e.48xlarge: 8 GPUs, 400 Gb/s per machine",
             ),
+            Topology(
+                "mi300x-oam",
+                _gpu("AMD Instinct MI300X", _CDNA3_PEAKS, 5.3e12, 192e9, CDNA3),
+                (infinity_fabric("Infinity Fabric", 8, 7 * 64e9), network("network", 50e9)),
+                source="AMD Instinct MI300X data sheet: 7 links of 64 GB/s to the other GPUs of a "
+                "node; Azure ND MI300X v5: 8 x 400 Gb/s InfiniBand for 8 GPUs",
+            ),
             _cpu("cpu-10gbe", 1.25e9, "IEEE 802.3ae, 10 Gb/s per host"),
             _cpu("cpu-100gbe", 12.5e9, "IEEE 802.3ba, 100 Gb/s per host"),
         )
@@ -247,7 +266,7 @@ def get_topology(name: str) -> Topology:
     """Return a preset topology by name.
 
     Case does not matter, and words may be left out where only one preset has the others: `H100` is
-    `h100-sxm`. For a mesh whose nodes have fewer devices than those of the preset, see `nodes` of
+    `h100-sxm`; `a100` is `a100-sxm-80gb`. For a mesh whose nodes have fewer devices than those of the preset, see `nodes` of
     `make_mesh`.
 
     Raises:
@@ -257,7 +276,10 @@ def get_topology(name: str) -> Topology:
     found = _TOPOLOGIES.get(name)
     if found is not None:
         return found
-    words = set(_SPACES.split(name.strip().lower()))
+    lower = name.strip().lower()
+    if lower in _PREFERRED:
+        return _TOPOLOGIES[_PREFERRED[lower]]
+    words = set(_SPACES.split(lower))
     matches = [known for known in list_topologies() if words <= set(known.split("-"))]
     if len(matches) == 1:
         return _TOPOLOGIES[matches[0]]

@@ -91,7 +91,7 @@ def preset_of_device(name: str) -> str | None:
         preset
         for preset in list_topologies()
         if (parts := preset.split("-"))[0] in words
-        and (kind in parts or "nvl72" in parts)
+        and not {kind, "nvl72", "oam"}.isdisjoint(parts)
         and (len(parts) < 3 or parts[2] in words)  # noqa: PLR2004  the memory
     ]
     return matches[0] if len(matches) == 1 else None

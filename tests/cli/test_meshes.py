@@ -47,7 +47,7 @@ def test_every_mesh_of_a_search_has_the_nodes(archive: Path, tmp_path: Path) -> 
     [
         (("--mesh", "2x"), "'2x' is not a mesh; write the size of each axis"),
         (("--mesh", "2x4", "--nodes", "3"), "possible numbers of nodes x devices: 1 x 8, 2 x 4"),
-        (("--mesh", "2x4", "--topology", "a100"), "could be a100-pcie-80gb, a100-sxm-40gb or"),
+        (("--mesh", "2x4", "--topology", "a100-80gb"), "could be a100-pcie-80gb or a100-sxm-80gb"),
         (("--mesh", "2x4", "--topology", "h10"), "did you mean h100-sxm?"),
         (("--mesh", "2x4", "--intra-bandwidth", "450G"), "write 450GB/s or 450Gb/s"),
         (("--mesh", "2x4", "--memory", "80"), "80 is 80 bytes; did you mean 80GB?"),

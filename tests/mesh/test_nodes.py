@@ -237,6 +237,10 @@ def test_names_of_axes_are_given_once_and_for_all_axes() -> None:
         ("a100-pcie", "a100-pcie-80gb"),
         ("a100_40gb", "a100-sxm-40gb"),
         ("l40s", "l40s-pcie"),
+        ("a100", "a100-sxm-80gb"),
+        ("b200", "b200-sxm"),
+        ("gb200", "gb200-nvl72"),
+        ("MI300X", "mi300x-oam"),
         ("100gbe", "cpu-100gbe"),
     ],
 )
@@ -244,10 +248,17 @@ def test_part_of_a_name_finds_the_topology(given: str, name: str) -> None:
     assert get_topology(given) is get_topology(name)
 
 
+@pytest.mark.parametrize("name", ["h100", "a100", "h200", "b200", "gb200", "mi300x", "l40s"])
+def test_nodes_of_short_names_may_be_smaller_and_descriptions_have_the_device(name: str) -> None:
+    mesh = make_mesh((2, 4), topology=name, nodes=2)
+    assert mesh.topology.devices_per_node == 4
+    assert mesh.description.startswith(f"2 nodes x 4 {get_topology(name).device.name} ")
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("a100", "could be a100-pcie-80gb, a100-sxm-40gb or a100-sxm-80gb; give the whole name"),
+        ("a100-80gb", "could be a100-pcie-80gb or a100-sxm-80gb; give the whole name"),
         ("h10", r"is unknown; did you mean h100-sxm\?"),
         ("dgx-h100", r"is unknown; did you mean h100-sxm\?"),
         ("abacus", f"is unknown; choose one of {', '.join(list_topologies())}"),

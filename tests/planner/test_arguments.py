@@ -75,6 +75,7 @@ def test_a_device_mesh_says_shape_names_and_devices(device_mesh: DeviceMesh) -> 
         ("NVIDIA L40S", "l40s-pcie"),
         ("NVIDIA B200", "b200-sxm"),
         ("NVIDIA GB200", "gb200-nvl72"),
+        ("AMD Instinct MI300X", "mi300x-oam"),
         ("Tesla T4", None),
     ],
 )
