@@ -26,7 +26,15 @@ from autoshard.mesh.kernel_presets import (
     HOPPER,
     clock_at,
 )
-from autoshard.mesh.nccl import NVLS_BLACKWELL, NVLS_HOPPER, Figures, infinity_fabric, network, nvlink, pcie
+from autoshard.mesh.nccl import (
+    NVLS_BLACKWELL,
+    NVLS_HOPPER,
+    Figures,
+    infinity_fabric,
+    network,
+    nvlink,
+    pcie,
+)
 from autoshard.mesh.topology import Device, KernelRates, Link, Topology
 
 DEFAULT_TOPOLOGY = "h100-sxm"
@@ -265,9 +273,9 @@ def list_topologies() -> tuple[str, ...]:
 def get_topology(name: str) -> Topology:
     """Return a preset topology by name.
 
-    Case does not matter, and words may be left out where only one preset has the others: `H100` is
-    `h100-sxm`; `a100` is `a100-sxm-80gb`. For a mesh whose nodes have fewer devices than those of the preset, see `nodes` of
-    `make_mesh`.
+    Case does not matter, and words may be left out where only one preset has the others: `H100`
+    is `h100-sxm`; `a100` is `a100-sxm-80gb`. For a mesh whose nodes have fewer devices than
+    those of the preset, see `nodes` of `make_mesh`.
 
     Raises:
         MeshError: the name is unknown, or several presets have its words; the message names
