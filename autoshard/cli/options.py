@@ -203,7 +203,15 @@ class Planning:
             "Repeatable.",
         ),
     ] = None
+    float8_weights_once: Annotated[bool, _described("float8_weights_once", _KERNELS)] = False
     attention_kernel: Annotated[AttentionKernel, _described("attention_kernel", _KERNELS)] = "auto"
+    bucket_bytes: Annotated[str | None, _described("bucket_bytes", _KERNELS, metavar="BYTES")] = (
+        None
+    )
+    activation_overlap: Annotated[
+        float, _described("activation_overlap", _KERNELS, metavar="SHARE")
+    ] = 0.0
+    dispatch_share: Annotated[float, _described("dispatch_share", _KERNELS, metavar="SHARE")] = 1.0
     overlap: Annotated[bool, _described("overlap", _TRAINING)] = False
     time_limit: Annotated[float, _described("time_limit", _SOLVER, metavar="SECONDS")] = 60.0
     solver: Annotated[str, _described("solver", _SOLVER, metavar="autoshard|ilp|NAME")] = OWN_SOLVER

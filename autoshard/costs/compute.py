@@ -65,6 +65,7 @@ class Execution:
         unread: inputs that its kernel has made or read already.
         unwritten: outputs that only its kernel reads.
         in_float8: True if its factors are cast to float8 and multiplied in it.
+        weight_casts: share of its runs before which the second factor, a weight, is cast.
     """
 
     is_compiled: bool = False
@@ -72,6 +73,7 @@ class Execution:
     unread: frozenset[int] = frozenset()
     unwritten: frozenset[int] = frozenset()
     in_float8: bool = False
+    weight_casts: float = 1.0
 
 
 EAGER = Execution()
@@ -403,10 +405,11 @@ def _is_gathered(rule: OperatorRule, inputs: Sequence[Tensor], position: int) ->
 
 
 def _contraction_forward(operator: _Operator) -> _Work:
-    factors = operator.contraction.factors
-    if operator.execution.is_compiled:  # the activation is cast by the kernel that computes it
-        factors = factors[1:]
-    casts = _float8_casts(operator, [operator.slices[i] for i in factors])
+    activation, *weights = (operator.slices[i] for i in operator.contraction.factors)
+    cast = [operator.execution.weight_casts * weight for weight in weights]
+    if not operator.execution.is_compiled:  # else it is cast by the kernel that computes it
+        cast.append(activation)
+    casts = _float8_casts(operator, cast)
     return _Work(_contraction_seconds(operator) + casts.seconds, 1 + casts.num_kernels)
 
 

@@ -35,8 +35,10 @@ if TYPE_CHECKING:
         to_placements,
     )
     from autoshard.layouts.resharding import (
+        ALONE,
         STEPS,
         Action,
+        Charge,
         Pricer,
         ReshardingTable,
         Step,
@@ -49,9 +51,11 @@ else:
     __getattr__, __dir__ = lazy_names(__name__)
 
 __all__ = [
+    "ALONE",
     "STEPS",
     "Action",
     "AxisType",
+    "Charge",
     "I",
     "Kind",
     "Layout",

@@ -11,7 +11,7 @@ from enum import StrEnum
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from math import prod
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -163,23 +163,38 @@ class Pricer(Protocol):
         ...
 
 
+class Charge(NamedTuple):
+    """What a resharding is charged of the collectives that it takes part in.
+
+    Attributes:
+        fill_factor: bytes of a full bucket relative to the tensor's, if a step is bucketable; the
+            step is charged its share of the bucket's collective.
+        exposed: share of a collective's seconds that computing does not hide.
+    """
+
+    fill_factor: float = 1.0
+    exposed: float = 1.0
+
+
+ALONE = Charge()
+"""A collective for one tensor, which is waited for."""
+
 STEP_OVERHEAD = 1e-9
 """Seconds added to every step except a slice, so that the shortest of equal chains is chosen."""
 
 
-def step_price(step: Step, pricer: Pricer, fill_factor: float = 1.0) -> float:
+def step_price(step: Step, pricer: Pricer, charge: Charge = ALONE) -> float:
     """Seconds of a step, forward plus backward.
 
     Args:
         step: the step.
         pricer: prices of collectives and copies.
-        fill_factor: bytes of a full bucket relative to the tensor's, if the step is bucketable; the
-            step is charged its share of the bucket's collective.
+        charge: what is charged of its collectives.
     """
     if (step.forward, step.backward) == (Action.SLICE, Action.NOTHING) and not step.reorders:
         return 0.0
     return STEP_OVERHEAD + sum(
-        _action_price(action, step, nbytes, pricer, fill_factor)
+        _action_price(action, step, nbytes, pricer, charge)
         for action, nbytes in (
             (step.forward, step.nbytes),
             (step.backward, step.backward_nbytes),
@@ -187,16 +202,14 @@ def step_price(step: Step, pricer: Pricer, fill_factor: float = 1.0) -> float:
     )
 
 
-def regather_price(step: Step, pricer: Pricer, fill_factor: float = 1.0) -> float:
+def regather_price(step: Step, pricer: Pricer, charge: Charge = ALONE) -> float:
     """Seconds of the forward action alone, when it runs again; arguments as in `step_price`."""
     if step.forward is Action.NOTHING or (step.forward is Action.SLICE and not step.reorders):
         return 0.0
-    return STEP_OVERHEAD + _action_price(step.forward, step, step.nbytes, pricer, fill_factor)
+    return STEP_OVERHEAD + _action_price(step.forward, step, step.nbytes, pricer, charge)
 
 
-def _action_price(
-    action: Action, step: Step, nbytes: int, pricer: Pricer, fill_factor: float
-) -> float:
+def _action_price(action: Action, step: Step, nbytes: int, pricer: Pricer, charge: Charge) -> float:
     if action is Action.NOTHING:
         return 0.0
     reordered = pricer.copy_time(nbytes) if step.reorders else 0.0
@@ -205,10 +218,10 @@ def _action_price(
         return reordered
     if action.is_collective:
         copy = pricer.copy_time(nbytes) if step.copies else 0.0
-        factor = fill_factor if step.is_bucketable else 1.0
+        factor = charge.fill_factor if step.is_bucketable else 1.0
         bucket_nbytes = round(nbytes * factor)
         seconds = pricer.collective_time(action, step.axis, bucket_nbytes, inner=step.is_inner)
-        return copy + seconds / factor
+        return copy + charge.exposed * seconds / factor
     return reordered + pricer.copy_time(nbytes)
 
 
@@ -388,7 +401,7 @@ class ReshardingTable:
         interleaved: interleaved shard types that the tensor can have.
         fixed_dims: dims whose sharding no step changes.
         pricer: prices of collectives and copies.
-        fill_factor: bytes of a full bucket relative to the tensor's (see `step_price`).
+        charge: what is charged of collectives.
         gradient_itemsize: bytes of an element of the gradient; `itemsize` if None.
     """
 
@@ -404,7 +417,7 @@ class ReshardingTable:
         interleaved: Collection[AxisType] = (),
         fixed_dims: Collection[int] = (),
         pricer: Pricer,
-        fill_factor: float = 1.0,
+        charge: Charge = ALONE,
         gradient_itemsize: int | None = None,
     ) -> None:
         self._gradient_itemsize = gradient_itemsize
@@ -413,7 +426,7 @@ class ReshardingTable:
         self._axis_sizes = tuple(axis_sizes)
         self._backward = differentiable and backward
         self._pricer = pricer
-        self._fill_factor = fill_factor
+        self._charge = charge
         self._fixed_dims = frozenset(fixed_dims)
         self._before: dict[int, NDArray[np.int32]] = {}
         self.layouts = legal_layouts(
@@ -460,7 +473,7 @@ class ReshardingTable:
         """Layout indices before and after each step, and its seconds; each of shape [M]."""
         table = self._step_table
         # Steps of a class have the same price.
-        prices = [step_price(step, self._pricer, self._fill_factor) for step in self._examples]
+        prices = [step_price(step, self._pricer, self._charge) for step in self._examples]
         return table.sources, table.targets, np.array(prices)[table.classes]
 
     def path(self, source: Layout, target: Layout) -> tuple[Step, ...]:
@@ -564,7 +577,7 @@ class ReshardingTable:
         nothing, shareable = np.zeros((2, n, n), dtype=np.bool_)
         table, examples = self._step_table, self._examples
         pairs = table.sources, table.targets
-        regather = [regather_price(step, self._pricer, self._fill_factor) for step in examples]
+        regather = [regather_price(step, self._pricer, self._charge) for step in examples]
         idle = [step.forward is Action.NOTHING for step in examples]
         alike = [step.is_bucketable for step in examples]
         seconds[pairs] = np.array(regather)[table.classes]

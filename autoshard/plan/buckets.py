@@ -6,14 +6,13 @@ parameter is available from the start of a step, so a bucket can begin before it
 (prefetch), and the reduction of its gradients can overlap with backward.
 """
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from autoshard.costs import Frequency, runs_per_step
 from autoshard.graph import Graph, find_blocks
 from autoshard.layouts import Action, is_bucketable, is_padded, parse_type
-from autoshard.mesh import Mesh
 from autoshard.plan.document import PlannedStep, Resharding, Stage, Use
 from autoshard.plan.recompute import Recomputed, recomputed
 
@@ -68,19 +67,6 @@ class Bucket:
         for steps in zip(*(resharding.steps for resharding in self.reshardings), strict=True):
             nbytes = sum(step.nbytes for step in steps)
             yield steps[0], nbytes, sum(step.backward_nbytes for step in steps)
-
-
-def bucket_fill_factors(graph: Graph, mesh: Mesh) -> Mapping[str, float]:
-    """For each small parameter, the bytes of a full bucket relative to those of the parameter.
-
-    Reshardings of small parameters are priced as a share of a full bucket: the actual members are
-    only known once there is a plan, and the price of a layer should not depend on other layers.
-    The result is empty if the mesh has tabulated collective times, which are per tensor.
-    """
-    if mesh.collectives is not None:
-        return {}
-    tensors = {parameter.name: graph.values[parameter.name] for parameter in graph.parameters}
-    return {name: LARGEST / t.nbytes for name, t in tensors.items() if 0 < t.nbytes <= SMALL}
 
 
 def buckets_of(stage: Stage, graph: Graph, again: Recomputed | None = None) -> tuple[Bucket, ...]:

@@ -25,6 +25,7 @@ def executions(graph: Graph, options: PlanOptions) -> tuple[Execution, ...]:
     numbers = range(len(graph.nodes))
     fusion = _Fusion(graph) if compiled else None
     in_float8 = _in_float8(graph, options.float8_modules)
+    weight_casts = 1 / options.micro_batches if options.float8_weights_once else 1.0
     found = []
     for i in numbers:
         execution = Execution(
@@ -33,6 +34,7 @@ def executions(graph: Graph, options: PlanOptions) -> tuple[Execution, ...]:
             unread=fusion.unread[i] if fusion else frozenset(),
             unwritten=fusion.unwritten[i] if fusion else frozenset(),
             in_float8=i in in_float8,
+            weight_casts=weight_casts,
         )
         found.append(known.setdefault(execution, execution))
     return tuple(found)

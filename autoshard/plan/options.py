@@ -352,6 +352,41 @@ class PlanOptions(_Options):
             "operators that read the parameters; then only the rest of them costs time."
         ),
     )
+    bucket_bytes: ByteCount | None = Field(
+        default=None,
+        description=(
+            "size of the buckets in which a framework gathers parameters and reduces gradients, "
+            "bytes of the whole parameters or a text such as '1GB': a smaller parameter is charged "
+            "its share of one collective. If null, as here: small parameters share 8 MiB."
+        ),
+    )
+    activation_overlap: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description=(
+            "share of the collectives of what a matrix product or attention reads or makes that a "
+            "framework hides by computing it in parts (userbuffers of Transformer Engine, ring "
+            "attention): only the rest is charged."
+        ),
+    )
+    dispatch_share: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description=(
+            "share of the rows between tokens and experts that are sent: 1 for one row for each "
+            "expert of a token; less if a token is sent once to a rank or node that has several of "
+            "its experts (DeepEP, HybridEP)."
+        ),
+    )
+    float8_weights_once: bool = Field(
+        default=False,
+        description=(
+            "whether weights are cast to float8 once per training step, as by Transformer Engine, "
+            "instead of in every micro-batch."
+        ),
+    )
     time_limit: float = Field(
         default=60.0,
         gt=0,

@@ -27,10 +27,11 @@ from autoshard.costs import (
 )
 from autoshard.errors import OptionError
 from autoshard.graph import DType, Graph, Input, InputKind, Node
-from autoshard.layouts import AxisType, Layout, Pricer, Step, regather_price, step_price
+from autoshard.layouts import AxisType, Charge, Layout, Pricer, Step, regather_price, step_price
 from autoshard.mesh import Device, Mesh
 from autoshard.ops import (
     InnerCollective,
+    Operation,
     Strategy,
     call_of,
     interleaved_types,
@@ -39,6 +40,7 @@ from autoshard.ops import (
     saved_tensors,
     strategies,
 )
+from autoshard.plan.charges import charges
 from autoshard.plan.constraints import pinned_sub_shards
 from autoshard.plan.document import Resharding
 from autoshard.plan.execution import check_float8, executions
@@ -64,14 +66,6 @@ _MEMORY_KINDS = {
 }
 
 
-def inner_time(collective: InnerCollective, pricer: Pricer) -> float:
-    """Seconds of a collective inside an operator, with the copies that it needs."""
-    seconds = pricer.collective_time(
-        collective.operation.action, collective.axis, collective.nbytes
-    )
-    return seconds + (pricer.copy_time(collective.copied) if collective.copied else 0.0)
-
-
 def optimizer_of(options: PlanOptions) -> OptimizerSpec:
     """The optimizer that options name.
 
@@ -90,7 +84,7 @@ def communication_of(
     path: Sequence[Step],
     pricer: Pricer,
     *,
-    fill_factor: float,
+    charge: Charge,
     of_parameter: bool,
     micro_batches: int,
     frequency: Frequency,
@@ -100,13 +94,13 @@ def communication_of(
     Args:
         path: its steps.
         pricer: prices of collectives and copies.
-        fill_factor: as for `step_price`.
+        charge: what is charged of its collectives.
         of_parameter: True if it reshards a parameter from the layout in which it is stored.
         micro_batches: number of micro-batches of the training step.
         frequency: how often it runs.
     """
-    both = [step_price(step, pricer, fill_factor) for step in path]
-    forward = [regather_price(step, pricer, fill_factor) for step in path]
+    both = [step_price(step, pricer, charge) for step in path]
+    forward = [regather_price(step, pricer, charge) for step in path]
     in_bucket = of_parameter and all(step.is_bucketable for step in path)
     actions = [step.forward for step in path]
     waiting = num_waiting(actions) if in_bucket else 0
@@ -185,6 +179,11 @@ class Prices:
     def _executions(self) -> tuple[Execution, ...]:
         return executions(self.graph, self._options)
 
+    @cached_property
+    def charges(self) -> Mapping[str, Charge]:
+        """What reshardings of a value are charged of collectives, where that is not all."""
+        return charges(self.graph, self.mesh, self._options)
+
     def kind(self, node: Node) -> tuple[int, Execution]:
         """What nodes of equal price have in common."""
         number = self.graph.numbers[node.name]
@@ -248,12 +247,12 @@ class Prices:
         """Seconds to sum one byte of gradients over the micro-batches of a step.
 
         Every micro-batch after the first reads the sum and its own gradient, and writes the sum. If
-        the product that computes the gradient adds it to the sum, it reads and writes the sum
-        instead of writing the gradient. Arguments are those of `accumulation_factor`.
+        the product that computes the gradient adds it to the sum, it writes the sum instead of the
+        gradient, and reads it while it computes. Arguments are those of `accumulation_factor`.
         """
-        each = 2 * self.accumulation_factor(dtype, reduced)
-        each += -1 if self._options.fused_gradient_accumulation else 1
-        moved = (self.micro_batches - 1) * each
+        factor = self.accumulation_factor(dtype, reduced)
+        is_fused = self._options.fused_gradient_accumulation
+        moved = (self.micro_batches - 1) * (max(factor - 1, 0.0) if is_fused else 2 * factor + 1)
         return moved / self._device.stream_bandwidth
 
     def full_accumulation(self, reshardings: Iterable[Resharding]) -> float:
@@ -314,6 +313,14 @@ class Prices:
         both = self._times(node, chosen, backward=True)
         return float((both - self._times(node, chosen, backward=True, without=weights))[0])
 
+    def inner_time(self, collective: InnerCollective, pricer: Pricer) -> float:
+        """Seconds of a collective inside an operator, with the copies that it needs."""
+        is_move = collective.operation is Operation.MOVE
+        share = self._options.dispatch_share if is_move else 1.0
+        action, nbytes = collective.operation.action, round(share * collective.nbytes)
+        seconds = pricer.collective_time(action, collective.axis, nbytes)
+        return seconds + (pricer.copy_time(collective.copied) if collective.copied else 0.0)
+
     def forward(self, node: Node, chosen: Sequence[Strategy]) -> FloatArray:
         """Seconds of an operator in forward per step, with the collectives inside, shape [S]."""
         once = self._times(node, chosen, backward=False) + self._inside(chosen, backward=False)
@@ -369,7 +376,11 @@ class Prices:
         """Seconds of the collectives inside an operator, forward or in both passes, shape [S]."""
         return np.array(
             [
-                sum(inner_time(c, self._axes) for c in s.collectives if backward or not c.backward)
+                sum(
+                    self.inner_time(c, self._axes)
+                    for c in s.collectives
+                    if backward or not c.backward
+                )
                 for s in chosen
             ]
         )

@@ -28,8 +28,10 @@ from autoshard.graph import (
 )
 from autoshard.graph.experts import RAGGED_DIMS, ragged_values
 from autoshard.layouts import (
+    ALONE,
     STEPS,
     Action,
+    Charge,
     Kind,
     Layout,
     Step,
@@ -47,7 +49,6 @@ from autoshard.ops import (
     rule_for,
 )
 from autoshard.outcome import SolveStatus, relative_gap
-from autoshard.plan.buckets import bucket_fill_factors
 from autoshard.plan.constraints import PlanConstraints, plan_constraints
 from autoshard.plan.document import (
     InnerStep,
@@ -63,7 +64,7 @@ from autoshard.plan.legality import share_of, without_invariant
 from autoshard.plan.nontrivial_axes import NontrivialAxes
 from autoshard.plan.options import PlanOptions
 from autoshard.plan.predictions import Certificate, Costs, Memory
-from autoshard.plan.pricing import Prices, communication_of, inner_time
+from autoshard.plan.pricing import Prices, communication_of
 from autoshard.plan.recompute import checkpoint_spans, checkpoint_units, recomputed, saved_for
 from autoshard.plan.timeline import timeline
 
@@ -162,7 +163,6 @@ class StageCheck:
         self._work: dict[Hashable, _LocalWork] = {}
         self._reshardings = _ReshardingCheck(mesh, self._constraints, self._num)
         self._ragged = ragged_values(graph)
-        self._fill_factors = bucket_fill_factors(graph, mesh)
         self._made: dict[str, Layout] = {}
         self._by_use = {c.use: c for c in stage.reshardings}
         self._used: set[Use] = set()
@@ -356,7 +356,7 @@ class StageCheck:
             operation=collective.operation.value,
             direction="backward" if collective.backward else "forward",
             nbytes=collective.nbytes,
-            time=self._num * inner_time(collective, self._mesh),
+            time=self._num * self._prices.inner_time(collective, self._mesh),
         )
 
     def _check_use(
@@ -391,7 +391,7 @@ class StageCheck:
             self._graph.values[resharding.value],
             gradient,
             fixed_dims=RAGGED_DIMS if resharding.value in self._ragged else frozenset(),
-            fill_factor=self._fill_factors.get(resharding.value, 1.0),
+            charge=self._prices.charges.get(resharding.value, ALONE),
             of_parameter=self._reads_parameter(resharding),
             reduced=self._graph.reduced_dtype(resharding.value),
         )
@@ -536,7 +536,7 @@ class _ReshardingCheck:
         gradient: Gradient,
         *,
         fixed_dims: AbstractSet[int],
-        fill_factor: float,
+        charge: Charge,
         of_parameter: bool,
         reduced: DType,
     ) -> _CheckedResharding:
@@ -547,12 +547,12 @@ class _ReshardingCheck:
             tensor: the resharded value.
             gradient: its gradient.
             fixed_dims: dims that must not be resharded.
-            fill_factor: bytes of a full bucket relative to the tensor's; 1 without a bucket.
+            charge: what is charged of its collectives.
             of_parameter: True if it reshards a parameter as it is stored.
             reduced: element type in which its gradient is reduced.
         """
         forbidden = self._constraints.forbidden(resharding.value)
-        what = tensor, gradient, fixed_dims, fill_factor, of_parameter, reduced, forbidden
+        what = tensor, gradient, fixed_dims, charge, of_parameter, reduced, forbidden
         chain = resharding.source, resharding.target, resharding.steps
         key = (*what, *chain, resharding.frequency)
         if key not in self._checked:
@@ -561,7 +561,7 @@ class _ReshardingCheck:
                 tensor,
                 gradient,
                 fixed_dims=fixed_dims,
-                fill_factor=fill_factor,
+                charge=charge,
                 of_parameter=of_parameter,
                 reduced=reduced,
             )
@@ -574,7 +574,7 @@ class _ReshardingCheck:
         gradient: Gradient,
         *,
         fixed_dims: AbstractSet[int],
-        fill_factor: float,
+        charge: Charge,
         of_parameter: bool,
         reduced: DType,
     ) -> _CheckedResharding:
@@ -598,7 +598,7 @@ class _ReshardingCheck:
         communication, times = communication_of(
             path,
             self._mesh,
-            fill_factor=fill_factor,
+            charge=charge,
             of_parameter=of_parameter,
             micro_batches=self._num,
             frequency=resharding.frequency,

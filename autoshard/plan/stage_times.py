@@ -26,10 +26,10 @@ from autoshard.collection import collection_paused
 from autoshard.costs import ForwardBackward, Overlap, overlapped_seconds
 from autoshard.errors import PlanError
 from autoshard.graph import Graph, InputKind, Node
-from autoshard.layouts import Action, Layout, Step, is_padded, parse_type, regather_price
+from autoshard.layouts import ALONE, Action, Layout, Step, is_padded, parse_type, regather_price
 from autoshard.mesh import Mesh
 from autoshard.ops import call_of, rule_for, weights_of
-from autoshard.plan.buckets import Bucket, bucket_fill_factors, buckets_of
+from autoshard.plan.buckets import Bucket, buckets_of
 from autoshard.plan.document import (
     PlacedNode,
     PlannedStep,
@@ -197,7 +197,6 @@ class StageTiming:
         self._placed = {placed.name: placed for placed in stage.nodes}
         self.again = recomputed(graph, stage)
         self._overlap = Overlap(graph, mesh) if options.overlap else None
-        self._fill_factors = bucket_fill_factors(graph, mesh)
         self._weights = weights_of(graph)
         self._buckets = buckets_of(stage, graph, self.again)
         self._bucketed = {use: bucket for bucket in self._buckets for use in bucket.uses}
@@ -356,7 +355,7 @@ class StageTiming:
             backward=Action(step.backward),
             padded=is_padded(source, target, shape, self._mesh.axis_sizes[axis]),
         )
-        factor = self._fill_factors.get(value, 1.0)
+        factor = self.prices.charges.get(value, ALONE)
         forward = min(regather_price(priced, self._mesh, factor), step.time / gathers)
         backward = (step.time - gathers * forward) / reductions
         return (

@@ -22,10 +22,9 @@ from autoshard.costs import (
 )
 from autoshard.graph import DType, Graph, Input, InputKind, Node, Output, Tensor, find_blocks
 from autoshard.graph.experts import RAGGED_DIMS, ragged_values
-from autoshard.layouts import I, Layout, R, ReshardingTable, has_placements, legal_layouts
+from autoshard.layouts import ALONE, I, Layout, R, ReshardingTable, has_placements, legal_layouts
 from autoshard.mesh import Mesh
 from autoshard.ops import Strategy, is_view
-from autoshard.plan.buckets import bucket_fill_factors
 from autoshard.plan.constraints import PlanConstraints, plan_constraints
 from autoshard.plan.document import Use as UseKey
 from autoshard.plan.gradients import Gradient
@@ -118,7 +117,6 @@ class Formulation:
         self.uses: list[Use] = []
         # Pairs of variables that must have the same layout, and a label for each strategy.
         self.ties: list[tuple[int, int, IntArray]] = []
-        self.fill_factors = bucket_fill_factors(graph, mesh)
         self._overlap = Overlap(graph, mesh) if prices.overlaps else None
         self._ragged = ragged_values(graph)
         self._several = self._values_with_several_uses()
@@ -254,7 +252,7 @@ class Formulation:
             known = self._kinds[use] = (
                 *(id(source), use.output, id(target), use.position, use.gradient),
                 *(self._overlap_share(use), use.value in self._ragged),
-                *(self.fill_factors.get(use.value), self.constraints.forbidden(use.value)),
+                *(self.prices.charges.get(use.value), self.constraints.forbidden(use.value)),
                 self.graph.reduced_dtype(use.value),
             )
         return known
@@ -315,14 +313,14 @@ class Formulation:
         """The reshardings of a value; shared between values of equal shape and dtype."""
         tensor = self.graph.values[value]
         fixed_dims = RAGGED_DIMS if value in self._ragged else ()
-        fill_factor = self.fill_factors.get(value, 1.0)
+        charge = self.prices.charges.get(value, ALONE)
         is_bool = tensor.dtype is DType.BOOL
         forbidden = self.constraints.forbidden(value)
         reduced = self.graph.reduced_dtype(value)
         gradient_itemsize = None if reduced is tensor.dtype else reduced.itemsize
         itemsizes = tensor.dtype.itemsize, gradient_itemsize
         key = (
-            *(tensor.shape, *itemsizes, is_bool, gradient, fixed_dims, fill_factor),
+            *(tensor.shape, *itemsizes, is_bool, gradient, fixed_dims, charge),
             forbidden,
         )
         if key not in self._tables:
@@ -336,7 +334,7 @@ class Formulation:
                 interleaved=self.prices.interleaved.get(tensor.shape, ()),
                 fixed_dims=fixed_dims,
                 pricer=self.constraints.pricer(self.axes, forbidden),
-                fill_factor=fill_factor,
+                charge=charge,
                 gradient_itemsize=gradient_itemsize,
             )
         return self._tables[key]

@@ -9,7 +9,7 @@ from autoshard.arrays import IntArray
 from autoshard.costs import Frequency, StepCommunication
 from autoshard.errors import PlanError
 from autoshard.graph import Input, InputKind, graph_to_json
-from autoshard.layouts import Action, Layout, Step, placement_texts
+from autoshard.layouts import ALONE, Action, Layout, Step, placement_texts
 from autoshard.ops import InnerCollective, Strategy
 from autoshard.plan.document import (
     Checkpoint,
@@ -23,7 +23,7 @@ from autoshard.plan.document import (
 )
 from autoshard.plan.gradients import Gradient
 from autoshard.plan.predictions import Costs, Memory
-from autoshard.plan.pricing import communication_of, inner_time
+from autoshard.plan.pricing import communication_of
 from autoshard.plan.recompute import checkpoint_spans, recomputed
 from autoshard.plan.timeline import Timeline
 from autoshard.planner.formulation import Formulation, Role, Use, Variable
@@ -220,7 +220,7 @@ class StageBuilder:
             operation=collective.operation.value,
             direction="backward" if collective.backward else "forward",
             nbytes=collective.nbytes,
-            time=self._num * inner_time(collective, self._axes),
+            time=self._num * self._formulation.prices.inner_time(collective, self._axes),
         )
 
     def _outputs(self) -> Iterator[PlacedOutput]:
@@ -291,7 +291,7 @@ class StageBuilder:
         communication, times = communication_of(
             path,
             self._axes,
-            fill_factor=self._formulation.fill_factors.get(use.value, 1.0),
+            charge=self._formulation.prices.charges.get(use.value, ALONE),
             of_parameter=self._formulation.reads_parameter(use),
             micro_batches=self._num,
             frequency=self._frequency(number, use),

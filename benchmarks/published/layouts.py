@@ -31,6 +31,9 @@ _TOPOLOGIES: Mapping[str, str] = {
 }
 _A100_WATTS = 400.0
 _MEGATRON = ("Megatron", "NeMo", "MegaScale")
+_ACTIVATION_OVERLAP = 0.5
+"""Share of the collectives of activations that Transformer Engine's userbuffers and ring attention
+hide."""
 _LINEAR = ("layers.*",)
 """Modules whose matrix products are in FP8; embedding and head are not among them."""
 _ATTENTION: Mapping[str, str] = {
@@ -231,9 +234,10 @@ def _layout(row: Row, degrees: Degrees, dims: Dimensions) -> tuple[Mapping[str, 
         "activation_checkpointing": "always" if _recomputes(row) else "never",
         "reshard_after_forward": "never",
         "master_weights": False,
-        "accumulation_dtype": "float32" if degrees.micro_batches > 1 else None,
+        "accumulation_dtype": _accumulation_dtype(row, degrees),
         **_pipeline(degrees, dims),
         **_kernels(row),
+        **_megatron(row, degrees, dims),
     }
     variant = row["dp_variant"]
     if "FSDP" in variant or "ZeRO-3" in variant or "ZeRO-2" in variant:
@@ -241,6 +245,50 @@ def _layout(row: Row, degrees: Degrees, dims: Dimensions) -> tuple[Mapping[str, 
     options["distributed_optimizer"] = "no ZeRO" not in variant and "none" not in variant
     options["algo"] = "megatron-sp" if degrees.by_sequence else "megatron"
     return _megatron_axes(degrees), PlanOptions.model_validate(options)
+
+
+def _accumulation_dtype(row: Row, degrees: Degrees) -> str | None:
+    """Element type of sums of gradients: float32, or Megatron's that are reduced in bfloat16."""
+    if degrees.micro_batches == 1 or (_is_megatron(row) and _reduces_in_bfloat16(row)):
+        return None
+    return "float32"
+
+
+def _is_megatron(row: Row) -> bool:
+    return any(name in row["framework"] for name in _MEGATRON)
+
+
+def _megatron(row: Row, degrees: Degrees, dims: Dimensions) -> dict[str, Any]:
+    """Options about how Megatron-LM and Transformer Engine run.
+
+    Megatron-LM's buckets grow with the number of data-parallel ranks, so that a ring's latency
+    stays small (megatron/core/distributed/distributed_data_parallel.py).
+    """
+    if not _is_megatron(row):
+        return {}
+    ranks = degrees.data * degrees.context
+    has_engine = "Transformer Engine" in row["compile_kernels_attn"]
+    return {
+        "bucket_bytes": 4 * degrees.tensor * max(40_000_000, 1_000_000 * ranks),
+        "fused_gradient_accumulation": True,
+        "float8_weights_once": has_engine,
+        "activation_overlap": _ACTIVATION_OVERLAP if has_engine else 0.0,
+        "dispatch_share": _dispatch_share(row, degrees, dims),
+    }
+
+
+def _dispatch_share(row: Row, degrees: Degrees, dims: Dimensions) -> float:
+    """Share of routed rows that are sent: one to each node, or rank of a node, with experts.
+
+    Experts are balanced, so that each choice of a token is any of them.
+    """
+    if degrees.expert == 1 or not dims.active or "all-to-all" in row["compile_kernels_attn"]:
+        return 1.0
+    node = row.number("gpus_per_node") or 1
+    node = _RACK_PART if "GB" in row["gpu_type"] else node
+    nodes = degrees.expert * degrees.tensor // node
+    places = nodes if nodes > 1 else degrees.expert
+    return places / dims.active * (1 - (1 - 1 / places) ** dims.active)
 
 
 def _kernels(row: Row) -> dict[str, Any]:
@@ -255,7 +303,6 @@ def _kernels(row: Row) -> dict[str, Any]:
         "execution": "eager" if is_eager else "compile",
         "float8_modules": _LINEAR if "FP8" in precision else (),
         "attention_kernel": attention,
-        "fused_gradient_accumulation": any(name in framework for name in _MEGATRON),
     }
 
 
@@ -263,22 +310,28 @@ def _pipeline(degrees: Degrees, dims: Dimensions) -> dict[str, Any]:
     stages = degrees.pipeline * degrees.virtual
     if stages == 1:
         return {}
-    return {
+    balance = layers_of_stages(dims.layers, stages)
+    found: dict[str, Any] = {
         "stages": stages,
         "stages_per_rank": degrees.virtual,
         "schedule": "1F1B" if degrees.virtual == 1 else "Interleaved1F1B",
-        "balance": layers_of_stages(dims.layers, stages),
     }
+    if all(balance):
+        return {**found, "balance": balance}
+    # The embedding or the head has a stage of its own.
+    cuts = [f"before:layers.{number}" for number in range(dims.layers)]
+    head = [f"after:layers.{dims.layers - 1}"] if not balance[-1] else []
+    return {**found, "cuts": (*cuts[balance[0] :], *head)}
 
 
 def layers_of_stages(layers: int, stages: int) -> tuple[int, ...]:
     """Numbers of layers of stages, as equal as possible; the first and last have fewer.
 
     Raises:
-        InexpressibleError: there are more stages than layers.
+        InexpressibleError: more stages than the first and the last would have no layer.
     """
     each, more = divmod(layers, stages)
-    if not each:
+    if layers < stages - 2:
         raise InexpressibleError(f"{layers} layers cannot be divided into {stages} stages")
     start = (stages - more + 1) // 2
     return tuple(each + (start <= number < start + more) for number in range(stages))

@@ -42,6 +42,8 @@ def test_options_arrive_in_the_plan(archive: Path) -> None:
         *("--master-weights", "--state-dtype", "bfloat16", "--overlap"),
         *("--execution", "compile", "--float8-module", "up", "--foreach-optimizer"),
         *("--attention-kernel", "cudnn_attention", "--fused-gradient-accumulation"),
+        *("--bucket-bytes", "1GB", "--activation-overlap", "0.5", "--dispatch-share", "0.75"),
+        "--float8-weights-once",
     )
     assert Plan.from_json(result.stdout).options == PlanOptions.model_validate(
         {
@@ -68,6 +70,10 @@ def test_options_arrive_in_the_plan(archive: Path) -> None:
             "foreach_optimizer": True,
             "attention_kernel": "cudnn_attention",
             "fused_gradient_accumulation": True,
+            "bucket_bytes": 1_000_000_000,
+            "activation_overlap": 0.5,
+            "dispatch_share": 0.75,
+            "float8_weights_once": True,
             "comparisons": True,
         }
     )

@@ -10,6 +10,7 @@ from autoshard.layouts import (
     STEPS,
     Action,
     AxisType,
+    Charge,
     I,
     Kind,
     Layout,
@@ -122,25 +123,29 @@ def test_what_makes_a_tensor_whole_pays_its_part_of_a_collective_for_many(source
     (step,) = reshardings().path(Layout.parse(source), Layout.parse("I,R"))
     eightfold = replace(step, nbytes=8 * step.nbytes)
     part = (step_price(eightfold, Prices()) - STEP_OVERHEAD) / 8
-    assert step_price(step, Prices(), 8) == pytest.approx(part + STEP_OVERHEAD)
-    assert step_price(step, Prices(), 8) < step_price(step, Prices())
-    assert regather_price(step, Prices(), 8) <= step_price(step, Prices(), 8)
+    assert step_price(step, Prices(), Charge(8)) == pytest.approx(part + STEP_OVERHEAD)
+    assert step_price(step, Prices(), Charge(8)) < step_price(step, Prices())
+    assert regather_price(step, Prices(), Charge(8)) <= step_price(step, Prices(), Charge(8))
 
 
 @pytest.mark.parametrize("ends", [("P,I", "I,I"), ("S(0),I", "S(1),I"), ("S(0),I", "I,I")])
 def test_what_else_a_tensor_goes_through_shares_nothing(ends: tuple[str, str]) -> None:
     (step,) = reshardings().path(*map(Layout.parse, ends))
-    assert step_price(step, Prices(), 8) == step_price(step, Prices())
+    assert step_price(step, Prices(), Charge(8)) == step_price(step, Prices())
 
 
 def test_a_table_of_a_tensor_that_shares_collectives_has_lower_prices() -> None:
     alone = ReshardingTable(SHAPE, 4, SIZES, differentiable=True, pricer=Prices())
-    shared = ReshardingTable(SHAPE, 4, SIZES, differentiable=True, pricer=Prices(), fill_factor=8)
+    shared = ReshardingTable(
+        SHAPE, 4, SIZES, differentiable=True, pricer=Prices(), charge=Charge(8)
+    )
     ends = (alone.index[Layout.parse(text)] for text in ("I,S(0)", "I,R"))
     source, target = ends
     (step,) = alone.path(alone.layouts[source], alone.layouts[target])
-    assert shared.cost[source, target] == pytest.approx(step_price(step, Prices(), 8))
-    assert shared.regather_cost[source, target] == pytest.approx(regather_price(step, Prices(), 8))
+    assert shared.cost[source, target] == pytest.approx(step_price(step, Prices(), Charge(8)))
+    assert shared.regather_cost[source, target] == pytest.approx(
+        regather_price(step, Prices(), Charge(8))
+    )
     assert (shared.cost <= alone.cost).all()
 
 

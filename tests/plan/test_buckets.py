@@ -15,6 +15,7 @@ from autoshard.mesh import AlphaBeta, Axis, Mesh
 from autoshard.plan import Plan, PlanOptions, check_plan
 from autoshard.plan import buckets as plan_buckets
 from autoshard.plan.buckets import Bucket, buckets_of
+from autoshard.plan.charges import bucket_charges
 from autoshard.plan.recompute import checkpoint_spans, recomputed
 from autoshard.planner import make_plan
 
@@ -141,7 +142,7 @@ def test_a_member_pays_its_part_of_a_full_bucket() -> None:
 def test_a_parameter_too_large_to_share_pays_for_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     _, graph = planned("whole")
     monkeypatch.setattr(plan_buckets, "SMALL", 300)
-    found = plan_buckets.bucket_fill_factors(graph, slow_devices(dp=4))
+    found = bucket_charges(graph, slow_devices(dp=4))
     small = {p.name for p in graph.parameters if graph.values[p.name].nbytes <= 300}
     assert set(found) == small
     assert len(small) < len(list(graph.parameters))
@@ -150,7 +151,7 @@ def test_a_parameter_too_large_to_share_pays_for_its_own(monkeypatch: pytest.Mon
 def test_published_prices_are_of_one_collective_per_tensor() -> None:
     _, graph = planned("whole")
     published = Mesh((Axis("dp", 4),), slow_devices(dp=4).topology, AlphaBeta((1.0,), (1.0,)))
-    assert plan_buckets.bucket_fill_factors(graph, published) == {}
+    assert bucket_charges(graph, published) == {}
 
 
 def _reshardings(kind: str, direction: str) -> Callable[[Plan], list[int]]:

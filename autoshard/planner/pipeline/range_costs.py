@@ -28,7 +28,6 @@ from autoshard.plan.document import Stage
 from autoshard.plan.lowering import lower
 from autoshard.plan.memory import MemoryOp, StageMemory
 from autoshard.plan.options import PlanOptions
-from autoshard.plan.pricing import inner_time
 from autoshard.planner.edge_costs import EdgeCosts
 from autoshard.planner.formulation import Formulation, Role
 from autoshard.planner.pipeline.limits import SearchLimits
@@ -372,7 +371,8 @@ class _NodeCosts:
         compute = formulation.prices.rank_compute(node, strategy.sizes)
         inside = {False: 0.0, True: 0.0}
         for collective in strategy.collectives:
-            inside[collective.backward] += inner_time(collective, formulation.axes)
+            seconds = formulation.prices.inner_time(collective, formulation.axes)
+            inside[collective.backward] += seconds
         weights, weight = frozenset(v for v in node.inputs if v in self._weights), 0.0
         if weights and formulation.gradients.flows(node):
             seconds = formulation.prices.weight_gradients(node, strategy.sizes, weights)
