@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from autoshard.lazy_imports import lazy_names
 
 if TYPE_CHECKING:
+    from autoshard.layouts.chains import ChainCosts
     from autoshard.layouts.layout import (
         AxisType,
         I,
@@ -55,6 +56,7 @@ __all__ = [
     "STEPS",
     "Action",
     "AxisType",
+    "ChainCosts",
     "Charge",
     "I",
     "Kind",

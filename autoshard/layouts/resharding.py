@@ -14,12 +14,10 @@ from math import prod
 from typing import NamedTuple, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
-from scipy.sparse import csr_array
-from scipy.sparse.csgraph import dijkstra
 
 from autoshard.arrays import BoolArray, FloatArray, IntArray
 from autoshard.errors import LayoutError
+from autoshard.layouts.chains import ChainCosts, Chains, LayoutSteps
 from autoshard.layouts.layout import (
     AxisType,
     I,
@@ -32,7 +30,7 @@ from autoshard.layouts.layout import (
     legal_layouts,
     uneven_shards,
 )
-from autoshard.limits import count_entries, count_made
+from autoshard.limits import count_entries
 
 
 class Action(StrEnum):
@@ -226,8 +224,6 @@ def _action_price(action: Action, step: Step, nbytes: int, pricer: Pricer, charg
 
 
 _KINDS = tuple(Kind)
-_ROWS_AT_ONCE = 600
-"""Number of layouts from which shortest chains are computed without a look at the time limit."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -428,7 +424,6 @@ class ReshardingTable:
         self._pricer = pricer
         self._charge = charge
         self._fixed_dims = frozenset(fixed_dims)
-        self._before: dict[int, NDArray[np.int32]] = {}
         self.layouts = legal_layouts(
             shape,
             axis_sizes,
@@ -440,33 +435,19 @@ class ReshardingTable:
         self._uneven = uneven_shards(shape, axis_sizes)
         self.index = {layout: i for i, layout in enumerate(self.layouts)}
 
-    @property
-    def cost(self) -> FloatArray:
-        """Seconds from layout (row) to layout (column), shape [N, N]; inf if unreachable."""
-        return self._shortest[0]
+    def costs(self, sources: IntArray, targets: IntArray) -> ChainCosts:
+        """Costs of the cheapest chains between layouts.
 
-    @property
-    def regather_cost(self) -> FloatArray:
-        """Seconds of the forward actions of each chain; inf if unreachable. Shape [N, N]."""
-        return self._forward[0]
-
-    @property
-    def noop_forward(self) -> BoolArray:
-        """True where the forward actions of a chain do nothing to the tensor. Shape [N, N]."""
-        return self._forward[1]
-
-    @property
-    def waiting_cost(self) -> FloatArray:
-        """Seconds of backward of the first steps of each chain whose forward does nothing.
-
-        If the tensor is a parameter, these steps only reduce its gradient. Shape [N, N].
+        Args:
+            sources: indices of R layouts.
+            targets: indices of C layouts.
         """
-        return self._forward[2]
+        return self._chains.costs(sources, targets)
 
-    @property
-    def is_bucketable(self) -> BoolArray:
-        """True where all steps of a chain can share collectives in a bucket. Shape [N, N]."""
-        return self._forward[3]
+    def cost(self, source: Layout, target: Layout) -> float:
+        """Seconds of the cheapest chain, forward plus backward; inf if there is none."""
+        pair = (np.array([self._index_of(layout)]) for layout in (source, target))
+        return float(self.costs(*pair).seconds[0, 0])
 
     @cached_property
     def steps(self) -> tuple[IntArray, IntArray, FloatArray]:
@@ -483,10 +464,10 @@ class ReshardingTable:
             LayoutError: a layout is illegal for this tensor, or no chain connects them.
         """
         start, end = self._index_of(source), self._index_of(target)
-        predecessors = self._predecessors(start)
+        before = self._chains.before(start)
         chain = [end]
         while chain[-1] != start:
-            chain.append(int(predecessors[chain[-1]]))
+            chain.append(int(before[chain[-1]]))
             if chain[-1] < 0:
                 raise LayoutError(f"no resharding from {source} to {target}")
         chain.reverse()
@@ -540,68 +521,20 @@ class ReshardingTable:
         return [self._step(i) for i in self._step_table.examples.tolist()]
 
     @cached_property
-    def _shortest(self) -> tuple[FloatArray, NDArray[np.int32]]:
-        n = len(self.layouts)
-        count_entries(n * n)
-        if n <= _ROWS_AT_ONCE:
-            cost, predecessors = dijkstra(self._graph, return_predecessors=True)
-            return cost, predecessors
-        cost, predecessors = np.empty((n, n)), np.empty((n, n), dtype=np.int32)
-        for first in range(0, n, _ROWS_AT_ONCE):
-            count_made(0)
-            rows = np.arange(first, min(first + _ROWS_AT_ONCE, n))
-            cost[rows], predecessors[rows] = dijkstra(
-                self._graph, indices=rows, return_predecessors=True
-            )
-        return cost, predecessors
-
-    def _predecessors(self, start: int) -> NDArray[np.int32]:
-        """Predecessor of each layout on the cheapest chain from layout `start`, shape [N]."""
-        if start not in self._before:
-            indices = np.array([start])
-            _, before = dijkstra(self._graph, indices=indices, return_predecessors=True)
-            self._before[start] = before[0]
-        return self._before[start]
-
-    @cached_property
-    def _graph(self) -> csr_array:
-        n = len(self.layouts)
-        sources, targets, prices = self.steps
-        return csr_array((prices, (sources, targets)), shape=(n, n))
-
-    @cached_property
-    def _forward(self) -> tuple[FloatArray, BoolArray, FloatArray, BoolArray]:
-        """Properties of the cheapest chains that concern forward and gradient accumulation."""
-        n = len(self.layouts)
-        seconds, both = np.zeros((n, n)), np.zeros((n, n))
-        nothing, shareable = np.zeros((2, n, n), dtype=np.bool_)
+    def _chains(self) -> Chains:
         table, examples = self._step_table, self._examples
-        pairs = table.sources, table.targets
-        regather = [regather_price(step, self._pricer, self._charge) for step in examples]
+        sources, targets, seconds = self.steps
+        forward = [regather_price(step, self._pricer, self._charge) for step in examples]
         idle = [step.forward is Action.NOTHING for step in examples]
         alike = [step.is_bucketable for step in examples]
-        seconds[pairs] = np.array(regather)[table.classes]
-        both[pairs] = self.steps[2]
-        nothing[pairs] = np.array(idle, dtype=np.bool_)[table.classes]
-        shareable[pairs] = np.array(alike, dtype=np.bool_)[table.classes]
-        cost, predecessors = self._shortest
-        noop = np.eye(n, dtype=np.bool_)
-        bucketable = noop.copy()
-        total = np.where(noop, 0.0, np.inf)
-        waiting = np.zeros((n, n))
-        known = noop.copy()
-        # Extend known chains by one step until all are known.
-        while True:
-            count_made(0)
-            rows, cols = np.nonzero(np.isfinite(cost) & ~known)
-            before = predecessors[rows, cols]
-            ready = known[rows, before]
-            if not ready.any():
-                return total, noop, waiting, bucketable
-            rows, cols, before = rows[ready], cols[ready], before[ready]
-            total[rows, cols] = total[rows, before] + seconds[before, cols]
-            noop[rows, cols] = noop[rows, before] & nothing[before, cols]
-            last = np.where(noop[rows, cols], both[before, cols], 0.0)
-            waiting[rows, cols] = waiting[rows, before] + last
-            bucketable[rows, cols] = bucketable[rows, before] & shareable[before, cols]
-            known[rows, cols] = True
+        return Chains(
+            len(self.layouts),
+            LayoutSteps(
+                sources,
+                targets,
+                seconds,
+                np.array(forward)[table.classes],
+                np.array(idle, dtype=np.bool_)[table.classes],
+                np.array(alike, dtype=np.bool_)[table.classes],
+            ),
+        )

@@ -28,7 +28,7 @@ it a slice of each. Such types are many and rarely useful, so they are offered o
 tensors for which the caller lists them.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import accumulate, pairwise
@@ -367,6 +367,7 @@ def strategies(
     partial: Collection[int] | None = None,
     interleaved: Interleaved = (),
     has_gradients: bool = True,
+    allows: Callable[[int, AxisRule], bool] | None = None,
 ) -> tuple[Strategy, ...]:
     """All strategies of an operator on a mesh, each combination of layouts once.
 
@@ -382,12 +383,13 @@ def strategies(
         interleaved: the interleaved types that the tensors may have.
         has_gradients: False if no tensor has a gradient; then only one of the strategies that
             differ by `I` and `R` is offered.
+        allows: True if an axis may have an option; None if it may have any.
     """
     if partial is not None:
         linear = tuple(group for group in rule.linear if not group.isdisjoint(partial))
         rule = replace(rule, linear=linear)
     found: dict[Strategy, None] = {}
-    options_of_axes = _Options(rule, interleaved, has_gradients=has_gradients)
+    options_of_axes = _Options(rule, interleaved, allows, has_gradients=has_gradients)
     for sequence, local in _sequences(options_of_axes, rule, axis_sizes, ()):
         count_made()
         order = tuple(axis for axis, _ in sequence)
@@ -407,23 +409,33 @@ class _Options:
     """The options of axes for the shares of an operator, computed once per share."""
 
     def __init__(
-        self, rule: OperatorRule, interleaved: Interleaved, *, has_gradients: bool
+        self,
+        rule: OperatorRule,
+        interleaved: Interleaved,
+        allows: Callable[[int, AxisRule], bool] | None,
+        *,
+        has_gradients: bool,
     ) -> None:
         self.interleaved = interleaved
+        self._allows = allows
         self._has_gradients = has_gradients
         self._letters = tuple(rule.sizes)
         self._known: dict[tuple[int, ...], tuple[tuple[AxisRule, OperatorRule], ...]] = {}
 
-    def of(self, share: OperatorRule, parts: int) -> tuple[tuple[AxisRule, OperatorRule], ...]:
+    def of(
+        self, share: OperatorRule, axis: int, parts: int
+    ) -> tuple[tuple[AxisRule, OperatorRule], ...]:
         """Each option of an axis of `parts` ranks, with the share that it leaves a rank."""
         # Many sequences of options lead to the same share.
-        key = (parts, *(share.sizes[letter] for letter in self._letters))
+        number = 0 if self._allows is None else axis
+        key = (number, parts, *(share.sizes[letter] for letter in self._letters))
         if key not in self._known:
             self._known[key] = tuple(
                 (option, share.sharded(option.letter, parts) if option.letter else share)
                 for option in axis_rules(
                     share, parts, self.interleaved, has_gradients=self._has_gradients
                 )
+                if self._allows is None or self._allows(axis, option)
             )
         return self._known[key]
 
@@ -439,7 +451,7 @@ def _sequences(
     for axis, parts in enumerate(axis_sizes):
         if axis in taken:
             continue
-        for option, local in options.of(rule, parts):
+        for option, local in options.of(rule, axis, parts):
             count_made(0)
             if before and axis < before[-1][0] and not _share_a_dim(before[-1][1], option):
                 continue

@@ -30,6 +30,7 @@ from autoshard.graph import DType, Graph, Input, InputKind, Node
 from autoshard.layouts import AxisType, Charge, Layout, Pricer, Step, regather_price, step_price
 from autoshard.mesh import Device, Mesh
 from autoshard.ops import (
+    AxisRule,
     InnerCollective,
     Operation,
     Strategy,
@@ -41,7 +42,7 @@ from autoshard.ops import (
     strategies,
 )
 from autoshard.plan.charges import charges
-from autoshard.plan.constraints import pinned_sub_shards
+from autoshard.plan.constraints import ShardingConstraint, StrategyConstraint, pinned_sub_shards
 from autoshard.plan.document import Resharding
 from autoshard.plan.execution import check_float8, executions
 from autoshard.plan.gradients import Gradients
@@ -268,17 +269,23 @@ class Prices:
                 seconds += self.accumulation_time(tensor.dtype, reduced) * growth
         return seconds
 
-    def operator(self, number: int, partial: frozenset[int]) -> OperatorPrices:
+    def operator(
+        self,
+        number: int,
+        partial: frozenset[int],
+        constraints: tuple[StrategyConstraint, ...] = (),
+    ) -> OperatorPrices:
         """The distinct strategies of a node with their costs; equal nodes share the result.
 
         Args:
             number: index of the node.
             partial: positions of the inputs that can be partial sums.
+            constraints: only strategies that they all allow are listed; there may be none.
         """
         node = self.graph.nodes[number]
-        key = (*self.kind(node), self.gradients.flows(node), partial)
+        key = (*self.kind(node), self.gradients.flows(node), partial, constraints)
         if key not in self._operators:
-            self._operators[key] = self._price(node, partial)
+            self._operators[key] = self._price(node, partial, constraints)
         return self._operators[key]
 
     def compute(self, node: Node, chosen: Sequence[Strategy]) -> ForwardBackward[FloatArray]:
@@ -326,21 +333,31 @@ class Prices:
         once = self._times(node, chosen, backward=False) + self._inside(chosen, backward=False)
         return self.micro_batches * once
 
-    def _price(self, node: Node, partial: frozenset[int]) -> OperatorPrices:
+    def _price(
+        self, node: Node, partial: frozenset[int], constraints: tuple[StrategyConstraint, ...]
+    ) -> OperatorPrices:
         backward = self.gradients.flows(node)
         flags = tuple(self.gradients.exists(v) for v in (*node.inputs, *node.outputs))
         rule = rule_for(call_of(self.graph, node))
         values = (self.graph.values[value] for value in (*node.inputs, *node.outputs))
         types = tuple(self.interleaved.get(tensor.shape, ()) for tensor in values)
         interleaved = types if any(types) else ()
-        found = strategies(
+        by_axis = [c for c in constraints if isinstance(c, ShardingConstraint)]
+
+        def allows(axis: int, option: AxisRule) -> bool:
+            return all(constraint.allows(axis, option) for constraint in by_axis)
+
+        every = strategies(
             rule,
             self._axes.sizes,
             partial=partial,
             interleaved=interleaved,
             has_gradients=any(flags),
+            allows=allows if by_axis else None,
         )
-        seen = [_without_gradient(s, flags, backward=backward) for s in found]
+        pairs = [(s, _without_gradient(s, flags, backward=backward)) for s in every]
+        pairs = [(s, own) for s, own in pairs if all(allowed(own) for allowed in constraints)]
+        found, seen = [s for s, _ in pairs], [own for _, own in pairs]
         times = self.micro_batches * self._times(node, found, backward=backward)
         if rule.communicates:
             times = times + self.micro_batches * self._inside(seen, backward=backward)

@@ -15,7 +15,7 @@ from autoshard.costs import (
     StepCommunication,
 )
 from autoshard.graph import Tensor
-from autoshard.layouts import Layout, ReshardingTable
+from autoshard.layouts import ChainCosts, Layout, ReshardingTable
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +97,7 @@ class EdgeCosts:
             return self._seconds[frequency]
         if self.micro_batches == 1 and self.compute is None:
             # The parts of each pass do not matter.
-            seconds = self.table.cost[self._pairs]
+            seconds = self._chains.seconds
         else:
             communication = self._communication(frequency)
             seconds = communication.seconds()
@@ -130,12 +130,12 @@ class EdgeCosts:
         """
         if self.micro_batches == 1 or not self.of_parameter:
             return np.zeros((len(self.sources), len(self.targets)), dtype=np.bool_)
-        return self.table.is_bucketable[self._pairs] & ~self.is_noop
+        return self._chains.is_bucketable & ~self.is_noop
 
     @cached_property
     def is_noop(self) -> BoolArray:
         """For each resharding, True if its forward part does nothing, shape [R, C]."""
-        return self.table.noop_forward[self._pairs]
+        return self._chains.is_noop
 
     @cached_property
     def source_layouts(self) -> list[Layout]:
@@ -170,14 +170,19 @@ class EdgeCosts:
         col = self.cols[strategy]
         return ForwardBackward(float(self.compute.forward[col]), float(self.compute.backward[col]))
 
+    @cached_property
+    def _chains(self) -> ChainCosts:
+        return self.table.costs(self.sources, self.targets)
+
     @property
-    def _pairs(self) -> tuple[IntArray, IntArray]:
-        return self.sources[:, None], self.targets[None, :]
+    def is_possible(self) -> BoolArray:
+        """True for each resharding that constraints allow, shape [R, C]."""
+        return np.isfinite(self._chains.seconds)
 
     def _communication(self, frequency: Frequency) -> StepCommunication[FloatArray]:
-        both, forward = self.table.cost[self._pairs], self.table.regather_cost[self._pairs]
-        forward = np.where(np.isfinite(both), forward, 0.0)
-        backward = np.subtract(both, forward, out=np.zeros_like(both), where=np.isfinite(both))
+        both, possible = self._chains.seconds, self.is_possible
+        forward = np.where(possible, self._chains.forward, 0.0)
+        backward = np.subtract(both, forward, out=np.zeros_like(both), where=possible)
         run = ForwardBackward(forward, np.maximum(backward, 0.0))
         return StepCommunication(both, run, self._waiting, self.micro_batches, frequency)
 
@@ -186,8 +191,7 @@ class EdgeCosts:
         """Seconds of the reductions of gradients that may wait without memory, shape [R, C]."""
         if not self.of_parameter:
             return np.zeros((len(self.sources), len(self.targets)))
-        in_bucket = self.table.is_bucketable[self._pairs]
-        return np.where(in_bucket, self.table.waiting_cost[self._pairs], 0.0)
+        return np.where(self._chains.is_bucketable, self._chains.waiting, 0.0)
 
 
 def local_bytes(tensor: Tensor, layouts: Iterable[Layout], axis_sizes: Sequence[int]) -> FloatArray:

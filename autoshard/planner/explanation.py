@@ -121,7 +121,8 @@ def explain(
         return replace(found, stage=stage)
     program = graph_from_json(plan.stages[0].program, known=known)
     try:
-        formulation = formulated(program, plan.mesh, plan.options, work_limits(time_limit))
+        limits = work_limits(time_limit)
+        formulation = formulated(program, plan.mesh, plan.options, limits, keeps_forbidden=True)
     except LimitReached as reached:
         raise OptionError(unfinished_reason(reached, plan.mesh)) from None
     number = _find(formulation, name, value=value)

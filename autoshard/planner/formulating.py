@@ -51,6 +51,8 @@ def formulated(
     options: PlanOptions,
     limits: Limits,
     max_strategies: int | None = None,
+    *,
+    keeps_forbidden: bool = False,
 ) -> Formulation:
     """The formulation of planning a graph as one stage on a mesh, with its problem.
 
@@ -60,6 +62,7 @@ def formulated(
         options: of planning.
         limits: of the time, and of the number of different strategies.
         max_strategies: maximum total number of strategies of all variables.
+        keeps_forbidden: as for `Formulation`.
 
     Raises:
         GraphError: the graph cannot be planned in this mode.
@@ -69,7 +72,7 @@ def formulated(
     check_total_bytes(graph, most_held(options.micro_batches, options.in_flight))
     try:
         with limited(limits):
-            formulation = Formulation.of(graph, mesh, options)
+            formulation = Formulation.of(graph, mesh, options, keeps_forbidden=keeps_forbidden)
             check_size(formulation, max_strategies)
             # The matrices of edges are most of its work.
             _ = formulation.problem

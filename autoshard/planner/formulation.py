@@ -38,7 +38,7 @@ from autoshard.solve import Edge, Problem, Repeat, ShortestPathCost
 from autoshard.solve import Node as ProblemNode
 
 _MAX_PAIRED_LAYOUTS = 600
-"""Maximum number of layouts for which an edge has a cost matrix of all pairs of layouts."""
+"""Maximum number of layouts of a producer or a consumer for which an edge has a matrix of costs."""
 
 
 class Role(StrEnum):
@@ -99,12 +99,16 @@ class Formulation:
     Args:
         prices: cost model of the graph on the mesh.
         constraints: constraints on strategies and collectives.
+        keeps_forbidden: True if variables keep the strategies that constraints forbid, which then
+            cost infinity.
 
     Raises:
         OptionError: a constraint forbids all strategies of a variable.
     """
 
-    def __init__(self, prices: Prices, constraints: PlanConstraints) -> None:
+    def __init__(
+        self, prices: Prices, constraints: PlanConstraints, *, keeps_forbidden: bool = False
+    ) -> None:
         self.graph = graph = prices.graph
         self.mesh = mesh = prices.mesh
         self.axes = NontrivialAxes.of(mesh)
@@ -115,8 +119,8 @@ class Formulation:
         self.checkpoint_units = checkpoint_units(graph, self.blocks, prices.checkpointed_modules)
         self.variables: list[Variable] = []
         self.uses: list[Use] = []
-        # Pairs of variables that must have the same layout, and a label for each strategy.
-        self.ties: list[tuple[int, int, IntArray]] = []
+        # Pairs of variables that must have the same layout, and the labels of their strategies.
+        self.ties: list[tuple[int, int, IntArray, IntArray]] = []
         self._overlap = Overlap(graph, mesh) if prices.overlaps else None
         self._ragged = ragged_values(graph)
         self._several = self._values_with_several_uses()
@@ -135,18 +139,24 @@ class Formulation:
         self._compute: dict[int, ForwardBackward[FloatArray]] = {}
         self._edge_costs: dict[tuple[object, ...], EdgeCosts] = {}
         self._path_costs: dict[int, ShortestPathCost] = {}
+        self._keeps_forbidden = keeps_forbidden
+        # The variables are stored with the result, so that the ids of their arrays are not reused.
+        self._allowed: dict[tuple[int, int], tuple[Variable, Variable]] = {}
         self._kinds: dict[Use, tuple[object, ...]] = {}
         self._last_uses = _last_uses(graph)
         self._build()
 
     @classmethod
-    def of(cls, graph: Graph, mesh: Mesh, options: PlanOptions) -> "Formulation":
+    def of(
+        cls, graph: Graph, mesh: Mesh, options: PlanOptions, *, keeps_forbidden: bool = False
+    ) -> "Formulation":
         """The problem of planning a graph on a mesh.
 
         Raises:
             OptionError: an option is invalid, or forbids all strategies of a variable.
         """
-        return cls(Prices(graph, mesh, options), plan_constraints(graph, mesh, options))
+        constraints = plan_constraints(graph, mesh, options)
+        return cls(Prices(graph, mesh, options), constraints, keeps_forbidden=keeps_forbidden)
 
     def constrained(self, constraints: PlanConstraints) -> "Formulation":
         """The same problem under other constraints."""
@@ -171,7 +181,7 @@ class Formulation:
             nodes=tuple(_problem_node(variable, totals) for variable in self.variables),
             edges=(
                 *(Edge(u.source, u.target, *edges[self.kind_of(u)]) for u in self.uses),
-                *(same_label(a, b, labels, labels) for a, b, labels in self.ties),
+                *(same_label(*tie) for tie in self.ties),
             ),
             repeats=self.repeats(self.variables_of),
         )
@@ -364,7 +374,8 @@ class Formulation:
         """Cost matrix of an edge, the row of each source strategy, the column of each target's."""
         table = costs.table
         is_path = costs.compute is None and not (costs.of_parameter and costs.micro_batches > 1)
-        if len(table.layouts) <= _MAX_PAIRED_LAYOUTS or not is_path:
+        most = max(len(costs.sources), len(costs.targets))
+        if most <= _MAX_PAIRED_LAYOUTS or not is_path:
             return costs.fastest, costs.rows, costs.cols
         if id(table) not in self._path_costs:
             sources, targets, seconds = table.steps
@@ -405,7 +416,7 @@ class Formulation:
         """False for constants, and for buffers that forward only reads and no pin names."""
         if graph_input.kind is InputKind.BUFFER:
             name = graph_input.name
-            return name in self.graph.updated or self.constraints.concerns(("input", name))
+            return name in self.graph.updated or bool(self.constraints.of(("input", name)))
         return graph_input.kind is not InputKind.CONSTANT
 
     def _input_layouts(self, graph_input: Input, tensor: Tensor) -> tuple[Layout, ...]:
@@ -429,7 +440,10 @@ class Formulation:
 
     def _add_operator(self, time: int, node: Node) -> None:
         partial = frozenset(i for i, v in enumerate(node.inputs) if v in self._partial)
-        prices = self.prices.operator(time, partial)
+        constraints = self.constraints.of((Role.OPERATOR, node.name))
+        prices = self.prices.operator(time, partial, () if self._keeps_forbidden else constraints)
+        if not prices.strategies:
+            prices = self.prices.operator(time, partial)
         interval = (time, self._last_uses[time] + 1)
         target = self._add(
             Variable(
@@ -501,14 +515,37 @@ class Formulation:
         variable = Variable(Role.OUTPUT, str(position), strategies, np.zeros(len(strategies)))
         target = self._add(variable)
         self._add_use(output.name, target, 0, Gradient.NONE)
-        self.ties.append((target, buffer, np.arange(len(layouts), dtype=np.intp)))
+        kept = [layouts.index(strategy.inputs) for strategy in self.variables[target].strategies]
+        numbers: IntArray = np.arange(len(layouts), dtype=np.intp)
+        self.ties.append((target, buffer, numbers[kept], numbers))
         self._variables_by_value[output.name].append(target)
 
     def _add(self, variable: Variable) -> int:
         choice = (variable.role, variable.name)
         time = self.constraints.apply(choice, variable.strategies, variable.time)
-        self.variables.append(variable if time is variable.time else replace(variable, time=time))
+        if time is not variable.time:
+            variable = self._without_forbidden(replace(variable, time=time))
+        self.variables.append(variable)
         return len(self.variables) - 1
+
+    def _without_forbidden(self, variable: Variable) -> Variable:
+        """The variable with the strategies that constraints allow, if there are any."""
+        kept = np.flatnonzero(np.isfinite(variable.time))
+        if self._keeps_forbidden or len(kept) in (0, len(variable.time)):
+            return variable
+        key = id(variable.strategies), id(variable.time)
+        if key not in self._allowed:
+            self._allowed[key] = (
+                variable,
+                replace(
+                    variable,
+                    strategies=tuple(variable.strategies[i] for i in kept.tolist()),
+                    time=variable.time[kept],
+                    usage={kind: nbytes[kept] for kind, nbytes in variable.usage.items()},
+                ),
+            )
+        own = self._allowed[key][-1]
+        return replace(variable, strategies=own.strategies, time=own.time, usage=own.usage)
 
     def _add_use(self, value: str, target: int, position: int, gradient: Gradient) -> None:
         source, output = self._made_by[value]

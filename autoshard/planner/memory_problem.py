@@ -163,8 +163,8 @@ class MemoryProblem:
             self._add_variable(i, variable)
             for number in uses.get(i, ()):
                 self._add_use(number, self._formulation.uses[number])
-        for first, second, labels in self._formulation.ties:
-            self._equate(self._ends[first].node, self._ends[second].node, labels, labels)
+        for first, second, rows, cols in self._formulation.ties:
+            self._equate(self._ends[first].node, self._ends[second].node, rows, cols)
         for number, point in enumerate(self._time.backward):
             self._add_backward(point, self._time.at(number))
 

@@ -128,7 +128,7 @@ class TimePoints:
             return nbytes
         for i, source in enumerate(costs.source_layouts):
             for j, target in enumerate(costs.target_layouts):
-                if np.isfinite(table.cost[costs.sources[i], costs.targets[j]]):
+                if costs.is_possible[i, j]:
                     path = table.path(source, target)
                     nbytes[i, j] = self._path_bytes(use.value, source, target, path)
         return nbytes

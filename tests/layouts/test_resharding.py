@@ -10,6 +10,7 @@ from autoshard.layouts import (
     STEPS,
     Action,
     AxisType,
+    ChainCosts,
     Charge,
     I,
     Kind,
@@ -80,14 +81,22 @@ def test_the_transpose_of_a_step_is_the_step_of_the_transposed_types() -> None:
     assert (Kind.SHARD, Kind.PARTIAL) not in STEPS, "the dual of R -> S is not offered"
 
 
+def all_costs(table: ReshardingTable) -> ChainCosts:
+    every = np.arange(len(table.layouts))
+    return table.costs(every, every)
+
+
 def test_every_layout_leads_to_every_other() -> None:
-    assert np.isfinite(reshardings().cost).all()
-    assert np.isfinite(reshardings(differentiable=False).cost).all()
-    assert np.isfinite(reshardings(interleaved=INTERLEAVED).cost).all()
+    for table in (
+        reshardings(),
+        reshardings(differentiable=False),
+        reshardings(interleaved=INTERLEAVED),
+    ):
+        assert np.isfinite(all_costs(table).seconds).all()
 
 
 def test_reshardings_obey_the_triangle_inequality() -> None:
-    cost = reshardings().cost
+    cost = all_costs(reshardings()).seconds
     best_detour = (cost[:, :, None] + cost[None, :, :]).min(axis=1)
     assert (cost <= best_detour + 1e-15).all()
     assert (np.diag(cost) == 0).all()
@@ -142,11 +151,41 @@ def test_a_table_of_a_tensor_that_shares_collectives_has_lower_prices() -> None:
     ends = (alone.index[Layout.parse(text)] for text in ("I,S(0)", "I,R"))
     source, target = ends
     (step,) = alone.path(alone.layouts[source], alone.layouts[target])
-    assert shared.cost[source, target] == pytest.approx(step_price(step, Prices(), Charge(8)))
-    assert shared.regather_cost[source, target] == pytest.approx(
-        regather_price(step, Prices(), Charge(8))
-    )
-    assert (shared.cost <= alone.cost).all()
+    costs = all_costs(shared)
+    assert costs.seconds[source, target] == pytest.approx(step_price(step, Prices(), Charge(8)))
+    assert costs.forward[source, target] == pytest.approx(regather_price(step, Prices(), Charge(8)))
+    assert (costs.seconds <= all_costs(alone).seconds).all()
+
+
+def test_chains_are_the_same_whatever_was_asked_before() -> None:
+    """Of many layouts, chains are computed from those that are asked for."""
+    tables = [
+        ReshardingTable((8, 16, 32), 4, (2, 4, 2), differentiable=True, pricer=Prices())
+        for _ in range(2)
+    ]
+    every = np.arange(len(tables[0].layouts))
+    assert len(every) > 100
+    at_once = tables[0].costs(every, every)
+    for sources in (np.array([70, 3]), np.array([3, 150, 70]), every[::-1]):
+        found = tables[1].costs(sources, every[::2])
+        for name in ("seconds", "forward", "is_noop", "waiting", "is_bucketable"):
+            assert (getattr(found, name) == getattr(at_once, name)[sources][:, ::2]).all()
+
+
+def test_the_costs_of_a_chain_are_those_of_its_steps() -> None:
+    table = ReshardingTable((8, 16, 32), 4, (2, 4, 2), differentiable=True, pricer=Prices())
+    every = np.arange(len(table.layouts))
+    costs = table.costs(every[::7], every[::5])
+    for (i, source), (j, target) in product(
+        enumerate(table.layouts[::7]), enumerate(table.layouts[::5])
+    ):
+        steps = table.path(source, target)
+        total = sum(step_price(step, Prices()) for step in steps)
+        assert costs.seconds[i, j] == pytest.approx(total)
+        forward = sum(regather_price(step, Prices()) for step in steps)
+        assert costs.forward[i, j] == pytest.approx(forward)
+        assert costs.is_bucketable[i, j] == all(step.is_bucketable for step in steps)
+        assert costs.is_noop[i, j] == all(step.forward is Action.NOTHING for step in steps)
 
 
 def test_the_outer_axis_is_gathered_through_the_inner_one() -> None:
@@ -171,7 +210,7 @@ def test_a_swapped_nesting_is_another_layout() -> None:
 def test_a_mesh_of_one_device_reshards_nothing() -> None:
     table = ReshardingTable(SHAPE, 4, (), differentiable=True, pricer=Prices())
     assert table.path(Layout(()), Layout(())) == ()
-    assert table.cost.tolist() == [[0.0]]
+    assert table.cost(Layout(()), Layout(())) == 0.0
 
 
 def test_an_illegal_layout_is_named() -> None:

@@ -109,7 +109,7 @@ def test_every_path_leads_where_it_should_at_the_price_it_says(name: str) -> Non
         pricer=Prices(),
     )
     for source, target in product(table.layouts, repeat=2):
-        cost = table.cost[table.index[source], table.index[target]]
+        cost = table.cost(source, target)
         assert isfinite(cost)
         layout, steps = source, table.path(source, target)
         for step in steps:

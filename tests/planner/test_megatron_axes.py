@@ -1,12 +1,16 @@
 """Axes with a purpose in the patterns of Megatron-LM, and the distributed optimizer."""
 
+import numpy as np
 import pytest
 
 from autoshard.errors import OptionError
 from autoshard.graph import Graph, graph_from_json, load_graph
 from autoshard.graph.experts import GROUPED_MM
-from autoshard.plan import Plan
+from autoshard.mesh import make_mesh
+from autoshard.plan import Plan, PlanOptions
 from autoshard.planner import make_plan
+from autoshard.planner.formulation import Formulation
+from autoshard.solve import solve_problem
 from benchmarks.published.models import Batch, Dimensions, export_decoder
 
 _BATCH = Batch(8, 64)
@@ -116,3 +120,26 @@ def test_equal_stages_multiply_in_float8_where_asked(dense: Graph) -> None:
     ]
     assert seconds[0][0] == seconds[2][0] != seconds[1][0]
     assert seconds[0][1] != seconds[2][1] == seconds[1][1]
+
+
+@pytest.mark.parametrize("algo", ["megatron-sp", "ddp", "fsdp2"])
+def test_strategies_that_constraints_forbid_are_left_out(mixture: Graph, algo: str) -> None:
+    """Nothing else is left out: the same strategies and the same optimum remain."""
+    mesh = make_mesh((2, 2), axes=("dp", "tp"))
+    options = PlanOptions.model_validate({"algo": algo, "overlap": True})
+    every = Formulation.of(mixture, mesh, options, keeps_forbidden=True)
+    allowed = Formulation.of(mixture, mesh, options)
+    for one, other in zip(allowed.variables, every.variables, strict=True):
+        kept = np.flatnonzero(np.isfinite(other.time))
+        # Partial sums of a value that constraints never leave partial are not listed either.
+        strategies = [other.strategies[i] for i in kept]
+        places = [strategies.index(strategy) for strategy in one.strategies]
+        assert places == sorted(places)
+        assert one.time == pytest.approx(other.time[kept][places])
+        assert np.isfinite(one.time).all()
+    num_allowed, num_all = (
+        sum(len(variable.strategies) for variable in x.variables) for x in (allowed, every)
+    )
+    assert num_allowed < num_all
+    best = [solve_problem(x.problem, relative_gap=0.0).objective for x in (allowed, every)]
+    assert best[0] == pytest.approx(best[1])

@@ -126,6 +126,21 @@ def test_required_cuts_are_obeyed(graph: Graph) -> None:
     assert makers[0].name == first.nodes[0].name
 
 
+def test_with_given_cuts_no_rank_works_less_than_its_stages_at_best(graph: Graph) -> None:
+    given = {"stages": 4, "stages_per_rank": 2, "micro_batches": 8, "schedule": "Interleaved1F1B"}
+    mesh = make_mesh((2, 2), topology="h100-sxm")
+    plan = make_plan(graph, mesh, PlanOptions.model_validate({**given, "balance": (1, 1, 1, 1)}))
+    assert plan.pipeline is not None
+    bounds = [one.certificate.bound or 0.0 for one in plan.pipeline.stages]
+    work = max(sum(bounds[stage] for stage in held) for held in plan.pipeline.ranks)
+    assert plan.certificate.bound == pytest.approx(work)
+    assert "these cuts" in plan.pipeline.proof
+    open_cuts = make_plan(graph, mesh, PlanOptions.model_validate(given))
+    assert open_cuts.pipeline is not None
+    assert "mean work of a rank" in open_cuts.pipeline.proof
+    assert 0 < (open_cuts.certificate.bound or 0.0) <= work * (1 + 1e-9)
+
+
 def test_memory_that_no_stage_fits_is_explained(graph: Graph) -> None:
     options = PlanOptions(stages=2, memory_budget=1000, micro_batches=2)
     plan = make_plan(graph, make_mesh((2,)), options)

@@ -1,8 +1,7 @@
 """Constraints on a plan: allowed strategies of each variable, and forbidden collectives.
 
-A constraint only changes costs: forbidden strategies cost infinity. The constrained problem has
-the same variables as the free one, and its certificate has the same meaning. The planner and the
-checker evaluate the same constraint objects.
+The constrained problem has the same variables as the free one with fewer strategies, and its
+certificate has the same meaning. The planner and the checker evaluate the same constraint objects.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -44,23 +43,22 @@ class ShardingConstraint:
     def __call__(self, strategy: Strategy) -> bool:
         """True if every axis shards a required dim and no dim that is not allowed."""
         tensors = (*strategy.inputs, *strategy.outputs)
-        for axis, (allowed, required) in enumerate(zip(self.allowed, self.required, strict=True)):
-            sharded = _sharded(layout.types[axis] for layout in tensors)
-            if allowed is not None and not sharded <= allowed:
-                return False
-            if required and sharded.isdisjoint(required):
-                return False
-        return True
+        return all(
+            self._allows(axis, (layout.types[axis] for layout in tensors))
+            for axis in range(len(self.allowed))
+        )
 
     def allows(self, axis: int, option: AxisRule) -> bool:
-        """True if an axis may shard the dims that an option of it shards."""
-        allowed = self.allowed[axis]
-        return allowed is None or _sharded((*option.inputs, *option.outputs)) <= allowed
+        """True if strategies may have an option of an axis."""
+        return self._allows(axis, (*option.inputs, *option.outputs))
 
-
-def _sharded(types: Iterable[AxisType]) -> set[Dim]:
-    """The dims that an axis shards, by its type of each tensor."""
-    return {(i, t.dim) for i, t in enumerate(types) if t.is_shard}
+    def _allows(self, axis: int, types: Iterable[AxisType]) -> bool:
+        """True if an axis may have these types of the tensors."""
+        allowed, required = self.allowed[axis], self.required[axis]
+        sharded = {(i, t.dim) for i, t in enumerate(types) if t.is_shard}
+        if allowed is not None and not sharded <= allowed:
+            return False
+        return not required or not sharded.isdisjoint(required)
 
 
 def shard_any(rule: OperatorRule, num_ranks: int, dims: frozenset[Dim]) -> OperatorRule | None:
@@ -143,9 +141,9 @@ class PlanConstraints:
             self._applied[key] = strategies, costs, np.where(allowed, costs, np.inf)
         return self._applied[key][-1]
 
-    def concerns(self, choice: ChoiceId) -> bool:
-        """True if a constraint, such as a pin, names a choice."""
-        return any(choice in constraint.strategies for constraint in self.constraints)
+    def of(self, choice: ChoiceId) -> tuple[StrategyConstraint, ...]:
+        """The constraints on the strategy of a variable."""
+        return tuple(c.strategies[choice] for c in self.constraints if choice in c.strategies)
 
     def forbidden(self, value: str) -> frozenset[Collective]:
         """The collectives that may not run in reshardings of a value."""

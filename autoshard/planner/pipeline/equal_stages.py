@@ -102,10 +102,18 @@ def _renamed(node: Node, name: str, values: Mapping[str, str]) -> Node:
 
 
 class StagePlan(NamedTuple):
-    """The plan of a stage, and its seconds by pass; None if it has no plan."""
+    """The plan of a stage.
+
+    Attributes:
+        plan: the plan.
+        times: its seconds by pass; None if it has no plan.
+        bound: lower bound of the seconds of all plans of the stage in a step; None if it is not
+            known.
+    """
 
     plan: Plan
     times: StageTimes | None
+    bound: float | None = None
 
 
 class EqualStages:
@@ -133,7 +141,7 @@ class EqualStages:
         pins = options.pins
         has_names = pins.parameters or pins.buffers or pins.nodes or options.checkpointed_modules
         if has_names:
-            return self._new(graph, mesh, options)
+            return _with_own_bound(self._new(graph, mesh, options))
         numbered = NumberedGraph.of(graph, options.float8_modules)
         inputs = {numbered.values.get(name, name): x for name, x in pins.inputs.items()}
         pins = Pins(inputs=inputs, outputs=pins.outputs)
@@ -144,7 +152,7 @@ class EqualStages:
         if found is None:
             found = self._for_more(numbered.graph, mesh, options)
         if found is None:
-            found = self._known_or_new(numbered.graph, mesh, options)
+            found = _with_own_bound(self._known_or_new(numbered.graph, mesh, options))
         return found._replace(plan=_with_names(found.plan, numbered, graph))
 
     def _without_limit(self, graph: Graph, mesh: Mesh, options: PlanOptions) -> StagePlan | None:
@@ -155,7 +163,7 @@ class EqualStages:
             options.reshard_after_forward,
         ):
             return None
-        found = self._known_or_new(graph, mesh, free)
+        found = _with_own_bound(self._known_or_new(graph, mesh, free))
         return _if_it_fits(found, graph, mesh, options)
 
     def _for_more(self, graph: Graph, mesh: Mesh, options: PlanOptions) -> StagePlan | None:
@@ -172,7 +180,7 @@ class EqualStages:
         if key not in self._known:
             stored = self._stored(key, graph)
             self._known[key] = stored or self._new(graph, mesh, options)
-            plan, times = self._known[key]
+            plan, times, _ = self._known[key]
             is_final = plan.certificate.status is not SolveStatus.CANCELLED
             if stored is None and self._store is not None and times is not None and is_final:
                 body = {"plan": plan.to_json(), "times": times.model_dump()}
@@ -211,6 +219,11 @@ def may_be_quick(options: PlanOptions) -> bool:
     """True if options leave open what is recomputed and gathered again, in training."""
     recomputing = options.activation_checkpointing, options.reshard_after_forward
     return options.mode == "training" and set(recomputing) == {"auto"}
+
+
+def _with_own_bound(found: StagePlan) -> StagePlan:
+    """A plan with the bound of its own certificate."""
+    return found._replace(bound=found.plan.certificate.bound)
 
 
 def _seconds(plan: Plan) -> float:

@@ -213,10 +213,15 @@ class _Request:
         quick = QuickPlanner(self.limits, self.block_cache)
         return EqualStages(self.plan_stage, quick.plan, self.block_cache)
 
+    @cached_property
+    def cuts(self) -> tuple[int, ...] | None:
+        """The cuts that the options determine; None if they are to be chosen."""
+        return cuts_of(self.options, self.cutter, self.mesh)
+
     def plan(self, number: int | None) -> Plan:
         """The fastest pipeline with a number of stages, or with any number if it is None."""
         start = time.perf_counter()
-        cuts = cuts_of(self.options, self.cutter, self.mesh)
+        cuts = self.cuts
         required = required_cuts(self.options, self.cutter) if cuts is None else cuts
         search = PipelineSearch(
             self.cutter,
@@ -259,7 +264,8 @@ class _Request:
             seconds["plan stages"] += time.perf_counter() - start
             start = time.perf_counter()
             if not isinstance(stages, _Failure):
-                return document.with_stages(self._with_bound(candidate), stages)
+                proven = self._bound(candidate, stages)
+                return document.with_stages(candidate.schedule, stages, proven)
             failure = stages
             search.reserve_memory()
         return document.without_stages(*failure)
@@ -294,17 +300,27 @@ class _Request:
         }
         return plan.model_copy(update=update)
 
-    def _with_bound(self, candidate: Candidate) -> Candidate:
-        """The candidate with a bound of its own, if it has none: the mean work of its ranks."""
+    def _bound(self, candidate: Candidate, stages: Sequence[PlannedStage]) -> "_Bound":
+        """A lower bound of the step time, with the pipelines for which it holds.
+
+        If the search has none, it is the work of the busiest rank for given cuts, otherwise the
+        mean work of the ranks.
+        """
+        schedule = candidate.schedule
         if candidate.bound > 0:
-            return candidate
+            return _Bound(candidate.bound, _all_cuts(candidate))
+        known = [one.bound for one in stages if one.bound is not None]
+        if self.cuts is not None and len(known) == len(stages):
+            work = max(sum(known[stage] for stage in held) for held in schedule.ranks)
+            return _Bound(max(work, 0.0), _GIVEN_CUTS)
         devices = sub_mesh(self.mesh, candidate.stages[0].devices)
+        proof = _mean_work(candidate)
         try:
             options = on_sub_mesh(self.options, devices, self.mesh)
             work = whole_bound(self.cutter.graph, devices, options, self.limits, self.block_cache)
         except Stopped:
-            return candidate
-        return replace(candidate, bound=max(work, 0.0) / candidate.schedule.num_ranks)
+            return _Bound(0.0, proof)
+        return _Bound(max(work, 0.0) / schedule.num_ranks, proof)
 
     def _best(self, search: PipelineSearch, number: int | None) -> Candidate | None:
         options, best = self.options, None
@@ -377,7 +393,7 @@ class _Request:
             if self.limits.is_cancelled:
                 raise self.limits.stopped()
             self.limits.begin(f"stage {number} of {len(places)}")
-            found, times = self.stages.plan(program, devices, limits)
+            found, times, bound = self.stages.plan(program, devices, limits)
             if times is None:
                 if self.limits.is_cancelled:
                     raise self.limits.stopped()
@@ -387,7 +403,7 @@ class _Request:
                 update={"name": f"stage{number}", "first_device": place.first_device}
             )
             found = found.model_copy(update={"stages": (stage,)})
-            stages.append(PlannedStage(place, program, devices, found, times))
+            stages.append(PlannedStage(place, program, devices, found, times, bound))
         if self.limits.is_cancelled:
             raise self.limits.stopped()
         return stages
@@ -416,13 +432,14 @@ class _Document:
     options: PlanOptions
     seconds: Mapping[str, float]
 
-    def with_stages(self, candidate: Candidate, stages: Sequence[PlannedStage]) -> Plan:
+    def with_stages(
+        self, schedule: Schedule, stages: Sequence[PlannedStage], proven: "_Bound"
+    ) -> Plan:
         """A plan of several stages."""
-        schedule = candidate.schedule
-        proof = _proof(candidate)
+        proof = proven.proof
         pipeline, simulation = pipeline_document(self.graph, self.mesh, schedule, stages, proof)
         costs = _costs(stages, schedule, simulation)
-        bound = min(candidate.bound, costs.total)
+        bound = min(proven.seconds, costs.total)
         gap = relative_gap(costs.total, bound)
         is_optimal = gap <= self.options.relative_gap
         own = tuple(one.stage for one in stages)
@@ -459,23 +476,43 @@ class _Document:
         )
 
 
-def _proof(candidate: Candidate) -> str:
-    """Among which plans the bound of the certificate holds."""
+_COMPARED = "other numbers of ranks, and schedules, were compared by estimated times"
+_GIVEN_CUTS = (
+    "no pipeline with these cuts under this schedule, whose stages exchange activations in these "
+    "layouts, takes less than the bound, the work of the busiest rank"
+)
+
+
+class _Bound(NamedTuple):
+    """A lower bound of the seconds of a step, and among which plans it holds."""
+
+    seconds: float
+    proof: str
+
+
+def _mean_work(candidate: Candidate) -> str:
+    """Among which plans the mean work of a rank is a bound."""
+    return (
+        f"no pipeline with {candidate.schedule.num_ranks} ranks on {_shape(candidate)} takes less "
+        f"than the bound, the mean work of a rank in the fastest plan of the whole program on a "
+        f"sub-mesh; {_COMPARED}"
+    )
+
+
+def _all_cuts(candidate: Candidate) -> str:
+    """Among which plans the bound of the search holds."""
     schedule = candidate.schedule
-    sizes = {stage.devices for stage in candidate.stages}
-    shape = "equal sub-meshes" if len(sizes) == 1 else "aligned sub-meshes"
-    if schedule.stages_per_rank > 1:
-        return (
-            f"no pipeline with {schedule.num_ranks} ranks on {shape} takes less than the bound, "
-            f"the mean work of a rank in the fastest plan of the whole program on a sub-mesh; "
-            f"other numbers of ranks, and schedules, were compared by estimated times"
-        )
     return (
         f"bound over all ways to cut the program at {candidate.num_points} places into "
-        f"{schedule.num_stages} stages on {shape} under {schedule.name}, for stages whose "
-        f"operators cost what they cost in the fastest plan of the whole program on a sub-mesh; "
-        f"other numbers of ranks, and schedules, were compared by estimated times"
+        f"{schedule.num_stages} stages on {_shape(candidate)} under {schedule.name}, for stages "
+        f"whose operators cost what they cost in the fastest plan of the whole program on a "
+        f"sub-mesh; {_COMPARED}"
     )
+
+
+def _shape(candidate: Candidate) -> str:
+    sizes = {stage.devices for stage in candidate.stages}
+    return "equal sub-meshes" if len(sizes) == 1 else "aligned sub-meshes"
 
 
 def _costs(

@@ -38,6 +38,7 @@ class PlannedStage:
         mesh: its sub-mesh.
         plan: the plan of its program on its sub-mesh.
         times: its seconds, without transfers.
+        bound: lower bound of the seconds of all its plans in a step; None if it is not known.
     """
 
     place: StagePlace
@@ -45,6 +46,7 @@ class PlannedStage:
     mesh: Mesh
     plan: Plan
     times: StageTimes
+    bound: float | None = None
 
     @property
     def devices(self) -> range:

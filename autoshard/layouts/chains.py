@@ -1,0 +1,148 @@
+"""Cheapest chains of steps between the layouts of a tensor."""
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import dijkstra
+
+from autoshard.arrays import BoolArray, FloatArray, IntArray
+from autoshard.limits import count_entries, count_made
+
+_ROWS_AT_ONCE = 600
+"""Number of layouts from which shortest chains are computed without a look at the time limit."""
+_FEW_LAYOUTS = 100
+"""Number of layouts up to which chains from all of them are computed at once."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayoutSteps:
+    """M steps between layouts.
+
+    Attributes:
+        sources: index of the layout before each step, ascending, shape [M].
+        targets: index of the layout after each step, shape [M].
+        seconds: of each step, forward plus backward; inf if it is forbidden. Shape [M].
+        forward: seconds of the forward action alone, shape [M].
+        is_noop: True if the forward action does nothing, shape [M].
+        is_bucketable: True if the step can share collectives in a bucket, shape [M].
+    """
+
+    sources: IntArray
+    targets: IntArray
+    seconds: FloatArray
+    forward: FloatArray
+    is_noop: BoolArray
+    is_bucketable: BoolArray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChainCosts:
+    """Properties of the cheapest chains from R layouts to C layouts, shape [R, C] each.
+
+    Attributes:
+        seconds: of all steps, forward plus backward; inf if there is no chain.
+        forward: seconds of the forward actions; inf if there is no chain.
+        is_noop: True if the forward actions do nothing to the tensor.
+        waiting: seconds of backward of the first steps whose forward does nothing. If the tensor
+            is a parameter, these steps only reduce its gradient.
+        is_bucketable: True if all steps can share collectives in a bucket.
+        before: index of the last layout but one, negative if there is none.
+    """
+
+    seconds: FloatArray
+    forward: FloatArray
+    is_noop: BoolArray
+    waiting: FloatArray
+    is_bucketable: BoolArray
+    before: NDArray[np.int32]
+
+
+class Chains:
+    """Cheapest chains between N layouts, computed for the layouts from which they are needed.
+
+    Args:
+        num_layouts: N.
+        steps: all steps.
+    """
+
+    def __init__(self, num_layouts: int, steps: LayoutSteps) -> None:
+        self._num = num_layouts
+        self._steps = steps
+        allowed = np.isfinite(steps.seconds)
+        ends = steps.sources[allowed], steps.targets[allowed]
+        self._graph = csr_array((steps.seconds[allowed], ends), shape=(num_layouts, num_layouts))
+        # Steps in ascending order of their layouts, to find the one between two.
+        numbers = steps.sources * num_layouts + steps.targets
+        self._order = np.argsort(numbers)
+        self._numbers = numbers[self._order]
+        self._row_of: IntArray = np.full(num_layouts, -1)
+        self._known: list[ChainCosts] = []
+
+    def costs(self, sources: IntArray, targets: IntArray) -> ChainCosts:
+        """Costs of the chains from some layouts to others.
+
+        Args:
+            sources: R indices of layouts.
+            targets: C indices of layouts.
+        """
+        rows, cols = self._rows(sources)[:, None], targets[None, :]
+        known = self._known[0]
+        return ChainCosts(*(getattr(known, field.name)[rows, cols] for field in fields(known)))
+
+    def before(self, source: int) -> NDArray[np.int32]:
+        """The last layout but one of the chain from a layout to each, negative if there is none."""
+        row = self._rows(np.array([source]))[0]
+        before: NDArray[np.int32] = self._known[0].before[row]
+        return before
+
+    def _rows(self, sources: IntArray) -> IntArray:
+        """The rows of layouts in the known chains, after they were computed."""
+        missing = np.unique(sources[self._row_of[sources] < 0])
+        if not self._known and (self._num <= _FEW_LAYOUTS or not len(missing)):
+            missing = np.arange(self._num)
+        if len(missing):
+            count_entries(len(missing) * self._num)
+            self._row_of[missing] = np.count_nonzero(self._row_of >= 0) + np.arange(len(missing))
+            for first in range(0, len(missing), _ROWS_AT_ONCE):
+                count_made(0)
+                self._known.append(self._from(missing[first : first + _ROWS_AT_ONCE]))
+        if len(self._known) > 1:
+            names = (field.name for field in fields(ChainCosts))
+            columns = ([getattr(one, name) for one in self._known] for name in names)
+            self._known = [ChainCosts(*map(np.concatenate, columns))]
+        return self._row_of[sources]
+
+    def _from(self, sources: IntArray) -> ChainCosts:
+        """The chains from some layouts to all."""
+        steps = self._steps
+        seconds, before = dijkstra(self._graph, indices=sources, return_predecessors=True)
+        shape = len(sources), self._num
+        is_noop = np.zeros(shape, dtype=np.bool_)
+        is_noop[np.arange(len(sources)), sources] = True
+        is_bucketable, is_known = is_noop.copy(), is_noop.copy()
+        forward, waiting = np.where(is_noop, 0.0, np.inf), np.zeros(shape)
+        reached = np.isfinite(seconds)
+        # Extend known chains by one step until all are known.
+        while True:
+            count_made(0)
+            rows, cols = np.nonzero(reached & ~is_known)
+            previous = before[rows, cols].astype(np.intp)
+            ready = is_known[rows, previous]
+            if not ready.any():
+                return ChainCosts(seconds, forward, is_noop, waiting, is_bucketable, before)
+            rows, cols, previous = rows[ready], cols[ready], previous[ready]
+            step = self._step(previous, cols)
+            forward[rows, cols] = forward[rows, previous] + steps.forward[step]
+            is_noop[rows, cols] = is_noop[rows, previous] & steps.is_noop[step]
+            last = np.where(is_noop[rows, cols], steps.seconds[step], 0.0)
+            waiting[rows, cols] = waiting[rows, previous] + last
+            is_bucketable[rows, cols] = is_bucketable[rows, previous] & steps.is_bucketable[step]
+            is_known[rows, cols] = True
+
+    def _step(self, sources: IntArray, targets: IntArray) -> IntArray:
+        """Indices of the steps between pairs of layouts."""
+        wanted = sources * self._num + targets
+        found: IntArray = self._order[np.searchsorted(self._numbers, wanted)]
+        return found
