@@ -4,14 +4,17 @@ import csv
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from autoshard.graph import load_graph
+from autoshard.mesh import get_topology
 from autoshard.planner import make_plan
 from benchmarks.published import report
-from benchmarks.published.layouts import layers_of_stages, request_of
+from benchmarks.published.accuracy import category_of
+from benchmarks.published.layouts import TOPOLOGIES, layers_of_stages, request_of
 from benchmarks.published.models import Batch, Dimensions, export_decoder
 from benchmarks.published.predictions import predict
 from benchmarks.published.programs import program
@@ -132,3 +135,37 @@ def test_the_report_has_errors_a_ranking_and_a_plot(rows: dict[str, Row]) -> Non
     assert report.ranking(found) == (0, 0)
     assert report.plot(found).count("<title>") == 2
     assert report.percentile([0.1, 0.2, 0.3], 0.9) == 0.3
+
+
+def test_error_bars_are_made_from_predictions_without_planning(
+    rows: dict[str, Row], tmp_path: Path
+) -> None:
+    chosen = [row for row in rows.values() if row["trust"] == "A" and row.seconds]
+    fsdp = [row for row in chosen if row["category"] == "FSDP" and "H100" in row["gpu_type"]][:10]
+    predicted = [
+        {"id": row.id, "predicted_s": (row.seconds or 0) / (1 + share), "published_s": row.seconds}
+        for row, share in zip(fsdp, [0.01 * n for n in range(10)], strict=True)
+    ]
+    few = [row for row in chosen if row["category"] == "FSDP" and "A100" in row["gpu_type"]][:4]
+    predicted += [{"id": row.id, "predicted_s": row.seconds} for row in few]
+    path = tmp_path / "out.json"
+    path.write_text(json.dumps(predicted), encoding="utf-8")
+    document = tmp_path / "page.md"
+    tables = ("errors", "sources", "ranking", "reasons", "rows", "accuracy")
+    document.write_text("\n".join(f"<!-- {name} -->\n<!-- /{name} -->" for name in tables))
+    (tmp_path / "pictures").mkdir()
+    done = run("--predictions", path, "--document", document)
+    assert done.returncode == 0, done.stderr
+    line = "| data parallel or FSDP | Hopper | 10 | +- 8.0% |"
+    assert line in document.read_text(encoding="utf-8").splitlines()
+    assert "Ampere" not in document.read_text(encoding="utf-8").split("<!-- accuracy -->")[1]
+
+
+def test_rows_have_the_category_of_the_plans_in_their_layout(rows: dict[str, Row]) -> None:
+    for name in (FSDP, TENSOR, DECODING):
+        request = request_of(rows[name])
+        graph = program(request.dims, request.batch, request.reduce_dtype)
+        preset = replace(request.mesh, topology=get_topology(TOPOLOGIES[rows[name]["gpu_type"]]))
+        plan = make_plan(graph, preset, request.options)
+        assert plan.performance is not None
+        assert f"({category_of(rows[name])}, " in plan.performance.comparison

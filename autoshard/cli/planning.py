@@ -87,7 +87,11 @@ def plan(
     quiet: Quiet = False,
     output_format: Output,
 ) -> None:
-    """Plan a graph on a mesh, and show or write the plan."""
+    """Plan a graph on a mesh, and show or write the plan.
+
+    The error bar of a predicted time, such as 416 ms +- 9 %, holds for 80 % of the published runs
+    that were predicted in a layout of this kind on this generation of GPUs.
+    """
     devices = make_mesh(
         mesh,
         axes=None if axes is None else axes.split(","),
@@ -150,7 +154,10 @@ def search(
     quiet: Quiet = False,
     output_format: Output,
 ) -> None:
-    """Plan a graph on every mesh of a number of devices, and rank the meshes."""
+    """Plan a graph on every mesh of a number of devices, and rank the meshes.
+
+    The column error says how much more or less 80 % of comparable published runs took.
+    """
     options, discover = planning.read(), custom.discover()
     with connection.open(num_workers=workers) as client:
         with _followed(connection, quiet=quiet) as run:

@@ -152,7 +152,8 @@ def explain(
     connection: Connection,
 ) -> None:
     """Show every alternative of one choice of a plan, with its cost."""
-    found = find_choices(connection.read_plan(plan), name)
+    made = connection.read_plan(plan)
+    found = find_choices(made, name)
     if len(found) == 1:
         name = found[0].name
     elif found and all(choice.name != name for choice in found):
@@ -163,7 +164,7 @@ def explain(
         explanation = client.explain(
             connection.plan_or_id(plan), name, value=value, time_limit=time_limit
         )
-    report = explanation_report(explanation, limit=limit, notation=notation)
+    report = explanation_report(explanation, made.performance, limit=limit, notation=notation)
     print_output(report, output.chosen)
 
 

@@ -1,7 +1,7 @@
 """Reports on plans, comparisons, searches, simulations, calibrations and profiles."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from autoshard.cli.tables import Column, Line, Report, Table, Unit, milliseconds, share_of
@@ -12,6 +12,7 @@ from autoshard.plan import (
     Change,
     Coverage,
     Figure,
+    Performance,
     Plan,
     PlanDifference,
     Simulation,
@@ -19,6 +20,7 @@ from autoshard.plan import (
 )
 from autoshard.plan.choices import Choice
 from autoshard.plan.parameter_rows import fold_changes
+from autoshard.plan.summary import step_time
 from autoshard.planner import Explanation, OptimalityCheck
 from autoshard.quantities import format_bytes, format_flops, format_rate, format_seconds
 
@@ -31,18 +33,31 @@ _BOLD = "bold"
 
 
 def explanation_report(
-    explanation: Explanation, *, limit: int, notation: Notation = "dtensor"
+    explanation: Explanation,
+    performance: Performance | None,
+    *,
+    limit: int,
+    notation: Notation = "dtensor",
 ) -> Report:
-    """The alternatives of one choice, the cheapest first."""
+    """The alternatives of one choice, the cheapest first.
+
+    Args:
+        explanation: of the choice.
+        performance: of the plan, if known.
+        limit: maximum rows as text.
+        notation: of layouts.
+    """
     subject = f"{explanation.kind} {explanation.name}"
     if explanation.operator:
         subject += f": {explanation.operator} in {explanation.module or 'the root module'}"
+    is_step = explanation.stage is None
     takes = "a step of the plan takes"
-    if explanation.stage is not None:
+    if not is_step:
         takes = f"all micro-batches of stage {explanation.stage} take"
+    error = performance.error_bar if is_step and performance is not None else ""
     table = Table(
         "alternatives",
-        f"{subject}; {takes} {milliseconds(explanation.objective)}",
+        f"{subject}; {takes} {milliseconds(explanation.objective)}{error}",
         (
             Column("layouts"),
             Column("cost", Unit.SECONDS),
@@ -126,6 +141,13 @@ def difference_report(difference: PlanDifference, *, notation: Notation = "dtens
     if difference.is_empty:
         return Report.of(Line("the plans are the same", _BOLD))
     parts: list[Table | Line] = [Line(f"before: {before}; after: {after}", _BOLD)]
+    parts += [
+        Line(f"{which}: {step_time(seconds, performance)}, {', '.join(performance.rates)}")
+        for which, seconds, performance in zip(
+            ("before", "after"), _totals(difference), difference.performance, strict=True
+        )
+        if performance is not None
+    ]
     for key, title, changes in (
         ("pipeline", "Parts of the pipeline that differ", difference.pipeline),
         ("inputs", "Inputs and parameters that differ", difference.inputs),
@@ -145,6 +167,12 @@ def difference_report(difference: PlanDifference, *, notation: Notation = "dtens
     return Report((*parts, *legend_lines(texts, notation)))
 
 
+def _totals(difference: PlanDifference) -> tuple[float, float]:
+    """Seconds of a step of both plans."""
+    total = next(figure for figure in difference.costs if figure.name == "total")
+    return total.before, total.after
+
+
 def search_report(search: MeshSearch, plans: Sequence[Plan | None]) -> Report:
     """The meshes of a search, best first.
 
@@ -160,21 +188,26 @@ def search_report(search: MeshSearch, plans: Sequence[Plan | None]) -> Report:
     times = [Column(kind, Unit.SECONDS) for kind in kinds]
     columns = [Column("mesh"), *times, Column("memory", Unit.BYTES), Column("certificate")]
     columns += [Column("pipeline")] * has_pipelines
+    rates = [n for n in _RATES if any(n in _rates(mesh.performance) for mesh in search.meshes)]
+    columns[2:2] = [_RATES[name] for name in rates]
     table = Table("meshes", "Meshes, best first", tuple(columns))
     reasons: list[Line] = []
     for mesh, plan in zip(search.meshes, plans, strict=True):
         name, pipeline = mesh_text(mesh.mesh), [_pipeline(plan)] * has_pipelines
         if plan is None or plan.costs is None or plan.memory is None:
             reason = _no_plan_reason(mesh) if plan is None else plan.reason
-            table.add(name, *[None] * (len(kinds) + 1), "no plan", *pipeline)
+            missing = [None] * (len(kinds) + len(rates) + 1)
+            table.add(name, *missing, "no plan", *pipeline)
             reasons.append(Line(f"{name}: {in_flags(reason)}", "red"))
             continue
         gap = plan.certificate.gap
         within = "no bound" if gap is None else f"gap {gap:.2%}"
         certificate = f"{plan.certificate.status}, {within}"
-        seconds = [getattr(plan.costs, kind) for kind in kinds]
-        table.add(name, *seconds, plan.memory.peak, certificate, *pipeline)
-    return Report((table, *reasons))
+        total, *seconds = (getattr(plan.costs, kind) for kind in kinds)
+        figures = total, *map(_rates(mesh.performance).get, rates), *seconds, plan.memory.peak
+        table.add(name, *figures, certificate, *pipeline)
+    compared = dict.fromkeys(m.performance.comparison for m in search.meshes if m.performance)
+    return Report((table, *reasons, *(Line(f"Predicted times: {text}.") for text in compared)))
 
 
 def coverage_report(coverage: Coverage) -> Report:
@@ -309,6 +342,26 @@ def _pipeline(plan: Plan | None) -> str:
     if plan is None or plan.pipeline is None:
         return "one stage"
     return f"{len(plan.stages)} stages, {plan.pipeline.schedule}"
+
+
+_RATES: Mapping[str, Column] = {
+    "error": Column("error", Unit.SHARE),
+    "tokens_per_second": Column("tokens/s", Unit.COUNT),
+    "samples_per_second": Column("samples/s", Unit.RATIO),
+    "mfu": Column("MFU", Unit.SHARE),
+}
+"""Columns of `Performance`."""
+
+
+def _rates(performance: Performance | None) -> dict[str, float]:
+    """The figures of a performance that exist; samples only without tokens."""
+    found = {} if performance is None else performance.model_dump(include=set(_RATES))
+    if found.get("tokens_per_second") is not None:
+        found |= {
+            "samples_per_second": None,
+            "tokens_per_second": round(found["tokens_per_second"]),
+        }
+    return {name: figure for name, figure in found.items() if figure is not None}
 
 
 def _no_plan_reason(mesh: SearchedMesh) -> str:

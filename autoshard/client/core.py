@@ -288,6 +288,7 @@ def _searched_mesh(
         plan_id=known if is_kept else None,
         certificate=made.certificate,
         peak_memory=None if made.memory is None else made.memory.peak,
+        performance=made.performance,
         reason=made.reason,
     )
 

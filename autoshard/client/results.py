@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from autoshard.errors import RequestRejectedError, ServiceError
 from autoshard.mesh import Mesh
-from autoshard.plan import Certificate, Plan, ProblemSize
+from autoshard.plan import Certificate, Performance, Plan, ProblemSize
 
 
 class _Document(BaseModel):
@@ -158,6 +158,9 @@ class SearchedMesh(_Document):
         default=None, description="of the plan; None if `error` says why none was made"
     )
     peak_memory: int | None = Field(default=None, description="bytes per device at the peak")
+    performance: Performance | None = Field(
+        default=None, description="throughput, and the error of the predicted step time"
+    )
     reason: str = Field(default="", description="reason why there is no plan")
     error: str = Field(
         default="",

@@ -11,7 +11,7 @@ from autoshard.mesh.mesh import (
     topology_from_json,
     topology_to_json,
 )
-from autoshard.mesh.presets import DEFAULT_TOPOLOGY, get_topology, list_topologies
+from autoshard.mesh.presets import DEFAULT_TOPOLOGY, generation_of, get_topology, list_topologies
 from autoshard.mesh.shapes import default_axis_names, parse_shape
 from autoshard.mesh.sources import MeshLike, mesh_sizes, preset_of_device, to_mesh
 from autoshard.mesh.topology import (
@@ -45,6 +45,7 @@ __all__ = [
     "Span",
     "Topology",
     "default_axis_names",
+    "generation_of",
     "get_topology",
     "list_topologies",
     "make_mesh",

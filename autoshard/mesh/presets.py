@@ -138,6 +138,13 @@ def _cpu(name: str, ethernet: float, source: str) -> Topology:
     )
 
 
+_GENERATIONS = {
+    **dict.fromkeys(("a100-sxm-40gb", "a100-sxm-80gb"), "Ampere"),
+    **dict.fromkeys(("h100-sxm", "h200-sxm"), "Hopper"),
+    **dict.fromkeys(("b200-sxm", "b300-sxm", "gb200-nvl72", "gb300-nvl72"), "Blackwell"),
+}
+"""GPU generations of presets with NVLink."""
+
 _SPACES = re.compile(r"[\s_-]+")
 _MIN_LIKENESS = 0.75
 """Minimum likeness of a word to one of a preset that is suggested."""
@@ -304,6 +311,25 @@ def get_topology(name: str) -> Topology:
     if near:
         raise MeshError(f"topology {name!r} is unknown; did you mean {_either(near)}?")
     raise MeshError(f"topology {name!r} is unknown; choose one of {', '.join(list_topologies())}")
+
+
+def generation_of(topology: Topology) -> str | None:
+    """GPU generation of the hardware of a mesh, such as Hopper.
+
+    None for other hardware, for PCIe, and if device or links have other figures than those of a
+    preset; only the number of devices of a node may differ.
+    """
+    for name, generation in _GENERATIONS.items():
+        preset = _TOPOLOGIES[name]
+        if topology.device == preset.device and _has_links(topology, preset):
+            return generation
+    return None
+
+
+def _has_links(topology: Topology, preset: Topology) -> bool:
+    """True if all links of a topology are those of the preset, of groups of any size."""
+    known = [replace(link, size=None) for link in preset.levels]
+    return all(replace(link, size=None) in known for link in topology.levels)
 
 
 def _either(names: Sequence[str]) -> str:

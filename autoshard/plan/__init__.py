@@ -76,6 +76,7 @@ if TYPE_CHECKING:
         Costs,
         Direction,
         Memory,
+        Performance,
     )
     from autoshard.plan.problem_size import ProblemSize
     from autoshard.plan.schedule_simulation import (
@@ -135,6 +136,7 @@ __all__ = [
     "Mode",
     "OperatorUse",
     "ParameterRow",
+    "Performance",
     "Pins",
     "Pipeline",
     "PlacedInput",

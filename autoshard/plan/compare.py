@@ -8,7 +8,7 @@ from autoshard.errors import PlanError
 from autoshard.mesh import Mesh
 from autoshard.plan.document import Plan
 from autoshard.plan.modules import stage_modules
-from autoshard.plan.predictions import CollectiveCount, Costs
+from autoshard.plan.predictions import CollectiveCount, Costs, Performance
 from autoshard.plan.sub_meshes import stage_devices
 from autoshard.plan.timeline import KINDS
 
@@ -85,6 +85,7 @@ class PlanDifference:
             plans is a pipeline.
         costs: seconds by kind.
         memory: bytes per device at the peak by kind.
+        performance: throughput of both, and the errors of their predicted step times.
     """
 
     meshes: tuple[str, str]
@@ -95,6 +96,7 @@ class PlanDifference:
     costs: tuple[Figure, ...]
     memory: tuple[Figure, ...]
     pipeline: tuple[Change, ...] = ()
+    performance: tuple[Performance | None, Performance | None] = (None, None)
 
     @property
     def is_empty(self) -> bool:
@@ -123,6 +125,7 @@ def compare_plans(before: Plan, after: Plan) -> PlanDifference:
         outputs=_changes(_outputs(before), _outputs(after)),
         collectives=tuple(_collectives(before.collectives, after.collectives)),
         pipeline=_changes(_pipeline(before), _pipeline(after)),
+        performance=(before.performance, after.performance),
         costs=_costs(before.costs, after.costs),
         memory=_figures(_MEMORY, before.memory, after.memory),
     )

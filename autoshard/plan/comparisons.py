@@ -10,6 +10,7 @@ from autoshard.plan.predictions import (
     Costs,
     Document,
     Memory,
+    Performance,
 )
 
 
@@ -28,6 +29,7 @@ class Baseline(Document):
     )
     costs: Costs | None = None
     memory: Memory | None = None
+    performance: Performance | None = None
     collectives: tuple[CollectiveCount, ...] = ()
     reason: str = Field(default="", description="why there is no such plan; empty if there is one")
     needed_memory: Bytes | None = Field(
@@ -57,6 +59,7 @@ class Unrestricted(Document):
     certificate: Certificate
     costs: Costs | None = None
     memory: Memory | None = None
+    performance: Performance | None = None
 
     @property
     def step_time(self) -> float | None:

@@ -33,6 +33,7 @@ from autoshard.plan.predictions import (
     Direction,
     Document,
     Memory,
+    Performance,
     Seconds,
 )
 from autoshard.plan.tensor_placements import TensorPlacements
@@ -491,6 +492,9 @@ class Plan(Document):
     options: PlanOptions
     costs: Costs | None
     memory: Memory | None
+    performance: Performance | None = Field(
+        default=None, description="throughput, and the error of the predicted step time"
+    )
     collectives: tuple[CollectiveCount, ...] = Field(
         description=(
             "collectives of a step; reshardings of parameters that share a collective count once, "

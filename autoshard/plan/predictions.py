@@ -1,5 +1,6 @@
 """Predictions for a plan: costs, memory, collectives, and the certificate of its step time."""
 
+from math import ceil
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -88,6 +89,45 @@ class Costs(Document):
             "costs of a pipeline are those of this rank"
         ),
     )
+
+
+def error_percent(error: float) -> str:
+    """A relative error in whole percent, rounded up."""
+    return f"{ceil(100 * error - ROUNDING)} %"
+
+
+class Performance(Document):
+    """Throughput of a step at its predicted time, and the error of such predictions."""
+
+    samples_per_second: float | None = Field(description="null if no input has a batch")
+    tokens_per_second: float | None = Field(description="null if the model does not take tokens")
+    mfu: float | None = Field(
+        description="model FLOPs utilisation: floating-point operations of the contractions of "
+        "forward, and in training of their backward, without recomputation, over devices x peak "
+        "rate of their element types x seconds of a step; null without contractions"
+    )
+    error: float | None = Field(
+        description="relative error of the step time: 80 % of comparable published runs took at "
+        "most this share more or less than predicted; null if there are none"
+    )
+    comparison: str = Field(
+        description="the runs that were compared, in words; or that none were on this hardware"
+    )
+
+    @property
+    def rates(self) -> tuple[str, ...]:
+        """Throughput and MFU in words, those that there are."""
+        tokens, samples = self.tokens_per_second, self.samples_per_second
+        return (
+            *(() if tokens is None else (f"{tokens:,.0f} tokens/s",)),
+            *(() if samples is None else (f"{samples:,.1f} samples/s",)),
+            *(() if self.mfu is None else (f"MFU {self.mfu:.1%}",)),
+        )
+
+    @property
+    def error_bar(self) -> str:
+        """The error after a predicted time, such as ` +- 9 %`; empty without comparison."""
+        return "" if self.error is None else f" +- {error_percent(self.error)}"
 
 
 class Memory(Document):

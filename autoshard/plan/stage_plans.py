@@ -37,6 +37,7 @@ def stage_plan(plan: Plan, number: int) -> tuple[Plan, Graph]:
             "options": with_pinned_ends(options, program, layouts),
             "costs": summary.costs,
             "memory": summary.memory,
+            "performance": None,
             "collectives": summary.collectives,
             "stages": (stage,),
             "pipeline": None,

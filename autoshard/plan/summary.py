@@ -16,14 +16,18 @@ from autoshard.plan.compare import mesh_text
 from autoshard.plan.comparisons import Baseline
 from autoshard.plan.cost_items import cost_items
 from autoshard.plan.document import Plan
+from autoshard.plan.performance import plan_performance
 from autoshard.plan.plain_words import parallelism_sentences
-from autoshard.plan.throughput import batch_of, utilisation
+from autoshard.plan.predictions import Performance
+from autoshard.plan.throughput import batch_of
 from autoshard.quantities import format_bytes
 
 MAX_LINES = 30
 """Maximum number of lines of a summary that is wrapped at 80 columns or more."""
 
 _NUM_COSTS = 5
+_TIME = 9
+"""Minimum width of the step time of a baseline."""
 _LISTED = 0.005
 """Least share of a role that the line of an axis lists."""
 
@@ -122,17 +126,13 @@ def _idle_remarks(plan: Plan) -> Iterator[str]:
 def _predictions(plan: Plan) -> Iterator[str]:
     assert plan.costs is not None
     assert plan.memory is not None
-    parts = [f"Predicted step: {_milliseconds(plan.costs.total)}"]
-    batch, seconds = batch_of(plan), plan.costs.total
-    if batch is not None and seconds:
-        if batch.tokens is not None:
-            parts.append(f"{batch.tokens / seconds:,.0f} tokens/s")
-        parts.append(f"{batch.samples / seconds:,.1f} samples/s")
-    used = utilisation(plan)
-    parts += [] if used is None else [f"MFU {used:.1%}"]
+    performance = plan.performance or plan_performance(plan)
+    parts = [f"Predicted step: {step_time(plan.costs.total, performance)}", *performance.rates]
     budget = plan.memory.budget or plan.mesh.topology.device.memory
     memory = f"peak memory {format_bytes(plan.memory.peak)} of {format_bytes(budget)} per device"
     yield ", ".join([*parts, memory])
+    if performance.error is None:
+        yield f"The predicted time is {performance.comparison}."
 
 
 def _restriction_cost(plan: Plan) -> Iterator[str]:
@@ -145,7 +145,8 @@ def _restriction_cost(plan: Plan) -> Iterator[str]:
         yield f"{without}: no plan was found in the time for comparisons"
         return
     ratio = plan.costs.total / free.step_time
-    yield f"{without}: {_milliseconds(free.step_time)}; this plan takes {ratio:.2f} x as long"
+    shown = step_time(free.step_time, free.performance)
+    yield f"{without}: {shown}; this plan takes {ratio:.2f} x as long"
 
 
 def _baselines(plan: Plan, width: int | None) -> list[str]:
@@ -168,7 +169,10 @@ def _baseline(plan: Plan, baseline: Baseline) -> str:
         return f"not possible: {baseline.reason}"
     seconds = baseline.costs.total
     times = f"{seconds / plan.costs.total:.2f} x as long" if plan.costs.total else ""
-    return f"{_milliseconds(seconds):>9}  {times}, peak {format_bytes(baseline.memory.peak)}"
+    performance = baseline.performance
+    used = [] if performance is None or performance.mfu is None else [f"MFU {performance.mfu:.1%}"]
+    parts = [times, *used, f"peak {format_bytes(baseline.memory.peak)}"]
+    return f"{step_time(seconds, performance):>{_TIME}}  {', '.join(parts)}"
 
 
 def _largest_costs(plan: Plan) -> Iterator[str]:
@@ -181,6 +185,11 @@ def _largest_costs(plan: Plan) -> Iterator[str]:
 
 def _next(commands: Sequence[str]) -> list[str]:
     return ["Next:", *(f"  {command}" for command in commands)] if commands else []
+
+
+def step_time(seconds: float, performance: Performance | None) -> str:
+    """A predicted step time with its error, such as `416 ms +- 9 %`."""
+    return _milliseconds(seconds) + ("" if performance is None else performance.error_bar)
 
 
 def _milliseconds(seconds: float) -> str:

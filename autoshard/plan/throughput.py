@@ -1,12 +1,16 @@
 """Throughput of a plan: samples and tokens per second, and model FLOPs utilisation (MFU)."""
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 
 from autoshard.costs import Category, categorise
-from autoshard.graph import DType, Graph, Node, graph_from_json
+from autoshard.graph import DType, Graph, InputKind, Node, graph_from_json
+from autoshard.graph.experts import GROUPED_MM
+from autoshard.mesh import Mesh
 from autoshard.ops import call_of, is_view, rule_for
 from autoshard.plan.document import Plan
+from autoshard.plan.options import PlanOptions
 
 _TOKEN_DIMS = 2
 """Dims of an integer input whose elements are tokens: batch and sequence."""
@@ -37,46 +41,86 @@ def batch_of(plan: Plan) -> Batch | None:
         plan: a plan with stages.
     """
     stage = plan.stages[0]
-    placed = next((i for i in stage.inputs if i.kind == "user" and i.shape), None)
-    if placed is None:
+    inputs = ((i.shape, i.dtype) for i in stage.inputs if i.kind == "user")
+    return _first_batch(inputs, stage.micro_batches)
+
+
+def _batch(graph: Graph, options: PlanOptions) -> Batch | None:
+    values = (graph.values[i.name] for i in graph.inputs if i.kind is InputKind.USER)
+    inputs = ((value.shape, value.dtype.value) for value in values)
+    return _first_batch(inputs, options.micro_batches)
+
+
+def _first_batch(inputs: Iterable[tuple[tuple[int, ...], str]], micro_batches: int) -> Batch | None:
+    """The batch that the first input with dims has, by shape and element type."""
+    shape, dtype = next(((shape, dtype) for shape, dtype in inputs if shape), ((), ""))
+    if not shape:
         return None
-    is_tokens = len(placed.shape) == _TOKEN_DIMS and placed.dtype.startswith(("int", "uint"))
-    samples = placed.shape[0] * stage.micro_batches
-    return Batch(samples, placed.shape[1] if is_tokens else None)
+    is_tokens = len(shape) == _TOKEN_DIMS and dtype.startswith(("int", "uint"))
+    return Batch(shape[0] * micro_batches, shape[1] if is_tokens else None)
 
 
-def model_flops(plan: Plan) -> dict[str, float]:
-    """Floating-point operations of all contractions of a step on all devices, by element type.
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """The work of a step on all devices.
 
-    Recomputation is not counted, and of causal attention only the positions that are computed.
-    Backward of a contraction takes as many operations as forward for each of its factors that
-    require a gradient, at most twice as many.
+    Attributes:
+        batch: the input; None if no input has dims.
+        flops: floating-point operations of all contractions, by element type. Recomputation is not
+            counted, and of causal attention only the positions that are computed. Backward of a
+            contraction takes as many operations as forward for each of its factors that require a
+            gradient, at most twice as many.
+        has_experts: True for a mixture of experts.
     """
-    found: dict[str, float] = {}
-    is_training = plan.options.mode == "training"
-    for stage in plan.stages:
-        graph = graph_from_json(stage.program)
-        known: dict[int, tuple[str, float]] = {}
-        for node, kind in zip(graph.nodes, graph.kinds, strict=True):
-            if kind not in known:
-                known[kind] = _contraction_flops(graph, node, is_training=is_training)
-            dtype, flops = known[kind]
-            if flops:
-                found[dtype] = found.get(dtype, 0.0) + flops * stage.micro_batches
-    return found
+
+    batch: Batch | None
+    flops: Mapping[str, float]
+    has_experts: bool
 
 
-def utilisation(plan: Plan) -> float | None:
+def plan_work(plan: Plan) -> StepWork:
+    """The work of a step of a plan with stages."""
+    programs = [(graph_from_json(stage.program), stage.micro_batches) for stage in plan.stages]
+    return _work(batch_of(plan), programs, plan.options)
+
+
+def program_work(graph: Graph, options: PlanOptions) -> StepWork:
+    """The work of a step of a program, of all micro-batches."""
+    return _work(_batch(graph, options), [(graph, options.micro_batches)], options)
+
+
+def utilisation(work: StepWork, mesh: Mesh, seconds: float) -> float | None:
     """Model FLOPs utilisation: the share of the devices' peak that a step reaches.
 
     The peak is that of the element type of each contraction. None if there are no contractions.
+
+    Args:
+        work: of the step.
+        mesh: the devices.
+        seconds: of the step.
     """
-    assert plan.costs is not None
-    device = plan.mesh.topology.device
-    ideal = sum(flops / device.peak(dtype) for dtype, flops in model_flops(plan).items())
-    if not ideal or not plan.costs.total:
-        return None
-    return ideal / (plan.costs.total * plan.mesh.num_devices)
+    device = mesh.topology.device
+    ideal = sum(flops / device.peak(dtype) for dtype, flops in work.flops.items())
+    return ideal / (seconds * mesh.num_devices) if ideal and seconds else None
+
+
+def _work(
+    batch: Batch | None, programs: Iterable[tuple[Graph, int]], options: PlanOptions
+) -> StepWork:
+    found: dict[str, float] = {}
+    has_experts = False
+    for graph, micro_batches in programs:
+        known: dict[int, tuple[str, float]] = {}
+        for node, kind in zip(graph.nodes, graph.kinds, strict=True):
+            if kind not in known:
+                known[kind] = _contraction_flops(
+                    graph, node, is_training=options.mode == "training"
+                )
+                has_experts |= node.operator == GROUPED_MM
+            dtype, flops = known[kind]
+            if flops:
+                found[dtype] = found.get(dtype, 0.0) + flops * micro_batches
+    return StepWork(batch, found, has_experts)
 
 
 def _contraction_flops(graph: Graph, node: Node, *, is_training: bool) -> tuple[str, float]:

@@ -30,8 +30,10 @@ from autoshard.plan.lowering import summed_collectives
 from autoshard.plan.nontrivial_axes import NontrivialAxes
 from autoshard.plan.option_restrictions import option_label, restrictions, without_restrictions
 from autoshard.plan.options import Pattern, PlanOptions, to_options
-from autoshard.plan.predictions import Certificate
+from autoshard.plan.performance import pattern_category, step_performance
+from autoshard.plan.predictions import Certificate, Performance
 from autoshard.plan.pricing import Prices
+from autoshard.plan.throughput import StepWork, program_work
 from autoshard.planner.budget_search import BudgetSearch, Outcome
 from autoshard.planner.formulating import check_size, check_trainable, work_limits
 from autoshard.planner.formulation import Formulation
@@ -161,6 +163,7 @@ def _unrestricted(
         certificate=found.certificate,
         costs=found.costs,
         memory=found.memory,
+        performance=found.performance,
     )
 
 
@@ -177,6 +180,11 @@ class _Baselines:
     def prices(self) -> Prices:
         """The cost model, which all baselines share."""
         return Prices(self.graph, self.mesh, self.options)
+
+    @cached_property
+    def work(self) -> StepWork:
+        """The work of a step, which all baselines do."""
+        return program_work(self.graph, self.options)
 
     @cached_property
     def axes(self) -> NontrivialAxes:
@@ -236,9 +244,15 @@ class _Baselines:
             certificate=outcome_certificate(outcome, own, self.mesh),
             costs=outcome.plan.costs,
             memory=outcome.plan.memory,
+            performance=self._performance(pattern, outcome.plan.costs.total),
             collectives=summed_collectives([outcome.plan.lowering]),
             remarks=self._remarks(pattern),
         )
+
+    def _performance(self, pattern: Pattern, seconds: float) -> Performance:
+        is_training = self.options.mode == "training"
+        category = pattern_category(pattern, self.work, training=is_training)
+        return step_performance(self.work, self.mesh, seconds, category)
 
     def _options(self, pattern: Pattern) -> PlanOptions:
         """The options of a baseline: the request's, but restricted to the pattern only."""

@@ -18,7 +18,7 @@ _TIME_LIMIT = 120.0
 _GAP = 0.02
 """Relative gap of plans: of a pinned layout little is left to decide."""
 
-_TOPOLOGIES: Mapping[str, str] = {
+TOPOLOGIES: Mapping[str, str] = {
     "A100-40GB": "a100-sxm-40gb",
     "A100-80GB": "a100-sxm-80gb",
     "A100-80GB-330W": "a100-sxm-80gb",
@@ -29,6 +29,7 @@ _TOPOLOGIES: Mapping[str, str] = {
     "B300": "b300-sxm",
     "GB300": "gb300-nvl72",
 }
+"""Presets by the column `gpu_type`."""
 _A100_WATTS = 400.0
 _MEGATRON = ("Megatron", "NeMo", "MegaScale")
 _ACTIVATION_OVERLAP = 0.5
@@ -148,12 +149,12 @@ def _check(row: Row) -> None:
         raise InexpressibleError("offloading to the host is not modelled")
     if "FP4" in precision.upper():
         raise InexpressibleError("matrix products in FP4 are no option of planning")
-    if row["gpu_type"] not in _TOPOLOGIES:
+    if row["gpu_type"] not in TOPOLOGIES:
         raise InexpressibleError(f"there is no topology preset for {row['gpu_type']}")
 
 
 def _topology(row: Row) -> Topology:
-    topology = get_topology(_TOPOLOGIES[row["gpu_type"]])
+    topology = get_topology(TOPOLOGIES[row["gpu_type"]])
     watts = re.search(r"(\d+)W$", row["gpu_type"])
     if watts and topology.device.kernels is not None:
         clock = clock_at(float(watts[1]), _A100_WATTS)

@@ -1,7 +1,7 @@
 """Predicted times of published runs."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from itertools import repeat
@@ -59,6 +59,11 @@ class Prediction:
         if self.reason:
             found["reason"] = self.reason
         return found
+
+    @classmethod
+    def from_json(cls, row: Row, found: Mapping[str, Any]) -> "Prediction":
+        """The prediction of a row, from an object of the list that `--json` writes."""
+        return cls(row, found["predicted_s"], {}, reason=found.get("reason", ""))
 
 
 def predict(

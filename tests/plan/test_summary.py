@@ -8,7 +8,7 @@ from support.transformer_plans import planned
 from autoshard.plan import Plan
 from autoshard.plan.cost_items import cost_items
 from autoshard.plan.summary import MAX_LINES
-from autoshard.plan.throughput import Batch, batch_of, model_flops, utilisation
+from autoshard.plan.throughput import Batch, batch_of, plan_work
 
 
 @pytest.fixture(scope="module")
@@ -52,9 +52,11 @@ def test_flops_and_utilisation_of_a_network_of_two_layers(planned: Planner) -> N
     forward = 2 * 64 * (32 * 128 + 128 * 16)
     # The input requires no gradient, so the first layer has one product in backward.
     backward = 2 * 64 * (32 * 128 + 2 * 128 * 16)
-    assert model_flops(plan) == {"float32": forward + backward}
+    assert plan_work(plan).flops == {"float32": forward + backward}
     assert plan.costs is not None
-    assert utilisation(plan) == pytest.approx((forward + backward) / (1e7 * 2 * plan.costs.total))
+    assert plan.performance is not None
+    share = (forward + backward) / (1e7 * 2 * plan.costs.total)
+    assert plan.performance.mfu == pytest.approx(share)
 
 
 def test_every_width_has_the_same_words_in_at_most_30_lines(pipeline: Plan) -> None:

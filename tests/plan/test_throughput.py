@@ -4,7 +4,7 @@ import pytest
 from support.meshes import SLOW, slow_devices
 from support.models import Planner, gpt2, meta, mlp, small_graph
 
-from autoshard.plan.throughput import batch_of, model_flops, utilisation
+from autoshard.plan.throughput import batch_of, plan_work
 
 
 @pytest.mark.parametrize("mode", ["training", "inference"])
@@ -16,9 +16,10 @@ def test_model_flops_of_gpt2_are_those_of_its_products(planned: Planner, mode: s
     causal_pairs = batch * sequence * (sequence + 1) / 2
     forward = 2 * weights * tokens + layers * 4 * hidden * causal_pairs
     expected = forward * (3 if mode == "training" else 1)
-    assert model_flops(plan) == {"float32": pytest.approx(expected, rel=0.02)}
+    assert plan_work(plan).flops == {"float32": pytest.approx(expected, rel=0.02)}
     share = expected / (2 * SLOW.peak_flops["float32"] * plan.costs.total)
-    assert utilisation(plan) == pytest.approx(share, rel=0.02)
+    assert plan.performance.mfu == pytest.approx(share, rel=0.02)
+    assert plan.performance.tokens_per_second == pytest.approx(tokens / plan.costs.total)
     found = batch_of(plan)
     assert found is not None
     assert (found.samples, found.tokens) == (batch, tokens)

@@ -53,6 +53,11 @@ def test_eight_devices_take_an_expert_each(plan: Plan, mixtral: Graph) -> None:
     assert {node.inputs for node in placed(plan, mixtral, GROUPED_MM)} == {("S(0)", "S(0)", "R")}
 
 
+def test_its_error_is_that_of_mixtures_of_experts(plan: Plan) -> None:
+    assert plan.performance is not None
+    assert "(mixture of experts, Hopper GPUs" in plan.performance.comparison
+
+
 def test_rows_move_twice_forward_and_twice_backward(plan: Plan, mixtral: Graph) -> None:
     moved = [
         (step.action, step.operation, step.direction, step.nbytes)

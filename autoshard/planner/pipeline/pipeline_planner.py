@@ -15,6 +15,7 @@ from autoshard.plan.certificate import with_statement
 from autoshard.plan.document import GraphSummary, Plan
 from autoshard.plan.lowering import count_collectives
 from autoshard.plan.options import PlanOptions, to_options
+from autoshard.plan.performance import plan_performance
 from autoshard.plan.predictions import Certificate, Costs
 from autoshard.plan.schedule_simulation import ScheduleSimulation
 from autoshard.plan.schedules import Schedule, schedule_error
@@ -113,7 +114,7 @@ def make_plan(
     program, devices = to_graph(graph), to_mesh(mesh)
     asked = to_options(options, single_options)
     limits = ComparisonLimits(on_progress, cancel, block_cache, max_strategies)
-    plan = _plan(program, devices, asked, limits)
+    plan = _with_performance(_plan(program, devices, asked, limits))
     if not asked.comparisons or not plan.found:
         return plan
     limits = replace(limits, start=time.perf_counter())
@@ -122,7 +123,12 @@ def make_plan(
 
 def _remade(graph: Graph, mesh: Mesh, limits: ComparisonLimits, options: PlanOptions) -> Plan:
     """A plan to compare with; its progress is not reported."""
-    return _plan(graph, mesh, options, replace(limits, on_progress=None))
+    return _with_performance(_plan(graph, mesh, options, replace(limits, on_progress=None)))
+
+
+def _with_performance(plan: Plan) -> Plan:
+    found = plan_performance(plan) if plan.found else None
+    return plan.model_copy(update={"performance": found})
 
 
 def _plan(graph: Graph, mesh: Mesh, options: PlanOptions, given: ComparisonLimits) -> Plan:
