@@ -69,7 +69,8 @@ def plan(
         typer.Option(
             metavar="LAYOUT",
             help="Layout of another framework, on as many devices as --mesh says: ddp, zero1, "
-            "fsdp2, 'hsdp shard=8', 'megatron tp=8 pp=4 vpp=2 cp=2 ep=8 sp zero1'.",
+            "fsdp2, 'hsdp shard=8', 'megatron tp=8 pp=4 vpp=2 cp=2 ep=8 sp zero1', or a command "
+            "line of Megatron-LM in quotes. The summary compares it with the fastest plan.",
         ),
     ] = None,
     planning: Planning,

@@ -20,7 +20,7 @@ from autoshard.plan import (
 )
 from autoshard.plan.choices import Choice
 from autoshard.plan.parameter_rows import fold_changes
-from autoshard.plan.summary import step_time
+from autoshard.plan.predictions import step_time
 from autoshard.planner import Explanation, OptimalityCheck
 from autoshard.quantities import format_bytes, format_flops, format_rate, format_seconds
 

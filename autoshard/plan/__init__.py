@@ -79,6 +79,7 @@ if TYPE_CHECKING:
         Performance,
     )
     from autoshard.plan.problem_size import ProblemSize
+    from autoshard.plan.restriction_cost import restriction_sentences
     from autoshard.plan.schedule_simulation import (
         ScheduleSimulation,
         simulate_pipeline,
@@ -169,6 +170,7 @@ __all__ = [
     "plan_trace",
     "read_like",
     "read_megatron",
+    "restriction_sentences",
     "schedule_error",
     "schedule_name",
     "schedule_svg",

@@ -123,7 +123,7 @@ def compare_plans(before: Plan, after: Plan) -> PlanDifference:
         inputs=_changes(_inputs(before), _inputs(after)),
         nodes=_changes(_nodes(before), _nodes(after)),
         outputs=_changes(_outputs(before), _outputs(after)),
-        collectives=tuple(_collectives(before.collectives, after.collectives)),
+        collectives=tuple(collective_changes(before.collectives, after.collectives)),
         pipeline=_changes(_pipeline(before), _pipeline(after)),
         performance=(before.performance, after.performance),
         costs=_costs(before.costs, after.costs),
@@ -205,9 +205,10 @@ def _pairs(
         yield key, before.get(key, missing), after.get(key, missing)
 
 
-def _collectives(
+def collective_changes(
     before: Iterable[CollectiveCount], after: Iterable[CollectiveCount]
 ) -> Iterable[CollectiveChange]:
+    """The collectives whose number or bytes differ."""
     first, second = (
         {(c.kind, c.axis, c.direction): (c.count, c.nbytes) for c in counts}
         for counts in (before, after)

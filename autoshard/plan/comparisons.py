@@ -60,6 +60,10 @@ class Unrestricted(Document):
     costs: Costs | None = None
     memory: Memory | None = None
     performance: Performance | None = None
+    collectives: tuple[CollectiveCount, ...] = ()
+    bubble: float | None = Field(
+        default=None, description="share of the step in which ranks of a pipeline are idle"
+    )
 
     @property
     def step_time(self) -> float | None:

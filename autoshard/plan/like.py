@@ -37,6 +37,9 @@ _LAYOUT = (
 def read_like(text: str, *, num_ranks: int) -> MegatronLayout:
     """Read a family of layouts and its sizes, such as `megatron tp=8 pp=4 vpp=2 sp zero1`.
 
+    A text with arguments of Megatron-LM, such as `--tensor-model-parallel-size 8 --bf16`, is read
+    by `read_megatron`.
+
     | family     | sizes and switches                                                              |
     |------------|---------------------------------------------------------------------------------|
     | `ddp`, `zero1`, `fsdp2` | none                                                               |
@@ -45,7 +48,7 @@ def read_like(text: str, *, num_ranks: int) -> MegatronLayout:
     |            | `zero1` for the distributed optimizer, `fsdp` for Megatron FSDP                 |
 
     Args:
-        text: the family, then sizes and switches, separated by spaces.
+        text: the family, then sizes and switches, separated by spaces; or a command line.
         num_ranks: number of all ranks.
 
     Raises:
@@ -56,6 +59,8 @@ def read_like(text: str, *, num_ranks: int) -> MegatronLayout:
         >>> names, sizes = zip(*found.axes)
         >>> plan = make_plan(graph, make_mesh(sizes, axes=names), found.options)
     """
+    if "--" in text:
+        return read_megatron(text, num_ranks=num_ranks)
     family, *words = text.split() or [""]
     sizes = {name: number for name, sign, number in map(_parted, words) if sign}
     switches = [word for word in words if "=" not in word]

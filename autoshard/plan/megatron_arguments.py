@@ -144,7 +144,7 @@ def _options(given: Namespace, data_parallel: int) -> PlanOptions:
     return PlanOptions.model_validate(
         {
             **(in_pipeline if stages > 1 else {}),
-            "micro_batches": _micro_batches(given, data_parallel),
+            **_micro_batches(given, data_parallel),
             "algo": "megatron-sp" if given.sequence_parallel else "megatron",
             "batch_axis": "dp" if data_parallel > 1 and _expert_ranks(given) == 1 else None,
             "distributed_optimizer": given.use_distributed_optimizer or given.use_megatron_fsdp,
@@ -210,11 +210,13 @@ def _balance(given: Namespace, per_rank: int) -> tuple[int, ...] | None:
     return tuple(stages)
 
 
-def _micro_batches(given: Namespace, data_parallel: int) -> int:
+def _micro_batches(given: Namespace, data_parallel: int) -> dict[str, int]:
+    """The option, if both batch sizes are given."""
     if given.global_batch_size is None or given.micro_batch_size is None:
-        return 1
+        return {}
     size = given.micro_batch_size * data_parallel
-    return _divided(given.global_batch_size, size, "sequences", "those of a micro-batch")
+    number = _divided(given.global_batch_size, size, "sequences", "those of a micro-batch")
+    return {"micro_batches": number}
 
 
 def _chosen(given: Namespace) -> Iterator[str]:

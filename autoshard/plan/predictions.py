@@ -1,6 +1,6 @@
 """Predictions for a plan: costs, memory, collectives, and the certificate of its step time."""
 
-from math import ceil
+from math import ceil, floor, log10
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -128,6 +128,18 @@ class Performance(Document):
     def error_bar(self) -> str:
         """The error after a predicted time, such as ` +- 9 %`; empty without comparison."""
         return "" if self.error is None else f" +- {error_percent(self.error)}"
+
+
+def step_time(seconds: float, performance: Performance | None) -> str:
+    """A predicted step time with its error, such as `416 ms +- 9 %`."""
+    return three_digits(seconds) + ("" if performance is None else performance.error_bar)
+
+
+def three_digits(seconds: float) -> str:
+    """Seconds in milliseconds with at least three significant digits."""
+    milliseconds = 1e3 * seconds
+    digits = max(2 - floor(log10(milliseconds)), 1) if milliseconds > 0 else 0
+    return f"{milliseconds:,.{digits}f} ms"
 
 
 class Memory(Document):

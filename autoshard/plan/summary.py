@@ -6,19 +6,18 @@ costs; the certificate; commands to run next.
 """
 
 from collections.abc import Iterator, Sequence
-from math import floor, log10
 from textwrap import wrap
 
 from autoshard.graph import graph_from_json
 from autoshard.plan.axis_roles import AxisRole, AxisUse, Storage, find_roles, percent
-from autoshard.plan.certificate import listed
 from autoshard.plan.compare import mesh_text
 from autoshard.plan.comparisons import Baseline
 from autoshard.plan.cost_items import cost_items
 from autoshard.plan.document import Plan
 from autoshard.plan.performance import plan_performance
 from autoshard.plan.plain_words import parallelism_sentences
-from autoshard.plan.predictions import Performance
+from autoshard.plan.predictions import step_time, three_digits
+from autoshard.plan.restriction_cost import restriction_sentences
 from autoshard.plan.throughput import batch_of
 from autoshard.quantities import format_bytes
 
@@ -53,7 +52,7 @@ def summarise(plan: Plan, *, width: int | None = None, commands: Sequence[str] =
     rest = [
         *(line for text in remarks for line in _wrapped(f"Remark: {text}", width)),
         *(line for text in _predictions(plan) for line in _wrapped(text, width)),
-        *(line for text in _restriction_cost(plan) for line in _wrapped(text, width)),
+        *(line for text in restriction_sentences(plan) for line in _wrapped(text, width)),
         *_baselines(plan, width),
         *_largest_costs(plan),
         *_wrapped(f"Certificate: {plan.certificate_statement}", width),
@@ -135,20 +134,6 @@ def _predictions(plan: Plan) -> Iterator[str]:
         yield f"The predicted time is {performance.comparison}."
 
 
-def _restriction_cost(plan: Plan) -> Iterator[str]:
-    """Time of a step without the restrictions of the options, if the plan says so."""
-    free = plan.unrestricted
-    if free is None or plan.costs is None:
-        return
-    without = f"Without {listed(free.restrictions)}"
-    if not free.step_time:
-        yield f"{without}: no plan was found in the time for comparisons"
-        return
-    ratio = plan.costs.total / free.step_time
-    shown = step_time(free.step_time, free.performance)
-    yield f"{without}: {shown}; this plan takes {ratio:.2f} x as long"
-
-
 def _baselines(plan: Plan, width: int | None) -> list[str]:
     if not plan.baselines:
         return []
@@ -178,22 +163,10 @@ def _baseline(plan: Plan, baseline: Baseline) -> str:
 def _largest_costs(plan: Plan) -> Iterator[str]:
     items = [item for item in cost_items(plan) if item.seconds > 0][:_NUM_COSTS]
     yield "Largest costs:"
-    longest = max((len(_milliseconds(item.seconds)) for item in items), default=0)
+    longest = max((len(three_digits(item.seconds)) for item in items), default=0)
     for item in items:
-        yield f"  {_milliseconds(item.seconds):>{longest}} {percent(item.share):>5}  {item.name}"
+        yield f"  {three_digits(item.seconds):>{longest}} {percent(item.share):>5}  {item.name}"
 
 
 def _next(commands: Sequence[str]) -> list[str]:
     return ["Next:", *(f"  {command}" for command in commands)] if commands else []
-
-
-def step_time(seconds: float, performance: Performance | None) -> str:
-    """A predicted step time with its error, such as `416 ms +- 9 %`."""
-    return _milliseconds(seconds) + ("" if performance is None else performance.error_bar)
-
-
-def _milliseconds(seconds: float) -> str:
-    """Seconds in milliseconds with at least three significant digits."""
-    milliseconds = 1e3 * seconds
-    digits = max(2 - floor(log10(milliseconds)), 1) if milliseconds > 0 else 0
-    return f"{milliseconds:,.{digits}f} ms"

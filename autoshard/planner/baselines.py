@@ -164,6 +164,8 @@ def _unrestricted(
         costs=found.costs,
         memory=found.memory,
         performance=found.performance,
+        collectives=found.collectives,
+        bubble=None if found.pipeline is None else found.pipeline.bubble,
     )
 
 

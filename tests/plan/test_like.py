@@ -43,6 +43,17 @@ def test_a_layout_is_axes_and_options(text: str) -> None:
     assert not left & found.options.model_fields_set
 
 
+def test_a_command_line_of_megatron_is_read_with_its_other_options() -> None:
+    sizes = "--tensor-model-parallel-size 2 --sequence-parallel --bf16"
+    found = read_like(f"torchrun pretrain_gpt.py {sizes} --lr 1e-4", num_ranks=16)
+    assert found == read_megatron(sizes, num_ranks=16)
+    assert found.axes == (("dp", 8), ("tp", 2))
+    assert found.options.master_weights
+    assert "micro_batches" not in found.options.model_fields_set
+    batch = "--micro-batch-size 2 --global-batch-size 64"
+    assert read_like(f"{sizes} {batch}", num_ranks=16).options.micro_batches == 4
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

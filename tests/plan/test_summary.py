@@ -5,8 +5,10 @@ from support.meshes import slow_devices
 from support.models import Planner, bert, gpt2, llama, meta, mlp, resnet, small_graph
 from support.transformer_plans import planned
 
-from autoshard.plan import Plan
+from autoshard.mesh import make_mesh
+from autoshard.plan import Plan, restriction_sentences
 from autoshard.plan.cost_items import cost_items
+from autoshard.plan.predictions import three_digits
 from autoshard.plan.summary import MAX_LINES
 from autoshard.plan.throughput import Batch, batch_of, plan_work
 
@@ -78,7 +80,40 @@ def test_the_cost_of_restrictions_is_said(planned: Planner) -> None:
     assert plan.costs is not None
     ratio = plan.costs.total / plan.unrestricted.step_time
     assert f"this plan takes {ratio:.2f} x as long" in plan.summary()
+    assert restriction_sentences(plan)[0] in plan.summary()
     assert "Without " not in planned(small_graph(gpt2), slow_devices(dp=2)).summary()
+
+
+def test_where_the_time_of_restrictions_goes_is_said(planned: Planner) -> None:
+    mesh = make_mesh((2, 2), axes=("dp", "tp"), topology="h100-sxm")
+    plan = planned(small_graph(gpt2), mesh, comparisons=True, algo="megatron-sp")
+    assert plan.unrestricted is not None
+    assert plan.unrestricted.costs is not None
+    assert plan.costs is not None
+    sentences = restriction_sentences(plan)
+    assert all(sentence in plan.summary() for sentence in sentences)
+    more = plan.costs.communication - plan.unrestricted.costs.communication
+    assert more > 0
+    assert f"{three_digits(more)} more communication (" in sentences[1]
+    assert " over tp: " in sentences[1]
+    slower = plan.costs.total / plan.unrestricted.costs.total - 1
+    assert plan.performance is not None
+    assert plan.performance.error is not None
+    is_within = "within the error of predictions" in sentences[0]
+    errors = [plan.performance.error]
+    if plan.unrestricted.performance is not None:
+        errors.append(plan.unrestricted.performance.error or 0)
+    assert is_within == (slower < max(errors))
+
+
+def test_a_pipeline_says_how_long_its_ranks_wait(planned: Planner) -> None:
+    mesh = make_mesh((2, 2), axes=("pp", "dp"), topology="h100-sxm")
+    options = {"stages": 2, "micro_batches": 4, "balance": (1, 1), "schedule": "GPipe"}
+    plan = planned(small_graph(gpt2), mesh, comparisons=True, **options)
+    assert plan.unrestricted is not None
+    assert plan.pipeline is not None
+    assert plan.unrestricted.bubble is not None
+    assert plan.unrestricted.bubble <= plan.pipeline.bubble
 
 
 def test_a_document_without_a_plan_gives_the_reason(planned: Planner) -> None:
