@@ -203,6 +203,7 @@ class Planning:
             "Repeatable.",
         ),
     ] = None
+    expert_launch: Annotated[float, _described("expert_launch", _KERNELS, metavar="SECONDS")] = 0.0
     float8_weights_once: Annotated[bool, _described("float8_weights_once", _KERNELS)] = False
     attention_kernel: Annotated[AttentionKernel, _described("attention_kernel", _KERNELS)] = "auto"
     bucket_bytes: Annotated[str | None, _described("bucket_bytes", _KERNELS, metavar="BYTES")] = (

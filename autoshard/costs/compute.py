@@ -66,6 +66,8 @@ class Execution:
         unwritten: outputs that only its kernel reads.
         in_float8: True if its factors are cast to float8 and multiplied in it.
         weight_casts: share of its runs before which the second factor, a weight, is cast.
+        expert_launch: seconds in which the host launches each of the batched products; 0 if one
+            kernel computes all.
     """
 
     is_compiled: bool = False
@@ -74,6 +76,7 @@ class Execution:
     unwritten: frozenset[int] = frozenset()
     in_float8: bool = False
     weight_casts: float = 1.0
+    expert_launch: float = 0.0
 
 
 EAGER = Execution()
@@ -154,6 +157,9 @@ def _seconds(operator: "_Operator", work: _Work, fit: RooflineFit | None) -> Flo
         return execution.launches * fit.overhead + fit.times * work.seconds
     launched = work.num_kernels * execution.launches
     seconds = work.seconds + launched * device.launch_overhead
+    if execution.expert_launch:
+        experts = operator.sizes.product(operator.contraction.batch | operator.contraction.groups)
+        seconds = seconds + work.num_kernels * execution.expert_launch * experts
     if device.kernels is not None and not execution.is_compiled:
         seconds = np.maximum(seconds, launched * device.kernels.dispatch)
     return seconds
@@ -219,6 +225,11 @@ class _Contraction:
             _head([letters[i] for i in factors], remaining),
         )
 
+    @property
+    def batch(self) -> frozenset[str]:
+        """Letters of the output that all factors have."""
+        return self.output - frozenset().union(*self.free)
+
     def extents(self, sizes: LocalSizes, flops: FloatArray) -> Extents:
         """Extents of the matrix products that the operator computes.
 
@@ -230,7 +241,7 @@ class _Contraction:
         columns = sizes.product(frozenset().union(*self.free) - self.rows)
         rows = sizes.product(self.rows)
         groups = np.minimum(sizes.product(self.groups), np.maximum(rows, 1.0))
-        batch = groups * sizes.product(self.output - frozenset().union(*self.free))
+        batch = groups * sizes.product(self.batch)
         return Extents(rows / groups, columns, flops / (2 * outputs), batch)
 
     def efficiency(self, sizes: LocalSizes, flops: FloatArray, tile: float) -> FloatArray:

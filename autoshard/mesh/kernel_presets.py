@@ -21,6 +21,10 @@
 * MI300X: the maximum achievable matmul FLOP/s (Bekman) are 782 of 1300 TFLOP/s in bfloat16 under
   ROCm 6.2. Other fractions were not measured: float8 has that of bfloat16, memory that of Hopper,
   and attention is priced as its matrix products.
+* clock: of B200 and GB200 in a training step, relative to the runs of single kernels above:
+  published steps of Llama 3.1 405B on GB200 (NVIDIA/dgxc-benchmarking v25.05) and of Llama 3 8B on
+  B200 (Megatron-Bridge 25.09 and 25.11), bfloat16 and float8 alike. Those on H100 and GB300 are at
+  1.
 * dispatch: a round estimate for PyTorch's eager mode with autograd.
 * power: datasheets.
 """
@@ -97,7 +101,9 @@ HOPPER = KernelRates(
 )
 
 
-def _blackwell(multiprocessors: int, half: float, eighth: float, watts: float) -> KernelRates:
+def _blackwell(
+    multiprocessors: int, half: float, eighth: float, watts: float, clock: float = 1.0
+) -> KernelRates:
     return KernelRates(
         multiprocessors=multiprocessors,
         matmul={
@@ -117,12 +123,13 @@ def _blackwell(multiprocessors: int, half: float, eighth: float, watts: float) -
         },
         dispatch=_DISPATCH,
         power=watts,
+        clock=clock,
     )
 
 
-B200 = _blackwell(148, 0.72, 0.69, 1000.0)
+B200 = _blackwell(148, 0.72, 0.69, 1000.0, clock=0.80)
 B300 = _blackwell(148, 0.73, 0.68, 1100.0)
-GB200 = _blackwell(152, 0.70, 0.69, 1200.0)
+GB200 = _blackwell(152, 0.70, 0.69, 1200.0, clock=0.78)
 GB300 = _blackwell(152, 0.70, 0.69, 1400.0)
 
 CDNA3 = KernelRates(

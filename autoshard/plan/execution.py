@@ -35,9 +35,15 @@ def executions(graph: Graph, options: PlanOptions) -> tuple[Execution, ...]:
             unwritten=fusion.unwritten[i] if fusion else frozenset(),
             in_float8=i in in_float8,
             weight_casts=weight_casts,
+            expert_launch=options.expert_launch if _is_grouped(graph.nodes[i]) else 0.0,
         )
         found.append(known.setdefault(execution, execution))
     return tuple(found)
+
+
+def _is_grouped(node: Node) -> bool:
+    """True for products of the tokens of each expert with its weight."""
+    return "grouped_mm" in node.operator
 
 
 def check_float8(options: PlanOptions, device: Device) -> None:

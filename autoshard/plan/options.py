@@ -380,6 +380,15 @@ class PlanOptions(_Options):
             "its experts (DeepEP, HybridEP)."
         ),
     )
+    expert_launch: float = Field(
+        default=0.0,
+        ge=0,
+        description=(
+            "seconds that the host needs to launch a product of one expert, if a framework "
+            "multiplies the experts of a rank one after the other, forward and backward; 0 if one "
+            "kernel multiplies all."
+        ),
+    )
     float8_weights_once: bool = Field(
         default=False,
         description=(

@@ -35,6 +35,11 @@ _MEGATRON = ("Megatron", "NeMo", "MegaScale")
 _ACTIVATION_OVERLAP = 0.5
 """Share of the collectives of activations that Transformer Engine's userbuffers and ring attention
 hide."""
+_EXPERT_LAUNCH = 30e-6
+"""Seconds in which the host launches a product of an expert in Transformer Engine's grouped linear
+layers, with what it does around the product."""
+_RELEASE_WITH_GRAPHS = 26.06
+"""Release of Megatron-Bridge from which the recipes of models of experts have full CUDA graphs."""
 _LINEAR = ("layers.*",)
 """Modules whose matrix products are in FP8; embedding and head are not among them."""
 _ATTENTION: Mapping[str, str] = {
@@ -275,7 +280,14 @@ def _megatron(row: Row, degrees: Degrees, dims: Dimensions) -> dict[str, Any]:
         "float8_weights_once": has_engine,
         "activation_overlap": _ACTIVATION_OVERLAP if has_engine else 0.0,
         "dispatch_share": _dispatch_share(row, degrees, dims),
+        "expert_launch": 0.0 if _has_graphs(row) else _EXPERT_LAUNCH,
     }
+
+
+def _has_graphs(row: Row) -> bool:
+    """True if CUDA graphs have the experts, so that no product waits for the host."""
+    release = re.search(r"Megatron-Bridge (\d+\.\d+)", row["framework"])
+    return release is not None and float(release[1]) >= _RELEASE_WITH_GRAPHS
 
 
 def _dispatch_share(row: Row, degrees: Degrees, dims: Dimensions) -> float:

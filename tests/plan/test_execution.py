@@ -175,3 +175,40 @@ def test_sums_in_the_product_move_fewer_bytes(planned: Planner) -> None:
     )
     parameters = 4 * (1024 * 1024 + 1024)
     assert apart - fused == pytest.approx(2 * parameters * 3 * 2 / (3.35e12 * 0.88))
+
+
+def test_weights_are_cast_once_in_a_step(planned: Planner) -> None:
+    """Each of two layers has two weights of 1024 x 1024, read in 16 bits and written twice in 8."""
+    always, once = (
+        planned(
+            *(layers(), (1,)),
+            micro_batches=4,
+            execution="compile",
+            float8_modules=("*",),
+            float8_weights_once=is_once,
+        ).costs.compute
+        for is_once in (False, True)
+    )
+    cast = 4 * 1024 * 1024 * 4 / (3.35e12 * 0.88)
+    assert always - once == pytest.approx(3 * cast)
+
+
+def test_experts_are_launched_one_by_one(planned: Planner) -> None:
+    """A product of each of 4 experts forward, and one backward: x has no gradient."""
+    graph = graph_of((GroupedProduct(), {"x": torch.randn(64, 32)}))
+    together, apart = (
+        planned(graph, (1,), expert_launch=seconds).costs.compute for seconds in (0.0, 1e-3)
+    )
+    assert apart - together == pytest.approx(2 * 4 * 1e-3, rel=1e-3)
+
+
+class GroupedProduct(nn.Module):
+    """A product of 16 rows of each of 4 experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 32, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        ends = torch.arange(16, 65, 16, dtype=torch.int32)
+        return torch._grouped_mm((2 * x).bfloat16(), self.weight.bfloat16(), offs=ends)
