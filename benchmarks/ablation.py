@@ -1,33 +1,55 @@
 """Worth of each technique of the solver: cases solved again without it.
 
-    python -m benchmarks.ablation model.pt2 --meshes 8 2x4 --random 200 --instances A.json.gz
+    python -m benchmarks.ablation bert-base t5-base --meshes 8 2x4 2x2x2 --random 300
+        --budgets llama3-8b:2x4:60e9 --instances A.json.gz --document docs/internals/solver.md
 
-A case is the problem of a model on a mesh, without a limit and, in inference, under one (a share
-of the peak without it); an instance of the contest; or a number of random problems together. A
-technique is switched off by a setting of the solver, and only in the cases in which it ran. The
-first table says which step closed each case, the second what happens without each technique. Times
-are those of the processor.
+A case is the problem of a model on a mesh, in training and in inference, without a limit; the
+search of a plan in training under a memory budget; an instance of the contest; or a number of
+random problems together. A technique is switched off by settings of the solver, or one of its
+functions is replaced by one that does nothing, and only in the cases in which it runs. The first
+table says which step closed each case, the second what happens without each technique. Times are
+those of the processor in the solver.
 """
 
 import argparse
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
-from autoshard import PlanOptions, load_graph, make_mesh
+from autoshard import PlanOptions, load_graph, make_mesh, make_plan
 from autoshard.plan.options import Mode
+from autoshard.planner import budget_search
 from autoshard.planner.formulation import Formulation
-from autoshard.solve import Problem, Progress, SolverSettings, read_iopddl, solve_problem
-from benchmarks.random_problems import draw
+from autoshard.solve import Problem, Solution, SolverSettings, read_iopddl, solve_problem, solver
+from autoshard.solve.local_search import CoordinateDescent
+from autoshard.solve.presolve import (
+    DropDominated,
+    EliminateNeighbours,
+    SolveLowTreewidth,
+    SubstituteVariables,
+    nothing_to_undo,
+)
+from autoshard.solve.restricted_problem import LimitedRestriction, RestrictedSolver
+from autoshard.solve.runs import block_table, contraction
+from autoshard.solve.runs.group_master import GroupMaster
+from autoshard.solve.runs.limited import LimitedRuns
+from autoshard.solve.runs.run_solver import RunSolver
+from autoshard.solve.trws import TRWS
+from benchmarks.archives import archive
+from benchmarks.document import caption, replace_table
+from benchmarks.random_families import draw
 
 _GAP = 1e-3
-_WORSE = 1e-6
+_WORSE = 1e-5
 _SLOWER = 1.5
 _NOTICEABLE = 0.05
 """Seconds of the processor by which a slower case differs at least."""
+_TABLE = "ablation"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,135 +57,224 @@ class Technique:
     """A technique of the solver.
 
     Attributes:
-        marks: phases, or first parts of names of statistics, of cases in which it runs.
-        limits: settings that switch it off.
-        hints: false if the hints of repeated structure are removed as well.
+        owner: class or module with a function that is called if the technique runs.
+        function: its name.
+        limits: settings that switch the technique off.
+        stub: replaces the function, unless it is None.
+        hints: false to remove the hints of repeated structure, too.
     """
 
-    marks: frozenset[str]
-    limits: Mapping[str, float]
+    owner: Any
+    function: str
+    limits: Mapping[str, Any] = field(default_factory=dict)
+    stub: Callable[..., object] | None = None
     hints: bool = True
 
 
-def _technique(*marks: str, hints: bool = True, **limits: float) -> Technique:
-    return Technique(frozenset(marks), limits, hints)
+def _nothing(*_: object, **__: object) -> None:
+    """Replaces a function that need not return anything."""
+
+
+def _unchanged(*_: object) -> object:
+    """Replaces a reduction."""
+    return nothing_to_undo
 
 
 TECHNIQUES = {
-    "run contraction": _technique("solve repeated groups", hints=False),
-    "restricted problems": _technique("solve a restricted problem", wide_strategies=1e18),
-    "elimination of neighbours": _technique(
-        "solve repeated groups", "eliminate_neighbours", max_product_work=0
+    "run contraction": Technique(contraction, "write_choices", hints=False),
+    "a table for each component of a group": Technique(block_table, "_ways", stub=lambda *_: []),
+    "shared nodes relaxed first": Technique(
+        RunSolver, "_solve_narrowed", {"eager_run_work": SolverSettings().max_elimination_work}
     ),
-    "dominance": _technique("solve repeated groups", "drop_dominated", max_dominance_strategies=0),
-    "bucket elimination": _technique(
-        "solve repeated groups", "solve_low_treewidth", max_total_entries=0
+    "restricted problems": Technique(
+        RestrictedSolver, "minimise", {"wide_strategies": float("inf")}
     ),
-    "mini-buckets": _technique("mini_buckets", mini_bucket_rounds=0),
-    "TRW-S": _technique("trws", trws_rounds=0),
-    "search by forests": _technique("forests", huge_entries=1 << 60),
-    "branch and bound": _technique("branch and bound", branch_work=0),
+    "strategies near a choice": Technique(RestrictedSolver, "_selected", {"nearby_strategies": 0}),
+    "restricted problems under a limit": Technique(
+        LimitedRestriction, "run", {"wide_strategies": float("inf")}
+    ),
+    "combination of groups": Technique(GroupMaster, "combine", stub=_nothing),
+    "groups at multiples of the best prices": Technique(
+        LimitedRuns, "_options", {"price_multiples": ()}
+    ),
+    "substitution of variables": Technique(SubstituteVariables, "apply", stub=_unchanged),
+    "elimination of neighbours": Technique(
+        EliminateNeighbours, "_eliminate", {"max_product_work": 0}
+    ),
+    "dominance": Technique(DropDominated, "apply", {"max_dominance_strategies": 0}),
+    "bucket elimination of components": Technique(SolveLowTreewidth, "_solve", stub=_nothing),
+    "TRW-S": Technique(TRWS, "run", {"trws_rounds": 0}),
+    "search by forests": Technique(solver, "search_forests", stub=_nothing),
+    "repair of choices": Technique(CoordinateDescent, "repair", stub=_nothing),
+    "linear relaxation": Technique(solver, "_relax", stub=lambda _: True),
+    "branch and bound": Technique(solver, "_search_tree", {"branch_work": 0}),
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class Answer:
-    """Sums over the problems of a case.
+    """Sums over the solves of a case.
 
     Attributes:
-        seconds: of the processor.
-        gap: the largest one.
-        objective: the sum.
-        closed_by: the last phase of the last problem.
-        marks: phases, and first parts of names of statistics.
+        seconds: of the processor in the solver.
+        gap: the largest one; of the plan, if the case is the search of one.
+        closed_by: the last phase of the last solve.
+        ran: names of the techniques that ran, if they were watched.
     """
 
-    seconds: float
-    gap: float
-    objective: float
-    closed_by: str
-    marks: frozenset[str]
+    seconds: float = 0.0
+    gap: float = 0.0
+    closed_by: str = ""
+    ran: set[str] = field(default_factory=set)
 
 
-def answered(
-    problems: Sequence[Problem], technique: Technique | None, seconds: float, gap: float
-) -> Answer:
-    """Solve the problems of a case, without a technique unless it is None."""
-    settings = replace(SolverSettings(), **(technique.limits if technique else {}))
-    phases: list[str] = []
-
-    def listen(progress: Progress) -> None:
-        phases.append(progress.phase)
-
-    start, worst, total, marks = time.process_time(), 0.0, 0.0, set[str]()
-    for problem in problems:
-        given = problem if technique is None or technique.hints else replace(problem, repeats=())
-        found = solve_problem(
-            given, time_limit=seconds, relative_gap=gap, on_progress=listen, settings=settings
-        )
-        if found.choice is not None:
-            worst, total = max(worst, found.gap), total + found.objective
-        elif found.bound < float("inf"):
-            worst, total = float("inf"), float("inf")
-        marks |= {name.partition(".")[0] for name in found.statistics}
-    return Answer(
-        time.process_time() - start, worst, total, phases[-1], frozenset(marks | set(phases))
-    )
+Solve = Callable[..., Solution]
+Case = Callable[[Solve], float]
+"""Solves a case with a given function in place of `solve_problem`; returns the gap."""
 
 
-def model_cases(path: Path, meshes: Sequence[str], share: float) -> Iterator[tuple[str, Problem]]:
-    """The problems of an exported model."""
+def answered(case: Case, technique: Technique | None) -> Answer:
+    """Solve a case, without a technique unless it is None; then the techniques are watched."""
+    answer = Answer()
+
+    def solve(problem: Problem, **arguments: Any) -> Solution:
+        def listen(progress: Any) -> None:
+            answer.closed_by = progress.phase
+
+        arguments |= {"on_progress": listen}
+        if technique is not None:
+            arguments["settings"] = replace(SolverSettings(), **technique.limits)
+        # A new object has no properties that an earlier solve computed.
+        hints = problem.repeats if technique is None or technique.hints else ()
+        start = time.process_time()
+        found = solve_problem(replace(problem, repeats=hints), **arguments)
+        answer.seconds += time.process_time() - start
+        return found
+
+    with _watched(answer.ran) if technique is None else _stubbed(technique):
+        answer.gap = case(solve)
+    return answer
+
+
+@contextmanager
+def _stubbed(technique: Technique) -> Iterator[None]:
+    """Replace the function of a technique in a `with` block."""
+    old = getattr(technique.owner, technique.function)
+    if technique.stub is not None:
+        setattr(technique.owner, technique.function, technique.stub)
+    try:
+        yield
+    finally:
+        setattr(technique.owner, technique.function, old)
+
+
+@contextmanager
+def _watched(ran: set[str]) -> Iterator[None]:
+    """Record the techniques whose functions are called in a `with` block."""
+    old = {name: getattr(x.owner, x.function) for name, x in TECHNIQUES.items()}
+
+    def watching(name: str) -> Callable[..., object]:
+        def call(*arguments: Any, **named: Any) -> object:
+            ran.add(name)
+            return old[name](*arguments, **named)
+
+        return call
+
+    for name, x in TECHNIQUES.items():
+        if getattr(x.owner, x.function) is old[name]:
+            setattr(x.owner, x.function, watching(name))
+    try:
+        yield
+    finally:
+        for name, x in TECHNIQUES.items():
+            setattr(x.owner, x.function, old[name])
+
+
+def problems(given: Sequence[Problem], gap: float) -> Case:
+    """Problems solved one after the other."""
+
+    def case(solve: Solve) -> float:
+        worst = 0.0
+        for problem in given:
+            found = solve(problem, relative_gap=gap, time_limit=600.0)
+            if found.choice is not None:
+                worst = max(worst, found.gap)
+            elif found.bound < float("inf"):
+                worst = float("inf")
+        return worst
+
+    return case
+
+
+def search(path: Path, mesh: tuple[int, ...], memory_budget: float) -> Case:
+    """The search of a plan for training under a memory budget."""
     graph = load_graph(path.read_bytes())
-    for mesh in meshes:
-        for mode in get_args(Mode):
-            sizes = tuple(map(int, mesh.split("x")))
-            options = PlanOptions(mode=mode)
-            problem = Formulation.of(graph, make_mesh(sizes), options).problem
-            name = f"{path.name.partition('.')[0]} {mesh} {mode}"
-            yield name, problem
-            if mode == "inference":
-                free = solve_problem(problem, relative_gap=_GAP)
-                assert free.choice is not None, "the case without a limit"
-                limit = share * problem.peak_usage(free.choice)
-                yield f"{name} {share:.0%}", replace(problem, usage_limit=limit)
+    options = PlanOptions(memory_budget=int(memory_budget), relative_gap=_GAP, time_limit=600.0)
+
+    def case(solve: Solve) -> float:
+        old = budget_search.solve_problem
+        budget_search.solve_problem = solve
+        try:
+            gap = make_plan(graph, make_mesh(mesh), options).certificate.gap
+        finally:
+            budget_search.solve_problem = old
+        return float("inf") if gap is None else gap
+
+    return case
+
+
+def _mesh(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split("x")))
+
+
+def cases(options: argparse.Namespace) -> Iterator[tuple[str, Case]]:
+    """All cases and their names."""
+    for model in options.models:
+        graph = load_graph(archive(model, options.folder).read_bytes())
+        for mesh, mode in product(options.meshes, get_args(Mode)):
+            given = Formulation.of(graph, make_mesh(_mesh(mesh)), PlanOptions(mode=mode)).problem
+            yield f"{Path(model).stem}, {mesh}, {mode}", problems([given], _GAP)
+    for named in options.budgets:
+        model, mesh, budget = named.split(":")
+        case = search(archive(model, options.folder), _mesh(mesh), float(budget))
+        yield f"{Path(model).stem}, {mesh}, training, {float(budget) / 1e9:g} GB", case
+    for path in options.instances:
+        yield path.name.partition(".")[0], problems([read_iopddl(path)], 1e-6)
+    if options.random:
+        drawn = [draw(seed)[1] for seed in range(options.random)]
+        yield f"{options.random} random problems", problems(drawn, 1e-6)
 
 
 def main() -> int:
-    """Solve all cases with and without each technique, and print the tables in markdown."""
+    """Solve all cases with and without each technique; print the tables or write them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("models", nargs="*", type=Path, help="exported models")
+    parser.add_argument("models", nargs="*", help="names of benchmarks.models, or archives")
     parser.add_argument("--meshes", nargs="+", default=["8", "2x4"])
-    parser.add_argument("--share", type=float, default=0.8, help="of the peak, under a limit")
+    parser.add_argument("--budgets", nargs="*", default=[], help="MODEL:MESH:BYTES")
     parser.add_argument("--instances", nargs="*", default=[], type=Path, help="of the contest")
     parser.add_argument("--random", type=int, default=0, help="number of random problems")
-    parser.add_argument("--seconds", type=float, default=600.0, help="limit of one solve")
+    parser.add_argument("--folder", type=Path, default=Path("build/benchmarks/models"))
+    parser.add_argument("--document", type=Path, help="Markdown file that gets the tables")
     options = parser.parse_args()
+    above = caption(f"`python -m benchmarks.ablation {' '.join(sys.argv[1:])}`")
     answers: dict[str, dict[str, Answer]] = {}
-
-    def examine(name: str, problems: Sequence[Problem], gap: float) -> None:
-        base = answered(problems, None, options.seconds, gap)
-        answers[name] = {"": base}
-        for label, technique in TECHNIQUES.items():
-            if base.marks & technique.marks:
-                answers[name][label] = answered(problems, technique, options.seconds, gap)
-        print(f"{name}: {len(answers[name])} solves", file=sys.stderr, flush=True)
-
-    for path in options.models:
-        for name, problem in model_cases(path, options.meshes, options.share):
-            examine(name, [problem], _GAP)
-    for path in options.instances:
-        examine(path.name.partition(".")[0], [read_iopddl(path)], _GAP)
-    if options.random:
-        examine(
-            f"{options.random} random problems", [draw(i)[1] for i in range(options.random)], 1e-6
-        )
-    print(*closing_table(answers), "", *technique_table(answers), sep="\n")
+    for name, case in cases(options):
+        base = answered(case, None)
+        found = {x: answered(case, TECHNIQUES[x]) for x in TECHNIQUES if x in base.ran}
+        answers[name] = {"": base, **found}
+        print(f"{name}: {len(answers[name])} times", file=sys.stderr, flush=True)
+    tables = "\n".join([*closing_table(answers), "", *technique_table(answers), "", above])
+    if options.document is None:
+        print(tables)
+    else:
+        text = options.document.read_text(encoding="utf-8")
+        options.document.write_text(replace_table(text, _TABLE, tables), encoding="utf-8")
     return 0
 
 
 def closing_table(answers: Mapping[str, Mapping[str, Answer]]) -> Iterator[str]:
     """The step that closed each case."""
-    yield "| case | last step | gap | of the processor, s |"
+    yield "| case | last step | gap | seconds |"
     yield "|---|---|---:|---:|"
     for name, found in answers.items():
         base = found[""]
@@ -172,7 +283,7 @@ def closing_table(answers: Mapping[str, Mapping[str, Answer]]) -> Iterator[str]:
 
 def technique_table(answers: Mapping[str, Mapping[str, Answer]]) -> Iterator[str]:
     """Results without each technique."""
-    yield "| without | cases | worse gap | slower | faster | time, all of them | worst case |"
+    yield "| without | cases | worse gap | slower | faster | seconds, all of them | worst case |"
     yield "|---|---:|---:|---:|---:|---:|---|"
     for label in TECHNIQUES:
         pairs = {name: (x[""], x[label]) for name, x in answers.items() if label in x}
@@ -184,10 +295,10 @@ def technique_table(answers: Mapping[str, Mapping[str, Answer]]) -> Iterator[str
         slower = [n for n, (on, off) in pairs.items() if _is_slower(off, on)]
         faster = [n for n, (on, off) in pairs.items() if _is_slower(on, off)]
         times = (sum(pair[i].seconds for pair in pairs.values()) for i in (0, 1))
-        most = max(pairs, key=lambda name: (pairs[name][1].gap > _GAP, ratios[name]))
+        most = max(pairs, key=lambda name: (max(pairs[name][1].gap, _GAP), ratios[name]))
         yield (
             f"| {label} | {len(pairs)} | {len(worse)} | {len(slower)} | {len(faster)} "
-            f"| {' to '.join(f'{x:.1f} s' for x in times)} "
+            f"| {' to '.join(f'{x:.1f}' for x in times)} "
             f"| {most}: {ratios[most]:.1f}x, gap {pairs[most][1].gap:.3%} |"
         )
 

@@ -13,7 +13,7 @@ hints which nodes repeat):
     narrow           restricted problems of a few strategies, whatever the number of strategies
     shared relaxed   shared nodes of runs are relaxed first, and little work is spent on them
     runs alone       run contraction and its prices on usage, without the steps that close a gap
-    thin             plain, without the limit: relaxations with few links instead of elimination
+    small tables     plain, without the limit: elimination with very little work
     several limits   the same problem under several limits, each with the results of the others
     short of time    stops after a few milliseconds; large-neighbourhood search if there is time
 
@@ -82,13 +82,7 @@ _NO_PRODUCTS = SolverSettings(max_product_work=0.0)
 _NO_TABLES = replace(_NO_PRODUCTS, max_table_entries=0.0)
 _NARROW = SolverSettings(wide_strategies=0.0, first_width=1, last_width=2, nearby_strategies=1)
 _STARVED = SolverSettings(eager_run_work=0.0, max_exact_run_work=0.0)
-_THIN = replace(
-    _NO_PRODUCTS,
-    mini_bucket_min_entries=0,
-    mini_bucket_work=2.0,
-    mini_bucket_growth=2.0,
-    max_elimination_work=12.0,
-)
+_SMALL_TABLES = replace(_NO_PRODUCTS, max_elimination_work=12.0)
 _HUGE = replace(_NO_TABLES, large_entries=0, huge_entries=0, forest_patience=20)
 
 ROUTES = MappingProxyType(
@@ -101,7 +95,7 @@ ROUTES = MappingProxyType(
         "narrow": Route(_NARROW, may_stay_open=True),
         "shared relaxed": Route(_STARVED),
         "runs alone": Route(_DEFAULT, may_stay_open=True, finds_least=False),
-        "thin": Route(_THIN, with_hints=False, with_limit=False),
+        "small tables": Route(_SMALL_TABLES, with_hints=False, with_limit=False),
         "several limits": Route(_DEFAULT),
         "short of time": Route(_HUGE, may_stay_open=True, time_limit=_SHORT),
     }

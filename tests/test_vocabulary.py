@@ -19,7 +19,7 @@ RETIRED = {
     r"hiding": "overlap",
     r"beliefs": "min-marginals",
     r"narrowing": "restricted problem",
-    r"thinning": "mini-bucket relaxation",
+    r"thinning": "bucket elimination",
     r"paces?|Paces?": "OperatorFit",
     r"parameters_on_meta": "init_empty_weights",
     r"(?<!_)checkpointable": "dcp_state_dict",

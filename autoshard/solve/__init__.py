@@ -19,7 +19,7 @@ from autoshard.solve.iopddl import read_iopddl
 from autoshard.solve.minimum_usage import minimum_usage
 from autoshard.solve.path_costs import ShortestPathCost
 from autoshard.solve.problem import Edge, Node, Problem, Repeat, UsageLimit
-from autoshard.solve.reference import brute_force, solve_reference
+from autoshard.solve.reference import brute_force
 from autoshard.solve.restricted_problem import restrict
 from autoshard.solve.settings import SolverSettings
 from autoshard.solve.solver import solve_problem
@@ -50,7 +50,6 @@ __all__ = [
     "read_sealed",
     "restrict",
     "solve_problem",
-    "solve_reference",
     "with_equal_groups",
     "write_sealed",
 ]

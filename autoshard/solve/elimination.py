@@ -20,6 +20,9 @@ from autoshard.solve.network import Network, fingerprint, joint_classes
 from autoshard.solve.problem import Problem
 from autoshard.solve.settings import DEFAULT_EFFORT, Effort
 
+_MAX_AXES = 24
+"""Variables of one table."""
+
 _BLOCK = 1 << 18
 """Number of entries of a sum that are computed at once."""
 
@@ -220,41 +223,29 @@ class Elimination:
         most_work: float | None = None,
         keep: Collection[int] = (),
         extra: Sequence[Table] = (),
-        order: Sequence[int] | None = None,
         effort: Effort = DEFAULT_EFFORT,
     ) -> "Elimination | None":
-        """Find an order and its tables; None if they would be too large.
+        """Find an order, cheapest variable first, and its tables; None if they would be too large.
 
         Args:
             network: its usage terms are ignored.
             most_work: largest number of additions of one evaluation; that of the settings if None.
             keep: variables that are not eliminated; `joint_table` is over them.
             extra: prices added to those of the network.
-            order: of elimination; by default the variable that is cheapest to eliminate is next.
             effort: limits of work, and when to stop.
         """
         plan = cls(network, extra, effort)
         if most_work is None:
             most_work = effort.settings.max_elimination_work
-        return plan if plan._order(most_work, frozenset(keep), order) else None
+        return plan if plan._order(most_work, frozenset(keep)) else None
 
-    def _order(
-        self,
-        most_work: float,
-        keep: frozenset[int],
-        order: Sequence[int] | None,
-    ) -> bool:
+    def _order(self, most_work: float, keep: frozenset[int]) -> bool:
+        """Eliminate the cheapest variable first; return false if that exceeds a limit."""
         member: dict[int, set[int]] = {v: set() for v in self._sizes if v not in keep}
         for f, factor in enumerate(self._factors):
             for v in factor.scope:
                 if v not in keep:
                     member[v].add(f)
-        if order is None:
-            return self._order_by_estimate(member, most_work)
-        return all(self._remove(v, member, most_work) is not None for v in order)
-
-    def _order_by_estimate(self, member: dict[int, set[int]], most_work: float) -> bool:
-        """Eliminate the cheapest variable first; return false if that exceeds a limit."""
         heap = [(self._estimate(v, member[v]), v) for v in member]
         heapq.heapify(heap)
         while member:
@@ -272,7 +263,7 @@ class Elimination:
         """Eliminate a variable; return its neighbours, or None if that exceeds a limit."""
         self._effort.check()
         settings, inputs = self._effort.settings, member.pop(v)
-        if len({w for f in inputs for w in self._factors[f].scope}) > settings.max_table_axes:
+        if len({w for f in inputs for w in self._factors[f].scope}) > _MAX_AXES:
             return None
         bucket = self._bucket(v, sorted(inputs))
         size = prod(bucket.shape[1:])

@@ -22,6 +22,19 @@ from autoshard.solve.network import Link, Network, UsageTable, component_labels
 from autoshard.solve.reduced_problem import ReducedProblem
 from autoshard.solve.settings import DEFAULT_EFFORT, Effort
 
+_DESCENTS = 3
+"""Forests optimised from each choice that messages round."""
+_KNAPSACK_NODES = 200
+_KNAPSACK_ROUNDS = 12
+_KNAPSACK_ROWS = 10
+"""Branch-and-bound nodes of an integer program, integer programs to combine two choices, and times
+added to each of them."""
+_PRICE_FOLLOW = 0.05
+_PRICE_SPREAD = 1.0
+"""Share by which the mean logarithm of the factor of prices follows gains; its deviation."""
+_STALLED_GAIN = 1e-6
+"""Relative gain of a choice that is notable."""
+
 _SIDES = (4, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)
 """Numbers of strategies that variables are padded to, so that more links stack."""
 _TOLERANCE = 2e-6
@@ -47,7 +60,7 @@ def search_forests(reduced: ReducedProblem, prices: FloatArray) -> None:
     while not state.closed and num_stalled < settings.forest_patience:
         state.check()
         # The best prices of a part differ from those of the whole.
-        drawn = shift + settings.forest_price_spread * float(search.rng.standard_normal())
+        drawn = shift + _PRICE_SPREAD * float(search.rng.standard_normal())
         better = search.step(current, np.exp(drawn) * prices)
         state.count("forests")
         num_stalled += 1
@@ -57,9 +70,9 @@ def search_forests(reduced: ReducedProblem, prices: FloatArray) -> None:
             continue
         gain = search.price(current) - search.price(better)
         current = better
-        if gain > settings.forest_stalled_gain * state.magnitude:
+        if gain > _STALLED_GAIN * state.magnitude:
             num_stalled = 0
-        shift += settings.forest_price_follow * (drawn - shift)
+        shift += _PRICE_FOLLOW * (drawn - shift)
         state.count("forests.better")
 
 
@@ -214,7 +227,7 @@ class ForestSearch:
             a choice within the capacity that is better than `picks`, or None.
         """
         best = picks
-        for _ in range(self._effort.settings.forest_descents):
+        for _ in range(_DESCENTS):
             found = self.combined(best, other)
             best = best if found is None else found
             other = self.optimised(other, prices)
@@ -391,16 +404,16 @@ def _best_subset(changes: _Changes, effort: Effort) -> BoolArray | None:
         return None
     prices, usage = prices[useful], usage[useful]
     taken, rows, margin = prices < 0, np.zeros(0, dtype=np.intp), 0.0
-    for _ in range(effort.settings.forest_knapsack_rounds):
+    for _ in range(_KNAPSACK_ROUNDS):
         effort.check()
         over = usage[taken].sum(axis=0) - changes.slack
         if not (over > 0).any():
             break
         if (over[rows] > 0).any():
             margin = _TOLERANCE
-        worst = np.argsort(-over)[: effort.settings.forest_knapsack_rows]
+        worst = np.argsort(-over)[:_KNAPSACK_ROWS]
         rows = np.union1d(rows, worst[over[worst] > 0])
-        found = _knapsack(prices, usage[:, rows].T, changes.slack[rows], margin, effort)
+        found = _knapsack(prices, usage[:, rows].T, changes.slack[rows], margin)
         if found is None:
             return None
         taken = found
@@ -413,7 +426,7 @@ def _best_subset(changes: _Changes, effort: Effort) -> BoolArray | None:
 
 
 def _knapsack(
-    prices: FloatArray, usage: FloatArray, slack: FloatArray, margin: float, effort: Effort
+    prices: FloatArray, usage: FloatArray, slack: FloatArray, margin: float
 ) -> BoolArray | None:
     """The items of least price within the slack, shape [C]; None if the search ends before.
 
@@ -422,7 +435,6 @@ def _knapsack(
         usage: of each item, shape [T, C].
         slack: not negative, shape [T].
         margin: of the slack, relative to the largest usage of an item.
-        effort: limits of work.
     """
     num_rows, num_items = usage.shape
     unit = np.abs(usage).max(axis=1)
@@ -433,7 +445,7 @@ def _knapsack(
         np.full(num_rows, -np.inf),
         np.maximum(slack / unit - margin, 0.0),
         np.ones(num_items),
-        max_nodes=effort.settings.forest_knapsack_nodes,
+        max_nodes=_KNAPSACK_NODES,
         relative_gap=_KNAPSACK_GAP,
     )
     return None if found is None else found > 0

@@ -18,6 +18,11 @@ from autoshard.arrays import BoolArray, FloatArray, IntArray
 from autoshard.solve.network import Network
 from autoshard.solve.state import SolveState
 
+_EAGER_ENTRIES = 200_000
+"""Entries of usage rows up to which all of them are loaded at once."""
+_INTERIOR_POINT_COLUMNS = 40_000
+"""Columns from which on relaxations are solved by interior point."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LinearModel:
@@ -283,7 +288,7 @@ class HighsSolver:
         self._row_scale = np.where(row_scale > 0, row_scale, 1.0)
         self._active: list[int] = []
         self._highs = self._loaded()
-        if model.usage.nnz <= self._state.settings.eager_usage_entries:
+        if model.usage.nnz <= _EAGER_ENTRIES:
             self._activate(np.ones(len(model.capacity), dtype=np.bool_))
 
     @property
@@ -293,7 +298,7 @@ class HighsSolver:
 
     def relax(self) -> LinearOutcome:
         """Solve the linear relaxation."""
-        large = len(self._model.cost) > self._state.settings.interior_point_columns
+        large = len(self._model.cost) > _INTERIOR_POINT_COLUMNS
         self._highs.setOptionValue("solver", "ipm" if large else "choose")
         return self._until_fits()
 

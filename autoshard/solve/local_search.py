@@ -10,6 +10,10 @@ from autoshard.solve.presolve.base import Worklist
 from autoshard.solve.presolve.drop_strategies import term_prices
 from autoshard.solve.settings import DEFAULT_EFFORT, Effort
 
+_MAX_VISITS = 50
+"""Largest mean number of visits of a variable in one descent."""
+_REPAIR_ROUNDS = 24
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _UsageSpans:
@@ -57,7 +61,7 @@ class CoordinateDescent:
         picks = dict(picks)
         usage = self._network.usage(picks)
         queue = Worklist(self._network.variables)
-        for _ in range(self._effort.settings.descent_sweeps * len(self._network.variables)):
+        for _ in range(_MAX_VISITS * len(self._network.variables)):
             if not queue:
                 break
             v = queue.pop()
@@ -84,7 +88,7 @@ class CoordinateDescent:
         spread = sum(float(np.ptp(x.cost)) for x in self._network.variables.values())
         prices = prices.copy()
         step = 1e-3 * spread / max(float(capacity.max(initial=0.0)), 1e-300)
-        for _ in range(self._effort.settings.repair_rounds):
+        for _ in range(_REPAIR_ROUNDS):
             over = self._network.usage(picks) > capacity
             if not over.any():
                 return self.improve(picks, within=True)

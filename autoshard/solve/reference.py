@@ -12,7 +12,6 @@ from scipy import sparse
 from autoshard.arrays import FloatArray, IntArray
 from autoshard.errors import OptionError
 from autoshard.outcome import SolveStatus
-from autoshard.solve.edge_usage import solution_of, without_edge_usage
 from autoshard.solve.integer_program import IntegerProgram
 from autoshard.solve.linear_program import LinearModel
 from autoshard.solve.problem import Problem, UsageLimit
@@ -112,34 +111,11 @@ _EXACT: Mapping[str, dict[str, float]] = {
 }
 
 
-def solve_reference(
-    problem: Problem, *, solver: str = "HIGHS", time_limit: float | None = None
-) -> Solution:
+def solve_with_cvxpy(state: SolveState, *, solver: str) -> bool:
     """State the problem as one integer program, without reductions, and solve it.
 
-    Args:
-        problem: the problem.
-        solver: name of an installed mixed-integer solver that cvxpy supports.
-        time_limit: seconds; see `_OPTIONS` for the solvers that take one.
-
-    Returns:
-        the solution. cvxpy does not report the bound of a solver: if the solver reports an optimum,
-        the bound is 5e-7 (relative to the sum of absolute prices) below the objective, else -inf.
-
-    Raises:
-        OptionError: cvxpy or the solver is not installed, or it takes no time limit here.
-    """
-    state = SolveState(without_edge_usage(problem), time_limit=time_limit, gap=2 * _SLACK)
-    infeasible = False
-    try:
-        infeasible = not solve_with_cvxpy(state, solver=solver)
-    except Interrupted:
-        state.count("interrupted")
-    return solution_of(problem, state.finish(infeasible=infeasible))
-
-
-def solve_with_cvxpy(state: SolveState, *, solver: str) -> bool:
-    """As `solve_reference`, in a state.
+    cvxpy does not report the bound of a solver: if the solver reports an optimum, the bound is 5e-7
+    (relative to the sum of absolute prices), or half of the gap, below the objective.
 
     Args:
         state: of the solve of the problem; it is not looked at while the solver runs.
@@ -149,7 +125,7 @@ def solve_with_cvxpy(state: SolveState, *, solver: str) -> bool:
         False if the problem is infeasible.
 
     Raises:
-        OptionError: as `solve_reference`.
+        OptionError: cvxpy or the solver is not installed, or it takes no time limit here.
         Interrupted: the solver stopped without an optimum.
     """
     solver = solver.upper()

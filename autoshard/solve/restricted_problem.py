@@ -33,6 +33,33 @@ from autoshard.solve.runs import (
 )
 from autoshard.solve.state import RestrictedProblem, Solution, SolveState, WarmStart
 
+_FIRST_SLACK = 0.3
+"""Share of the requested gap by which the first restricted problem may exceed the bound."""
+_MESSAGE_SHARE = 0.5
+_RESTRICTED_SHARE = 0.5
+_LIMITED_SHARE = 0.6
+"""Shares of time for messages, a restricted problem, and one under a limit."""
+_MAX_SWEEPS = 40
+_FIRST_LIMITED_SWEEPS = 30
+_MORE_LIMITED_SWEEPS = 10
+"""Sweeps before a restricted problem; at the best prices the first time; and there later on."""
+_MIN_GAIN = 2e-5
+_MIN_GAIN_OF_GAP = 0.05
+"""Relative gain of a sweep below which messages end, and the same relative to the requested gap."""
+_SAME_WIDTH_GAIN = 0.1
+"""Share of the gap that messages must close for the next restricted problem to be as wide."""
+_RESTRICTED_GAP = 0.1
+"""Share of the gap that a restricted problem may leave."""
+_ELASTICITIES = (0.4, 3.0)
+"""First guesses of the price of usage: usage at the limit costs this many times the lower bound."""
+_ROUGH_GAP = 0.01
+"""Relative gap that may be left at such a guess."""
+_PROOF_GAP = 0.5
+"""Share of the requested gap that sweeps at the best prices leave: later solves have none."""
+_LIMITED_ROUNDS = 3
+_LIMITED_MIN_GAIN = 0.2
+"""Restricted problems under one limit; the share of the gap that one closes if another follows."""
+
 
 def restrict(
     problem: Problem, masks: Sequence[BoolArray], costs: Sequence[FloatArray] | None = None
@@ -211,7 +238,7 @@ class RestrictedSolver:
             if (
                 not was_first
                 and answer.value == value
-                and answer.bound - bound < self._settings.restricted_min_gain * (value - bound)
+                and answer.bound - bound < _SAME_WIDTH_GAIN * (value - bound)
             ):
                 width *= 2
         return answer.bound, answer.choice
@@ -241,7 +268,7 @@ class RestrictedSolver:
             self._state.count("restricted.sweeps")
             bound = self._messages.bound
             report_bound(bound)
-            if bound >= enough or bound - before <= self._settings.quotient_min_gain * abs(bound):
+            if bound >= enough or bound - before <= _MIN_GAIN * abs(bound):
                 break
             before = bound
         proven, least = strategy_bounds(self._messages)
@@ -265,17 +292,15 @@ class RestrictedSolver:
     ) -> None:
         """Pass messages until the bound stalls or is good enough."""
         self._state.enter("pass messages")
-        deadline = self._state.deadline(self._settings.message_share)
+        deadline = self._state.deadline(_MESSAGE_SHARE)
         enough = answer.value - slack * abs(answer.value)
-        for sweep in range(self._settings.quotient_sweeps):
+        for sweep in range(_MAX_SWEEPS):
             before = self._messages.bound
             self._messages.sweep()
             self._state.count("restricted.sweeps")
             bound = self._messages.bound
             report_bound(bound)
-            little = max(
-                self._settings.quotient_min_gain, self._settings.quotient_gap_share * slack
-            ) * abs(bound)
+            little = max(_MIN_GAIN, _MIN_GAIN_OF_GAP * slack) * abs(bound)
             if bound >= enough or (sweep and bound - before <= little):
                 return
             if self._state.is_late(deadline):
@@ -297,7 +322,7 @@ class RestrictedSolver:
         """
         masks = self._selected(least, width, answer.choice)
         if is_first:
-            close = answer.bound + self._settings.first_slack * slack * abs(answer.bound)
+            close = answer.bound + _FIRST_SLACK * slack * abs(answer.bound)
             masks = [
                 (mask & (bounds <= close)) | cheapest(bounds, 1)
                 for mask, bounds in zip(masks, least, strict=True)
@@ -315,7 +340,7 @@ class RestrictedSolver:
             float(bounds[~mask].min(initial=np.inf))
             for bounds, mask in zip(least, masks, strict=True)
         ]
-        gap = self._settings.restricted_gap * slack
+        gap = _RESTRICTED_GAP * slack
         solution, choice = self._solved(masks, gap, answer.bound, runs_only=is_first)
         if choice is not None and solution.objective < answer.value:
             answer.value, answer.choice = solution.objective, choice
@@ -350,7 +375,7 @@ class RestrictedSolver:
         restricted = restrict(
             self._problem, self.graph.by_node(masks), self.graph.by_node(self._messages.costs)
         )
-        seconds = self._settings.restricted_share * state.remaining
+        seconds = _RESTRICTED_SHARE * state.remaining
         solution = self._solve(
             restricted.problem,
             seconds,
@@ -407,7 +432,7 @@ class LimitedRestriction:
             self._set_restricted(self._first_masks())
         if self._problem.usage_limit <= warm_start.proven[0]:
             state.raise_bound(warm_start.proven[1])
-        for _ in range(self._settings.limited_rounds):
+        for _ in range(_LIMITED_ROUNDS):
             gap = state.objective - state.bound
             self._solve_restricted()
             if state.choice is None:
@@ -419,7 +444,7 @@ class LimitedRestriction:
                 break
             self._prove()
             closed = gap - (state.objective - state.bound)
-            if state.closed or closed <= self._settings.limited_min_gain * gap < np.inf:
+            if state.closed or closed <= _LIMITED_MIN_GAIN * gap < np.inf:
                 break
         return RunOutcome.UPDATED
 
@@ -431,10 +456,8 @@ class LimitedRestriction:
         self._add_peak_weights()
         price = max(self._state.bound, SAME)
         price /= max(self._problem.usage_limit, SAME)
-        for elasticity in self._settings.limited_elasticities:
-            self._lagrangian.evaluate(
-                np.array([elasticity * price]), slack=self._settings.limited_rough_gap
-            )
+        for elasticity in _ELASTICITIES:
+            self._lagrangian.evaluate(np.array([elasticity * price]), slack=_ROUGH_GAP)
         return self._restricted_solver.tried
 
     def _add_peak_weights(self) -> None:
@@ -470,7 +493,7 @@ class LimitedRestriction:
         assert warm_start.restricted is not None
         restricted, inner = warm_start.restricted
         limited = replace(restricted.problem, usage_limit=self._problem.usage_limit)
-        seconds = self._settings.limited_share * state.remaining
+        seconds = _LIMITED_SHARE * state.remaining
         solution = self._solve(limited, seconds, gap=state.gap, bound=state.bound, warm_start=inner)
         if solution.choice is not None:
             state.offer(restricted.whole(solution.choice))
@@ -489,18 +512,14 @@ class LimitedRestriction:
         prices, _ = self._lagrangian.best_prices(limit)
         if not prices.any():
             return
-        slack = self._settings.limited_proof_gap * self._state.gap * self._state.magnitude
+        slack = _PROOF_GAP * self._state.gap * self._state.magnitude
         enough = self._state.objective - slack + float(prices.sum()) * limit
 
         def report(bound: float) -> None:
             self._state.raise_bound(self._lagrangian.proven(bound, prices))
             warm_start.proven = limit, self._state.bound
 
-        sweeps = (
-            self._settings.limited_first_sweeps
-            if np.isinf(warm_start.proven[0])
-            else self._settings.limited_more_sweeps
-        )
+        sweeps = _FIRST_LIMITED_SWEEPS if np.isinf(warm_start.proven[0]) else _MORE_LIMITED_SWEEPS
         least = self._restricted_solver.bounds(
             self._lagrangian.priced(prices), sweeps, report_bound=report, enough=enough
         )

@@ -15,7 +15,6 @@ from autoshard.solve.forest_search import search_forests
 from autoshard.solve.integer_program import solve_integer_program
 from autoshard.solve.linear_program import HighsSolver, LinearModel, RunStatus, linear_model
 from autoshard.solve.local_search import CoordinateDescent
-from autoshard.solve.mini_buckets import solve_by_mini_buckets
 from autoshard.solve.minimum_usage import minimum_usage
 from autoshard.solve.network import Network
 from autoshard.solve.problem import Problem
@@ -25,6 +24,7 @@ from autoshard.solve.restricted_problem import solve_wide
 from autoshard.solve.runs import RunOutcome, solve_runs
 from autoshard.solve.settings import SolverSettings
 from autoshard.solve.state import (
+    MINIMUM_GAP,
     Interrupted,
     Progress,
     Solution,
@@ -32,6 +32,10 @@ from autoshard.solve.state import (
     WarmStart,
 )
 from autoshard.solve.trws import ascend, is_huge
+
+_MINIMUM_USAGE_SECONDS = 20.0
+_PLAIN_ENTRIES = 200_000
+"""Entries of matrices up to which plain methods close what run contraction leaves."""
 
 _INTEGRAL = 1.0 - 1e-6
 _LEAST_SECONDS = 1e-3
@@ -95,7 +99,7 @@ def solve_problem(
     state = SolveState(
         without_edge_usage(problem),
         time_limit=time_limit,
-        gap=max(relative_gap, settings.minimum_gap),
+        gap=max(relative_gap, MINIMUM_GAP),
         seed=seed,
         on_progress=on_progress,
         cancel=cancel,
@@ -127,7 +131,7 @@ def _check_options(time_limit: float | None, relative_gap: float) -> None:
 def _find_minimum_usage(state: SolveState) -> None:
     """Find the least feasible usage limit of an infeasible problem."""
     state.enter("find the least limit")
-    seconds = min(state.remaining, state.settings.minimum_usage_seconds)
+    seconds = min(state.remaining, _MINIMUM_USAGE_SECONDS)
     least = minimum_usage(state.problem, time_limit=seconds, cancel=state)
     if np.isfinite(least):
         state.statistics["minimum_usage"] = least
@@ -177,7 +181,7 @@ def _is_plain(state: SolveState) -> bool:
     """
     if state.choice is None or not state.problem.can_bind:
         return True
-    return state.problem.num_prices <= state.settings.plain_entries
+    return state.problem.num_prices <= _PLAIN_ENTRIES
 
 
 def _is_solution(state: SolveState, wide: RunOutcome) -> bool:
@@ -203,7 +207,7 @@ def _solve_restricted(
     inner = SolveState(
         restricted,
         time_limit=None if np.isinf(seconds) else max(seconds, _LEAST_SECONDS),
-        gap=max(gap, state.settings.minimum_gap),
+        gap=max(gap, MINIMUM_GAP),
         seed=state.seed,
         cancel=state,
         block_cache=state.block_cache,
@@ -271,8 +275,6 @@ def _under_limit(state: SolveState) -> bool:
 
 def _solve_reduced(reduced: ReducedProblem) -> bool:
     """Solve a reduced problem; False if it is infeasible."""
-    if not len(reduced.network.capacity):
-        solve_by_mini_buckets(reduced)
     return _solve_large(reduced) or _branch(reduced)
 
 

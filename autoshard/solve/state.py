@@ -13,6 +13,9 @@ from autoshard.solve.block_cache import KeyValueStore, SolvedBlock
 from autoshard.solve.problem import Problem
 from autoshard.solve.settings import Effort, SolverSettings
 
+MINIMUM_GAP = 1e-9
+"""Lower limit of the requested relative gap, because of rounding."""
+
 
 @dataclass(frozen=True)
 class Solution:
@@ -165,7 +168,7 @@ class SolveState:
         self.phase = "start"
         # A bound above this, which is the problem's cut-off but for rounding, excludes all choices.
         scale = abs(problem.cutoff) - 2.0 * problem.min_negative_price
-        self._price_limit = problem.cutoff + self.settings.minimum_gap * scale
+        self._price_limit = problem.cutoff + MINIMUM_GAP * scale
         self._start = time.perf_counter()
         self._time_limit = time_limit
         self._on_progress = on_progress
@@ -304,7 +307,7 @@ class SolveState:
     @property
     def _exact(self) -> bool:
         """True if the best choice is proven optimal but for rounding."""
-        rounding = self.settings.minimum_gap * self.magnitude
+        rounding = MINIMUM_GAP * self.magnitude
         return self.choice is not None and self.objective - self.bound <= rounding
 
     def _status(self) -> SolveStatus:

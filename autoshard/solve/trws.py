@@ -22,9 +22,38 @@ import numpy as np
 from autoshard.arrays import FloatArray, IntArray
 from autoshard.solve.forest_search import ForestSearch
 from autoshard.solve.local_search import CoordinateDescent
-from autoshard.solve.network import Link, Matrix, Network, UsageTable, Variable
+from autoshard.solve.network import Network, UsageTable
 from autoshard.solve.reduced_problem import ReducedProblem
 from autoshard.solve.settings import SolverSettings
+
+_FEW_DROPPED = 0.2
+"""Share of the strategies that a run must drop to be followed by another."""
+_COMBINING_PERIOD = 25
+_ROUNDING_PERIOD = 5
+"""Sweeps from one choice to the next that is combined with the best one, or rounded."""
+_FIRST_STEP = 0.5
+_LAST_STEP = 1e-4
+"""First and smallest step of usage prices, relative to the step of Polyak."""
+_MAX_SWEEPS = 1500
+_MIN_PRUNED = 0.02
+"""Least share of the strategies ruled out for which they are dropped."""
+_MOMENTUM = 0.7
+"""Weight of earlier directions in a step."""
+_PATIENCE = 10
+"""Sweeps without gain after which the step is halved."""
+_PROMISING = 1.5
+"""Ratio to the best price up to which a choice over the limit is repaired."""
+_REPAIR_VISITS = 0.2
+"""Visits of each variable by repairs, per sweep and on average."""
+_REPORT_GAIN = 1e-3
+_STALLED_GAIN = 1e-5
+"""Relative gains of the bound that are reported, and that are notable."""
+_SHARE = 0.75
+"""Share of time of one run."""
+_UNLIMITED_ENTRIES = 20_000
+"""Entries of matrices from which on TRW-S comes first without a limit."""
+_TARGET = 0.15
+"""Relative distance from the best bound to the target of a step."""
 
 _SIDES = (2, 3, 4, 6, 9, 12, 16, 20, 25, 32, 40, 50, 64, 80, 100, 128, 160, 200, 256)
 """Lengths that the sides of matrices are padded to, so that more of them stack."""
@@ -96,7 +125,6 @@ class FlatNetwork:
         capacity: slack at each checkpoint, shape [T].
         constant: price of every choice.
         num_messages: length of an array of messages.
-        joined: each link's two variables, and the offset of its messages to each of them.
         seen: strategy that receives each of `messages`, shape [E].
         messages: index of each message that a strategy receives, shape [E].
         levels: all variables by colour.
@@ -120,7 +148,6 @@ class FlatNetwork:
         ends: list[_End] = []
         values: list[FloatArray] = []
         first = 0
-        self.joined: list[tuple[int, int, int, int]] = []
         for u in self.variables:
             taken = {int(colour[place[v]]) for v in network.links[u] if v < u}
             colour[place[u]] = next(c for c in range(len(taken) + 1) if c not in taken)
@@ -130,7 +157,6 @@ class FlatNetwork:
                 depth[place[v]] = max(depth[place[v]], depth[place[u]] + 1)
                 values.append(_padded(link.matrix.values))
                 rows, cols = values[-1].shape
-                self.joined.append((u, v, first, first + rows))
                 ends.append(_End(place[u], first, rows, link.rows))
                 ends.append(_End(place[v], first + rows, cols, link.cols))
                 first += rows + cols
@@ -280,85 +306,50 @@ class TRWS:
         self._sweeps = 0
         self._known: set[bytes] = set()
 
-    def run(self, share: float = 1.0) -> dict[int, FloatArray]:
+    def run(self) -> dict[int, FloatArray]:
         """Improve until the bound stalls, the gap is closed or the limit of work is reached.
-
-        Args:
-            share: largest share of the remaining time.
 
         Returns:
             for each variable, a lower bound of the price of all choices with each
             strategy, shape [S].
         """
         try:
-            self._maximise_bound(self._state.deadline(share))
+            self._maximise_bound(self._state.deadline(_SHARE))
         finally:
             least = self._proven(self._best)
         return least
-
-    def remaining(self) -> tuple[Network, float]:
-        """The problem reparametrised by the best messages and usage prices, as a network.
-
-        Returns:
-            a network without usage in which no allowed choice costs more than in the problem, and
-            an upper bound of rounding errors.
-        """
-        flat, best, network = self._flat, self._best, self._reduced.network
-        messages = best.messages
-        paid = float(best.prices @ flat.capacity)
-        given = messages[flat.messages]
-        total = flat.priced(best.prices) + np.bincount(flat.seen, given, len(flat.cost))
-        left = Network()
-        left.constant = flat.constant - paid
-        for v, cost in zip(flat.variables, np.split(total, flat.starts[1:-1]), strict=True):
-            left.add(v, Variable(np.arange(len(cost)), cost))
-        for u, v, row, col in flat.joined:
-            link = network.links[u][v]
-            rows, cols = link.matrix.values.shape
-            values = link.matrix.values - messages[row : row + rows, None]
-            values = values - messages[col : col + cols]
-            left.put(u, v, Link(Matrix(values), link.rows, link.cols))
-        volume = abs(flat.constant) + paid + float(np.abs(given).sum() + np.abs(flat.cost).sum())
-        return left, _EPSILON * volume
 
     def _maximise_bound(self, deadline: float) -> None:
         flat, state = self._flat, self._state
         prices, best = self._best.prices, self._best
         direction = np.zeros_like(prices)
-        step, without_gain, stalled = self._settings.trws_first_step, 0, 0
+        step, without_gain, stalled = _FIRST_STEP, 0, 0
         while (
             stalled < self._settings.trws_max_stalled
-            and self._sweeps < self._settings.trws_max_sweeps
+            and self._sweeps < _MAX_SWEEPS
             and not (state.closed or state.is_late(deadline))
         ):
             bound = self._sweep(prices)
             self._sweeps += 1
             state.count("trws.sweeps")
             gain = bound - best.bound
-            stalled = (
-                0
-                if gain > self._settings.trws_stalled_gain * self._scale(best.bound)
-                else stalled + 1
-            )
+            stalled = 0 if gain > _STALLED_GAIN * self._scale(best.bound) else stalled + 1
             if gain > 0:
                 self._best = best = _Point(bound, prices, self._messages.copy())
                 without_gain = 0
-                if bound > state.bound + self._settings.trws_report_gain * self._scale(bound):
+                if bound > state.bound + _REPORT_GAIN * self._scale(bound):
                     self._proven(best)
             else:
                 without_gain += 1
             excess = flat.usage(self._picks) - flat.capacity
-            if self._sweeps % self._settings.trws_rounding_period == 0:
+            if self._sweeps % _ROUNDING_PERIOD == 0:
                 self._offer_rounded(self._rounded(prices), prices)
-            if without_gain > self._settings.trws_patience and step > self._settings.trws_last_step:
-                step, without_gain = max(0.5 * step, self._settings.trws_last_step), 0
+            if without_gain > _PATIENCE and step > _LAST_STEP:
+                step, without_gain = max(0.5 * step, _LAST_STEP), 0
                 prices, self._messages = best.prices, best.messages.copy()
                 direction = np.zeros_like(prices)
                 continue
-            direction = (
-                self._settings.trws_momentum * direction
-                + (1.0 - self._settings.trws_momentum) * excess
-            )
+            direction = _MOMENTUM * direction + (1.0 - _MOMENTUM) * excess
             prices = self._moved(prices, direction, step, bound, best.bound)
 
     def _scale(self, bound: float) -> float:
@@ -372,10 +363,7 @@ class TRWS:
         norm = float(towards @ towards)
         if norm == 0.0:
             return prices
-        reach = (
-            min(self._state.objective, best + self._settings.trws_target * self._scale(best))
-            - bound
-        )
+        reach = min(self._state.objective, best + _TARGET * self._scale(best)) - bound
         moved: FloatArray = np.maximum(prices + step * max(reach, 0.0) / norm * towards, 0.0)
         return moved
 
@@ -433,7 +421,7 @@ class TRWS:
         flat, scratch = self._flat, self._scratch
         priced = flat.priced(prices)
         picks: IntArray = np.zeros(len(flat.variables), dtype=np.intp)
-        upwards = self._sweeps % (2 * self._settings.trws_rounding_period) == 0
+        upwards = self._sweeps % (2 * _ROUNDING_PERIOD) == 0
         for level in flat.ordered if upwards else reversed(flat.ordered):
             self._state.check()
             behind, ahead = level.lower, level.upper
@@ -459,7 +447,7 @@ class TRWS:
 
     def _offer_rounded(self, picks: IntArray, prices: FloatArray) -> None:
         """Offer a choice; repair it if it is promising; combine it with the best one at times."""
-        if self._sweeps % self._settings.forest_rounding_period == 0:
+        if self._sweeps % _COMBINING_PERIOD == 0:
             self._improve(picks, prices)
         flat, state = self._flat, self._state
         price = flat.price(picks)
@@ -467,11 +455,11 @@ class TRWS:
         by_variable = dict(zip(flat.variables, picks.tolist(), strict=True))
         if fits and price < state.objective:
             self._reduced.offer(by_variable)
-        promising = price < state.objective * (1.0 if fits else self._settings.trws_promising)
+        promising = price < state.objective * (1.0 if fits else _PROMISING)
         key = picks.tobytes()
         if key in self._known or not (promising or state.choice is None):
             return
-        allowed = self._settings.trws_repair_visits * self._sweeps * len(flat.variables)
+        allowed = _REPAIR_VISITS * self._sweeps * len(flat.variables)
         if self._descent.visits > allowed:
             return
         self._known.add(key)
@@ -532,6 +520,8 @@ def _cheapest(level: Level, score: FloatArray) -> IntArray:
 
 def _is_large(network: Network, settings: SolverSettings) -> bool:
     """True if TRW-S should run before a linear program."""
+    if not len(network.capacity):
+        return network.num_prices >= min(settings.large_entries, _UNLIMITED_ENTRIES)
     usage = sum(
         (term.last - term.first) * len(term.usage)
         for variable in network.variables.values()
@@ -557,15 +547,15 @@ def ascend(reduced: ReducedProblem) -> FloatArray:
             break
         state.enter("pass messages")
         trws = TRWS(reduced)
-        least = trws.run(settings.trws_share)
+        least = trws.run()
         bounds = np.concatenate(list(least.values()))
         pruned_share = float((bounds >= state.cutoff).mean())
         # Reductions after a few drops cost more than they gain. They may also drop a strategy of
         # the best choice for an equally good one; then no search could start from that choice.
-        if pruned_share < settings.trws_min_pruned:
+        if pruned_share < _MIN_PRUNED:
             return trws.prices
         reduced.prune(least)
-        few = pruned_share < settings.min_dropped
+        few = pruned_share < _FEW_DROPPED
         if few and is_huge(reduced.network, settings):
             return trws.prices
         reduced.reduce()

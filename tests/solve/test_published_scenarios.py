@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -16,7 +17,6 @@ from autoshard.solve import (
     brute_force,
     minimum_usage,
     solve_problem,
-    solve_reference,
 )
 
 A, B, C, D, E = range(5)
@@ -47,7 +47,9 @@ def five_nodes() -> Problem:
     return Problem(tuple(nodes), edges, ((C, D), (B, E)), 1_500_000.0)
 
 
-SOLVERS = pytest.mark.parametrize("solve", [solve_problem, brute_force, solve_reference])
+SOLVERS = pytest.mark.parametrize(
+    "solve", [solve_problem, brute_force, partial(solve_problem, solver="HIGHS")]
+)
 
 
 @SOLVERS

@@ -18,7 +18,6 @@ from autoshard.solve import (
     SolverSettings,
     brute_force,
     solve_problem,
-    solve_reference,
 )
 
 RandomProblem = Callable[[int], Problem]
@@ -94,7 +93,7 @@ def test_reference_model_finds_what_brute_force_finds(
 ) -> None:
     problem = random_problem(seed)
     truth = brute_force(problem)
-    found = solve_reference(problem)
+    found = solve_problem(problem, solver="HIGHS")
     assert found.status is truth.status
     if truth.choice is not None:
         assert problem.is_feasible(found.choice)
@@ -175,13 +174,13 @@ def test_brute_force_refuses_what_it_cannot_enumerate() -> None:
 
 def test_unknown_solver_is_refused_by_name() -> None:
     with pytest.raises(OptionError, match="NOSUCH"):
-        solve_reference(Problem((Node(np.zeros(1), np.zeros(1)),)), solver="nosuch")
+        solve_problem(Problem((Node(np.zeros(1), np.zeros(1)),)), solver="nosuch")
 
 
 def test_time_limit_is_refused_where_it_would_be_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autoshard.solve.reference._OPTIONS", {})
     with pytest.raises(OptionError, match="time limit"):
-        solve_reference(Problem(()), solver="SCIPY", time_limit=1.0)
+        solve_problem(Problem(()), solver="SCIPY", time_limit=1.0)
 
 
 @pytest.mark.parametrize("options", [{"time_limit": 0.0}, {"time_limit": -1.0}])
@@ -220,7 +219,7 @@ LIMITED_SOLVERS: dict[str, Callable[[Problem], Solution]] = {
     "no products": partial(solve_problem, settings=SolverSettings(max_product_work=0)),
     "no tables": partial(solve_problem, settings=NO_TABLES),
     "messages": partial(solve_problem, settings=replace(NO_TABLES, large_entries=0)),
-    "reference": solve_reference,
+    "reference": partial(solve_problem, solver="HIGHS"),
 }
 
 

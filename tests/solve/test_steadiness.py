@@ -37,15 +37,6 @@ CASES = {
     "branch and bound": (dense(7, limit=250.0), {}),
     "branch and bound with too many nodes": (dense(10, limit=250.0), FEW_NODES),
     "messages with prices of usage": (dense(8, limit=250.0), {"large_entries": 0, **FEW_NODES}),
-    "mini-buckets": (
-        dense(9),
-        {
-            "mini_bucket_min_entries": 0,
-            "mini_bucket_work": 200.0,
-            "max_table_entries": 200,
-            **FEW_NODES,
-        },
-    ),
 }
 
 

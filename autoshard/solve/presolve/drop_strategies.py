@@ -12,6 +12,9 @@ from autoshard.solve.presolve.base import Inverse, Worklist, nothing_to_undo
 from autoshard.solve.presolve.merge_variables import merged_terms
 from autoshard.solve.settings import DEFAULT_EFFORT, Effort
 
+_MAX_WORK = 3e7
+"""Work of comparing the columns of one matrix."""
+
 
 class EnforceArcConsistency:
     """Drop strategies of infinite cost and those without a partner on some link.
@@ -122,7 +125,7 @@ class DropDominated:
         if matrix.key not in self._losses:
             self._losses[matrix.key] = (
                 matrix,
-                _worst_moves(matrix.values, self._settings.max_dominance_work),
+                _worst_moves(matrix.values, _MAX_WORK),
             )
         return self._losses[matrix.key][1]
 

@@ -37,6 +37,9 @@ from autoshard.solve.problem import Edge, Problem
 from autoshard.solve.runs.find import Run, group_edges
 from autoshard.solve.settings import DEFAULT_EFFORT, Effort
 
+_MAX_ENTRIES = 1 << 22
+"""Entries of the table of one group."""
+
 Component = Mapping[int, IntArray]
 """Strategies of some nodes in a component, ascending; those of other nodes are not restricted."""
 
@@ -247,7 +250,7 @@ class BlockTemplate:
         component: int | None = None,
         effort: Effort = DEFAULT_EFFORT,
     ) -> None:
-        self._effort, self._settings = effort, effort.settings
+        self._effort = effort
         counts = component is not None and component < len(block.components)
         self._component = component if counts else None
         self._components = block.components
@@ -292,7 +295,7 @@ class BlockTemplate:
         Returns:
             None if the table would be too large.
         """
-        if self.entries > self._settings.max_block_entries:
+        if self.entries > _MAX_ENTRIES:
             return None
         kept = self._block.kept_table(costs, self.view(most_work))
         solve = partial(self._solve, costs, most_work)

@@ -28,6 +28,9 @@ from autoshard.solve.runs.block_table import (
 from autoshard.solve.runs.find import Run, independent_runs, uncovered_edges
 from autoshard.solve.settings import DEFAULT_EFFORT, Effort
 
+_OVERHEAD = 3e7
+"""Work that is added for each evaluation of a contracted problem."""
+
 
 def batched_min_plus(left: FloatArray, right: FloatArray) -> FloatArray:
     """Min-plus products of stacks of matrices, [M, I, K] by [M, K, J] to [M, I, J]."""
@@ -239,7 +242,7 @@ class ContractedProblem:
         """
         if most_work is None:
             most_work = self._settings.max_elimination_work
-        self.work += self._settings.contraction_overhead
+        self.work += _OVERHEAD
         tables = self._group_tables(costs, still_open, most_work, component)
         if tables is None:
             return None

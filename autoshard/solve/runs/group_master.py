@@ -22,6 +22,11 @@ from autoshard.solve.problem import Problem
 from autoshard.solve.runs.find import Run, independent_runs
 from autoshard.solve.state import SolveState
 
+_GAP_SHARE = 0.1
+_MAX_NODES = 4000
+_ROUNDS = 10
+"""Share of the requested gap that the integer program may leave, its nodes, and its solves."""
+
 _TIGHTER = 1e-6
 """Relative decrease of the limit when a choice exceeds it because of rounding."""
 
@@ -180,7 +185,7 @@ class GroupMaster:
         times: list[int] = []
         cuts: list[_Cut] = []
         self._cross()
-        for _ in range(state.settings.master_rounds):
+        for _ in range(_ROUNDS):
             state.check()
             program = _Program(self, times, limit, cuts)
             values = None if state.closed else program.solve()
@@ -318,8 +323,8 @@ class _Program:
             np.array(rows.low),
             np.array(rows.high),
             most,
-            max_nodes=state.settings.master_nodes,
-            relative_gap=state.settings.master_gap * state.gap,
+            max_nodes=_MAX_NODES,
+            relative_gap=_GAP_SHARE * state.gap,
             time_limit=max(state.remaining, 1e-3),
         )
 

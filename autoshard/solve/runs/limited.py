@@ -20,6 +20,11 @@ from autoshard.solve.runs.run_solver import SLACK, RunSolver
 from autoshard.solve.runs.usage_prices import Point, UsageLagrangian, UsageWeights
 from autoshard.solve.state import SolveState
 
+_NEAREST_CHOICES = 6
+_RESERVE_ROUNDS = 3
+_MIXTURES = 8
+"""Largest number of mixtures of times to prove a limit infeasible."""
+
 _NUDGE = 1e-3
 """Price at all times, relative to the steep price, so that usage at unpriced times is not free."""
 
@@ -70,13 +75,13 @@ class LimitedRuns:
         """
         try:
             fits = self._state.choice is not None or self._lagrangian.can_fit(
-                slack=SLACK, mixtures=self._settings.usage_mixtures, nudges=(0.0, _NUDGE)
+                slack=SLACK, mixtures=_MIXTURES, nudges=(0.0, _NUDGE)
             )
             if not fits:
                 return False
             self._state.enter("price the usage of repeated groups")
             prices = self._maximise_bound(self._problem.usage_limit)
-            nearest = self._lagrangian.nearest(prices)[: self._settings.nearest_choices]
+            nearest = self._lagrangian.nearest(prices)[:_NEAREST_CHOICES]
             self._reserve()
             self._state.enter("combine repeated groups")
             self._combine(prices, nearest)
@@ -94,7 +99,7 @@ class LimitedRuns:
     def _reserve(self) -> None:
         """Lower the limit of weighted usage until choices that satisfy it satisfy the real one."""
         limit = self._problem.usage_limit
-        for _ in range(self._settings.reserve_rounds):
+        for _ in range(_RESERVE_ROUNDS):
             within = (self._lagrangian.excesses(limit) <= 0).all(axis=1)
             points = [self._lagrangian.points[i] for i in np.flatnonzero(within)]
             peaks = [self._problem.peak_usage(point.choice) for point in points]

@@ -22,6 +22,13 @@ from autoshard.solve.runs.find import Run
 from autoshard.solve.runs.run_solver import Minimise
 from autoshard.solve.state import SolveState
 
+_MAX_GROWTHS = 20
+_GAP_SHARE = 0.1
+"""Share of the requested gap that an evaluation may leave."""
+_MAX_STALLED = 4
+"""Evaluations without gain after which the search for the best prices ends."""
+_MAX_EVALUATIONS = 40
+
 
 class UsageWeights:
     """Usage over time, and weights of nodes whose weighted usage is at most the peak.
@@ -177,7 +184,7 @@ class UsageLagrangian:
         self.usage_weights = usage_weights
         self.points: list[Point] = []
         self.bound = -float("inf")
-        self._state, self._settings = state, state.settings
+        self._state = state
         self._problem = state.problem
         self._minimise = minimise
         least = abs(state.problem.min_price)
@@ -223,7 +230,7 @@ class UsageLagrangian:
         Returns:
             None if the tables would be too large.
         """
-        accuracy = self._settings.dual_gap_share * self._state.gap
+        accuracy = _GAP_SHARE * self._state.gap
         answer = self._minimise(self.priced(np.zeros(0)), accuracy)
         return None if answer is None else answer[1]
 
@@ -265,7 +272,7 @@ class UsageLagrangian:
         if scale <= SAME * self._problem.usage_limit:
             return np.zeros(excess.shape[1]), float(cost.min(initial=np.inf))
         box = max(float(np.ptp(cost)), SAME) / scale
-        for _ in range(self._settings.dual_box_growths):
+        for _ in range(_MAX_GROWTHS):
             prices, promised = best_prices(cost, excess, box)
             if prices.max() < _AT_EDGE * box or (0 < most <= box):
                 break
@@ -279,15 +286,15 @@ class UsageLagrangian:
 
         A limit below that of the problem leaves slack for peaks that the weights underestimate.
         """
-        settings, reserve = self._settings, self._problem.usage_limit - limit
-        accuracy = settings.dual_gap_share * self._state.gap
+        reserve = self._problem.usage_limit - limit
+        accuracy = _GAP_SHARE * self._state.gap
         best, reached, num_stalled = np.zeros(0), -float("inf"), 0
         prices = np.zeros(0)
-        for _ in range(settings.dual_rounds):
+        for _ in range(_MAX_EVALUATIONS):
             most = _REACH * float(prices.max(initial=0.0))
             target, promised = self.best_prices(limit, most=most)
             small = accuracy * max(abs(promised), SAME)
-            if num_stalled > settings.dual_max_stalled or promised - reached <= small:
+            if num_stalled > _MAX_STALLED or promised - reached <= small:
                 break
             best, before = self._padded(best), prices
             prices = 0.5 * (target + best) if len(best) > 1 and best.any() else target
