@@ -128,20 +128,40 @@ class Answer:
     ran: set[str] = field(default_factory=set)
 
 
+class _Stopwatch:
+    """A cancel token that is set after some seconds of the processor.
+
+    Args:
+        seconds: from now on.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.process_time() + seconds
+
+    def is_set(self) -> bool:
+        return time.process_time() > self._end
+
+
 Solve = Callable[..., Solution]
 Case = Callable[[Solve], float]
 """Solves a case with a given function in place of `solve_problem`; returns the gap."""
 
 
-def answered(case: Case, technique: Technique | None) -> Answer:
-    """Solve a case, without a technique unless it is None; then the techniques are watched."""
-    answer = Answer()
+def answered(case: Case, technique: Technique | None, seconds: float) -> Answer:
+    """Solve a case, without a technique unless it is None; then the techniques are watched.
+
+    Args:
+        case: the case.
+        technique: to switch off.
+        seconds: of the processor after which the case is cancelled.
+    """
+    answer, stopwatch = Answer(), _Stopwatch(seconds)
 
     def solve(problem: Problem, **arguments: Any) -> Solution:
         def listen(progress: Any) -> None:
             answer.closed_by = progress.phase
 
-        arguments |= {"on_progress": listen}
+        arguments |= {"on_progress": listen, "cancel": stopwatch}
         if technique is not None:
             arguments["settings"] = replace(SolverSettings(), **technique.limits)
         # A new object has no properties that an earlier solve computed.
@@ -196,7 +216,7 @@ def problems(given: Sequence[Problem], gap: float) -> Case:
     def case(solve: Solve) -> float:
         worst = 0.0
         for problem in given:
-            found = solve(problem, relative_gap=gap, time_limit=600.0)
+            found = solve(problem, relative_gap=gap)
             if found.choice is not None:
                 worst = max(worst, found.gap)
             elif found.bound < float("inf"):
@@ -231,7 +251,7 @@ def cases(options: argparse.Namespace) -> Iterator[tuple[str, Case]]:
     """All cases and their names."""
     for model in options.models:
         graph = load_graph(archive(model, options.folder).read_bytes())
-        for mesh, mode in product(options.meshes, get_args(Mode)):
+        for mesh, mode in product(options.meshes, options.modes):
             given = Formulation.of(graph, make_mesh(_mesh(mesh)), PlanOptions(mode=mode)).problem
             yield f"{Path(model).stem}, {mesh}, {mode}", problems([given], _GAP)
     for named in options.budgets:
@@ -253,17 +273,20 @@ def main() -> int:
     parser.add_argument("--budgets", nargs="*", default=[], help="MODEL:MESH:BYTES")
     parser.add_argument("--instances", nargs="*", default=[], type=Path, help="of the contest")
     parser.add_argument("--random", type=int, default=0, help="number of random problems")
+    parser.add_argument("--modes", nargs="+", default=get_args(Mode), choices=get_args(Mode))
+    parser.add_argument("--seconds", type=float, default=60.0, help="of the processor, per case")
     parser.add_argument("--folder", type=Path, default=Path("build/benchmarks/models"))
     parser.add_argument("--document", type=Path, help="Markdown file that gets the tables")
     options = parser.parse_args()
-    above = caption(f"`python -m benchmarks.ablation {' '.join(sys.argv[1:])}`")
+    below = caption(f"`python -m benchmarks.ablation {' '.join(sys.argv[1:])}`")
     answers: dict[str, dict[str, Answer]] = {}
     for name, case in cases(options):
-        base = answered(case, None)
-        found = {x: answered(case, TECHNIQUES[x]) for x in TECHNIQUES if x in base.ran}
+        base = answered(case, None, options.seconds)
+        ran = {x: technique for x, technique in TECHNIQUES.items() if x in base.ran}
+        found = {x: answered(case, technique, options.seconds) for x, technique in ran.items()}
         answers[name] = {"": base, **found}
         print(f"{name}: {len(answers[name])} times", file=sys.stderr, flush=True)
-    tables = "\n".join([*closing_table(answers), "", *technique_table(answers), "", above])
+    tables = "\n".join([*closing_table(answers), "", *technique_table(answers), "", below])
     if options.document is None:
         print(tables)
     else:
