@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from autoshard.graph import load_graph
+from autoshard.graph import graph_digest, load_graph
 from autoshard.mesh import get_topology
 from autoshard.planner import make_plan
 from benchmarks.published import report
@@ -74,6 +74,14 @@ def test_a_repeated_layer_has_the_plan_of_an_export_of_all_layers() -> None:
     assert plans[0].costs is not None
     assert plans[1].costs is not None
     assert plans[1].costs.total == pytest.approx(plans[0].costs.total, rel=1e-9)
+
+
+@pytest.mark.parametrize("sequences", [1, 8, 96])
+def test_programs_of_other_batches_are_those_of_their_own_exports(sequences: int) -> None:
+    dims = Dimensions(256, 3, 4, 2, 512, 1024, experts=8, active=2)
+    batch = Batch(sequences, 128)
+    own = load_graph(export_decoder(dims, batch, "float32"))
+    assert graph_digest(program(dims, batch, "float32")) == graph_digest(own)
 
 
 def test_a_pipeline_row_is_pinned_to_its_stages_and_axes(rows: dict[str, Row]) -> None:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         Tensor,
         Token,
         TokenKind,
+        anonymous,
         references,
     )
     from autoshard.graph.load import load_graph
@@ -102,6 +103,7 @@ __all__ = [
     "Tensor",
     "Token",
     "TokenKind",
+    "anonymous",
     "check_total_bytes",
     "export_model",
     "find_blocks",

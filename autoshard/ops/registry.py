@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 from autoshard.errors import SchemaError
 from autoshard.graph import OPAQUE_MODULE, CallRule, Graph, Node
@@ -94,6 +95,7 @@ def draws_random_numbers(node: Node) -> bool:
 _DEFAULT_PROBABILITY = {"p": 0.5, "dropout_p": 0.0}
 
 
+@lru_cache(maxsize=1 << 12)
 def rule_for(call: Call) -> OperatorRule:
     """Return the sharding rule of a call.
 

@@ -7,7 +7,7 @@ from functools import cache
 from math import prod
 
 from autoshard.errors import SchemaError
-from autoshard.graph import Argument, CallRule, DType, Graph, Node, Tensor, references
+from autoshard.graph import Argument, CallRule, DType, Graph, Node, Tensor, anonymous, references
 from autoshard.ops.rule import OperatorRule
 from autoshard.ops.strides import FullStrides, Shape
 
@@ -97,10 +97,10 @@ class Call:
 
 
 def call_of(graph: Graph, node: Node) -> Call:
-    """Return the call of a node."""
+    """Return the call of a node, which is equal for equal calls of other tensors."""
     return Call(
         operator=node.operator,
-        arguments=node.arguments,
+        arguments=tuple((name, anonymous(value)) for name, value in node.arguments),
         inputs=tuple(graph.values[name] for name in node.inputs),
         outputs=tuple(graph.values[name] for name in node.outputs),
         custom_rule=graph.rule_of(node),

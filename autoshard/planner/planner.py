@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from math import isfinite
 
@@ -76,7 +77,7 @@ def plan_id(graph: Graph | GraphIdentity, mesh: Mesh, options: PlanOptions) -> s
         "mesh": mesh_to_json(mesh),
         "options": options.model_dump(mode="json"),
         "plan_version": PLAN_VERSION,
-        "autoshard": version("autoshard"),
+        "autoshard": _version("autoshard"),
     }
     text = json.dumps(request, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
@@ -85,9 +86,15 @@ def plan_id(graph: Graph | GraphIdentity, mesh: Mesh, options: PlanOptions) -> s
 def torch_version() -> str | None:
     """Version of the installed torch, which discovers rules; None if it is not installed."""
     try:
-        return version("torch")
+        return _version("torch")
     except PackageNotFoundError:
         return None
+
+
+@cache
+def _version(package: str) -> str:
+    """The version of an installed package, whose metadata takes milliseconds to read."""
+    return version(package)
 
 
 def make_stage_plan(
@@ -259,7 +266,7 @@ def provenance(
 ) -> Provenance:
     """Provenance of a plan: installed versions, seconds of each phase, the solver's statistics."""
     return Provenance(
-        versions={name: version(name) for name in _DEPENDENCIES},
+        versions={name: _version(name) for name in _DEPENDENCIES},
         wall_time=dict(seconds),
         statistics=dict(statistics or {}),
         blocks=blocks,

@@ -302,13 +302,16 @@ class Decoder(nn.Module):
         return functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
 
-def export_decoder(dims: Dimensions, batch: Batch, reduce_dtype: str) -> bytes:
+def export_decoder(
+    dims: Dimensions, batch: Batch, reduce_dtype: str, *, is_dynamic: bool = False
+) -> bytes:
     """The archive of a model that computes in bfloat16, with parameters in float32.
 
     Args:
         dims: of the model.
         batch: what it computes at once.
         reduce_dtype: element type in which gradients are reduced.
+        is_dynamic: True for a program of any number of sequences but one.
     """
     with torch.device("meta"):
         model = Decoder(dims, batch)
@@ -316,4 +319,10 @@ def export_decoder(dims: Dimensions, batch: Batch, reduce_dtype: str) -> bytes:
     if not batch.training:
         return export_model(model.to(torch.bfloat16).eval(), (ids,))
     policy = MixedPrecision("bfloat16", reduce_dtype)
-    return export_model(model.train(), (ids, ids), mixed_precision=policy)
+    size = {0: torch.export.Dim("sequences", min=2)}
+    return export_model(
+        model.train(),
+        (ids, ids),
+        mixed_precision=policy,
+        dynamic_shapes=(size, size) if is_dynamic else None,
+    )

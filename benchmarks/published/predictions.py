@@ -109,10 +109,10 @@ def predict_group(rows: list[Row], end: float) -> list[Prediction]:
 
 
 def _groups(rows: Iterable[Row]) -> list[list[Row]]:
-    """Rows by model, so that equal requests are planned once."""
+    """Rows by model, so that programs are exported and equal requests planned once."""
     groups: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
-        columns = ("model", "seq_len_tokens", "micro_batch_seqs_per_device", "gpus", "tp", "pp")
+        columns = ("model", "seq_len_tokens", "tp", "pp")
         groups.setdefault(tuple(row[column] for column in columns), []).append(row)
     return sorted(groups.values(), key=lambda group: _effort(group[0]))
 

@@ -1,19 +1,22 @@
-"""Programs of models of any depth from exports of a few layers.
+"""Programs of models of any depth and batch from exports of a few layers.
 
 Equal layers have equal operators, so a deep program is made of a shallow one by repeating a layer.
+Exports have a dynamic number of sequences, so that rows which differ in it share one.
 """
 
 import re
 from dataclasses import replace
 from functools import lru_cache
 
-from autoshard.graph import Graph, Input, InputKind, Node, Ref, load_graph
+from autoshard.graph import Graph, Input, InputKind, Node, Ref, load_graph, resized
 from autoshard.graph.normalise.rewriting import rewire
 from benchmarks.published.models import Batch, Dimensions, export_decoder
 
 _LAYER = re.compile(r"\blayers\.(\d+)\b")
 _EXPORTED = 3
 """Number of exported layers of the kind that is repeated: the first, one between, the last."""
+_SEQUENCES = 4
+"""Number of sequences of an export."""
 
 
 def program(dims: Dimensions, batch: Batch, reduce_dtype: str) -> Graph:
@@ -25,13 +28,24 @@ def program(dims: Dimensions, batch: Batch, reduce_dtype: str) -> Graph:
         reduce_dtype: element type in which gradients are reduced.
     """
     layers = min(dims.layers, dims.dense_layers + _EXPORTED)
-    graph = _exported(dims.shortened(layers), batch, reduce_dtype)
+    graph = _sized(dims.shortened(layers), batch, reduce_dtype)
     return repeat_layer(graph, layers - 2, dims.layers - layers)
+
+
+def _sized(dims: Dimensions, batch: Batch, reduce_dtype: str) -> Graph:
+    """The program of an export with the number of sequences of a batch."""
+    if batch.sequences == 1:  # torch.export makes programs of one sequence that have no others
+        return _exported(dims, batch, reduce_dtype)
+    graph = _exported(dims, replace(batch, sequences=_SEQUENCES), reduce_dtype)
+    assert graph.dynamic is not None
+    (size,) = graph.dynamic.symbols
+    return replace(resized(graph, {size.name: batch.sequences}), dynamic=None)
 
 
 @lru_cache(maxsize=4)
 def _exported(dims: Dimensions, batch: Batch, reduce_dtype: str) -> Graph:
-    return load_graph(export_decoder(dims, batch, reduce_dtype))
+    is_dynamic = batch.sequences > 1
+    return load_graph(export_decoder(dims, batch, reduce_dtype, is_dynamic=is_dynamic))
 
 
 def repeat_layer(graph: Graph, number: int, times: int) -> Graph:

@@ -77,7 +77,8 @@ def test_call_of_a_node() -> None:
     )
     graph = Graph((), (node,), (), {"x": x, "w": w, "y": y})
     call = call_of(graph, node)
-    assert call == Call(node.operator, node.arguments, (x, w), (y,))
+    nameless = (("input", Ref("")), ("weight", Ref("")))
+    assert call == Call(node.operator, nameless, (x, w), (y,))
     assert call.positions("weight") == (1,)
     assert call.tensor("bias") is None
     assert rule_for(call).flops_per_point == 2.0

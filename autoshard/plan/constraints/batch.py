@@ -4,7 +4,7 @@ In `[b*s, h]` the batch is the outer factor of dim 0. A dim is therefore treated
 factors, each with an origin; the index letters of operator rules propagate factors between values.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autoshard.errors import OptionError
@@ -44,8 +44,15 @@ class DimOrigins:
                 else ((size, self._of_input(graph_input.kind, dim, size)),)
                 for dim, size in enumerate(shape)
             )
-        for node in graph.nodes:
-            self._propagate(node)
+        # Equal calls of tensors with equal factors, such as those of all layers, are alike.
+        known: dict[Hashable, tuple[tuple[DimFactors, ...], ...]] = {}
+        for kind, node in zip(graph.kinds, graph.nodes, strict=True):
+            key = kind, *(self._factors[value] for value in node.inputs)
+            if key not in known:
+                known[key] = self._propagated(node)
+            self._calls[node.name] = known[key]
+            made = known[key][len(node.inputs) :]
+            self._factors.update(zip(node.outputs, made, strict=True))
 
     def of_value(self, value: str) -> tuple[DimFactors, ...]:
         """Sizes and origins of the factors of each dim of a value."""
@@ -76,7 +83,8 @@ class DimOrigins:
             return Origin.MODEL
         return Origin.BATCH if dim == 0 and size == self.batch_size else Origin.INPUT
 
-    def _propagate(self, node: Node) -> None:
+    def _propagated(self, node: Node) -> tuple[tuple[DimFactors, ...], ...]:
+        """The factors of each dim of a call's inputs, then its outputs."""
         rule = rule_for(call_of(self._graph, node))
         letters: dict[str, DimFactors] = {}
         for value, dims in zip(node.inputs, rule.inputs, strict=True):
@@ -85,9 +93,7 @@ class DimOrigins:
                     if all(o is Origin.MODEL for _, o in letters.get(letter, ())):
                         letters[letter] = found
         tensors = (*rule.inputs, *rule.outputs)
-        self._calls[node.name] = tuple(_factors_of(rule, dims, letters) for dims in tensors)
-        made = self._calls[node.name][len(rule.inputs) :]
-        self._factors.update(zip(node.outputs, made, strict=True))
+        return tuple(_factors_of(rule, dims, letters) for dims in tensors)
 
 
 def outermost_dims(dims: Sequence[DimFactors], origin: Origin) -> list[int]:

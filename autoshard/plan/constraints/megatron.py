@@ -111,7 +111,8 @@ def megatron_constraints(
     others = [axis for axis, name in enumerate(names) if name not in named]
     weight_axis = others[-1] if others else None
     batch_axes: list[int] = []
-    left = DimOrigins(graph).batch_size or 1
+    origins = DimOrigins(graph)
+    left = origins.batch_size or 1
     for axis, name in enumerate(names):
         may_shard = name != CONTEXT_AXIS and axis != weight_axis and batch_axis in (None, name)
         if may_shard and left % axes.sizes[axis] == 0:
@@ -125,11 +126,11 @@ def megatron_constraints(
         by_sequence=by_sequence,
         distributed=distributed,
     )
-    return megatron_pattern(graph, axes.sizes, purposes)
+    return megatron_pattern(graph, axes.sizes, purposes, origins)
 
 
 def megatron_pattern(
-    graph: Graph, sizes: tuple[int, ...], axes: MegatronAxes
+    graph: Graph, sizes: tuple[int, ...], axes: MegatronAxes, origins: DimOrigins | None = None
 ) -> dict[ChoiceId, StrategyConstraint]:
     """The pattern with given purposes of axes, as constraints on inputs and operators.
 
@@ -137,8 +138,9 @@ def megatron_pattern(
         graph: the program.
         sizes: size of each axis.
         axes: their purposes.
+        origins: origins of the dims of every value of the program, if they are known.
     """
-    pattern = _Pattern(graph, sizes, axes)
+    pattern = _Pattern(graph, sizes, axes, origins or DimOrigins(graph))
     # Operators first, since they determine the parameters that are factors of products.
     operators = {("operator", node.name): pattern.node(node) for node in graph.nodes}
     # What a stage receives has the layout in which the stage before sends it.
@@ -162,7 +164,8 @@ def sequence_parallel_pattern(
         weight_axis: the axis that shards weights and sequences.
         batch_axes: the axes that shard the batch.
     """
-    pattern = _Pattern(graph, sizes, MegatronAxes(weight_axis, tuple(batch_axes)))
+    axes = MegatronAxes(weight_axis, tuple(batch_axes))
+    pattern = _Pattern(graph, sizes, axes, DimOrigins(graph))
     return {node.name: pattern.sequence_parallel_node(node) for node in graph.nodes}
 
 
@@ -174,12 +177,13 @@ class _Pattern:
         graph: Graph,
         sizes: tuple[int, ...],
         axes: MegatronAxes,
+        origins: DimOrigins,
     ) -> None:
         self._graph = graph
         self._sizes = sizes
         self._axes = axes
         self._weight_axis = axes.weights
-        self._origins = DimOrigins(graph)
+        self._origins = origins
         self._batch = BatchSharding(graph, sizes, axes.batch, self._origins)
         self._parameters = weights_of(graph)
         # The calls' tensors by the parameter of experts, or what is computed from it alone.

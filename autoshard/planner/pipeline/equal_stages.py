@@ -14,6 +14,7 @@ from autoshard.outcome import SolveStatus
 from autoshard.plan.document import Plan, Stage, StageTimes
 from autoshard.plan.execution import is_in_modules
 from autoshard.plan.options import Pins, PlanOptions
+from autoshard.plan.predictions import Memory
 from autoshard.plan.pricing import Prices
 from autoshard.plan.stage_times import stage_times
 from autoshard.plan.timeline import timeline
@@ -135,6 +136,8 @@ class EqualStages:
         self._quick_plan = quick_plan
         self._store = store
         self._known: dict[str, StagePlan] = {}
+        # Memory of plans by their ids, and the number of micro-batches in flight.
+        self._peaks: dict[tuple[str, int], Memory] = {}
 
     def plan(self, graph: Graph, mesh: Mesh, options: PlanOptions) -> StagePlan:
         """The plan of a program with its own names."""
@@ -164,7 +167,7 @@ class EqualStages:
         ):
             return None
         found = _with_own_bound(self._known_or_new(graph, mesh, free))
-        return _if_it_fits(found, graph, mesh, options)
+        return self._if_it_fits(found, graph, mesh, options)
 
     def _for_more(self, graph: Graph, mesh: Mesh, options: PlanOptions) -> StagePlan | None:
         """A plan for a few more micro-batches in flight, which several stages can share."""
@@ -173,7 +176,26 @@ class EqualStages:
         if options.mode != "training" or number == options.in_flight:
             return None
         more = options.model_copy(update={"in_flight": number})
-        return _if_it_fits(self._known_or_new(graph, mesh, more), graph, mesh, options)
+        return self._if_it_fits(self._known_or_new(graph, mesh, more), graph, mesh, options)
+
+    def _if_it_fits(
+        self, found: StagePlan, graph: Graph, mesh: Mesh, options: PlanOptions
+    ) -> StagePlan | None:
+        """A plan with another number of micro-batches in flight, if it fits into the budget."""
+        if not found.plan.found:
+            return None
+        stage = found.plan.stages[0].model_copy(update={"in_flight": options.in_flight})
+        budget = options.memory_budget or mesh.topology.device.memory
+        key = found.plan.id, options.in_flight
+        if key not in self._peaks:
+            optimizer = Prices(graph, mesh, options).optimizer
+            own = timeline(stage, graph, training=True, optimizer=optimizer)
+            self._peaks[key] = peak_memory(own, budget)
+        peak = self._peaks[key].model_copy(update={"budget": budget})
+        if peak.peak > budget:
+            return None
+        update = {"stages": (stage,), "memory": peak, "options": options}
+        return found._replace(plan=found.plan.model_copy(update=update))
 
     def _known_or_new(self, graph: Graph, mesh: Mesh, options: PlanOptions) -> StagePlan:
         key = plan_id(graph, mesh, options)
@@ -228,22 +250,6 @@ def _with_own_bound(found: StagePlan) -> StagePlan:
 
 def _seconds(plan: Plan) -> float:
     return plan.costs.total if plan.costs else inf
-
-
-def _if_it_fits(
-    found: StagePlan, graph: Graph, mesh: Mesh, options: PlanOptions
-) -> StagePlan | None:
-    """A plan with another number of micro-batches in flight, if it fits into the budget then."""
-    if not found.plan.found:
-        return None
-    stage = found.plan.stages[0].model_copy(update={"in_flight": options.in_flight})
-    optimizer = Prices(graph, mesh, options).optimizer
-    budget = options.memory_budget or mesh.topology.device.memory
-    peak = peak_memory(timeline(stage, graph, training=True, optimizer=optimizer), budget)
-    if peak.peak > budget:
-        return None
-    update = {"stages": (stage,), "memory": peak, "options": options}
-    return found._replace(plan=found.plan.model_copy(update=update))
 
 
 def _store_key(key: str) -> str:
