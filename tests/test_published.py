@@ -16,8 +16,9 @@ from benchmarks.published import report
 from benchmarks.published.accuracy import category_of
 from benchmarks.published.layouts import TOPOLOGIES, layers_of_stages, request_of
 from benchmarks.published.models import Batch, Dimensions, export_decoder
-from benchmarks.published.predictions import predict
+from benchmarks.published.predictions import Prediction, predict
 from benchmarks.published.programs import program
+from benchmarks.published.ranking import ranked, ranking_table
 from benchmarks.published.rows import ROWS, Row, RowError, read_rows
 
 ROOT = Path(__file__).parent.parent
@@ -140,9 +141,33 @@ def test_the_report_has_errors_a_ranking_and_a_plot(rows: dict[str, Row]) -> Non
     found = predict([rows[FSDP], rows["llmf-017"], rows[MAMBA]], 1)
     assert "| A | FSDP | 2 | 2 |" in report.summary_table(found)
     assert "| 1 | state-space" in report.reasons_table(found)
-    assert report.ranking(found) == (0, 0)
     assert report.plot(found).count("<title>") == 2
     assert report.percentile([0.1, 0.2, 0.3], 0.9) == 0.3
+
+
+def test_layouts_of_one_model_on_one_cluster_are_ranked(rows: dict[str, Row]) -> None:
+    """moezoo has four layouts: 2 and 3 take equally long, 4 longer, and 5 longest."""
+    layouts = [rows[f"moezoo-{number}"] for number in (2, 3, 4, 5)]
+    seconds = (18.0, 25.0, 24.0, 30.0)
+    found = [Prediction(row, s, {}) for row, s in zip(layouts, seconds, strict=True)]
+    pairs = {
+        (pair.faster.row.id[-1], pair.slower.row.id[-1]): pair.is_right for pair in ranked(found)
+    }
+    assert pairs == {
+        ("2", "4"): True, ("2", "5"): True, ("3", "4"): False, ("3", "5"): True, ("4", "5"): True
+    }  # fmt: skip
+    assert ranking_table(found).startswith("Ranked right: 4 of 5 pairs (80%).")
+    assert ranked(found[:2]) == [], "two layouts are too few"
+    again = replace(found[0], row=Row({**found[0].row.texts, "id": "again", "step_time_s": "30"}))
+    assert ranked([*found[:2], again]) == [], "only two differ"
+
+
+def test_more_stages_than_layers_leave_the_ends_empty(rows: dict[str, Row]) -> None:
+    assert layers_of_stages(126, 128) == (0, *[1] * 126, 0)
+    options = request_of(rows["bridge-126"]).options
+    assert options.balance is None
+    assert (len(options.cuts), options.stages) == (127, 128)
+    assert (options.cuts[0], options.cuts[-1]) == ("before:layers.0", "after:layers.125")
 
 
 def test_error_bars_are_made_from_predictions_without_planning(

@@ -375,9 +375,9 @@ class PlanOptions(_Options):
         gt=0,
         le=1,
         description=(
-            "share of the rows between tokens and experts that are sent: 1 for one row for each "
-            "expert of a token; less if a token is sent once to a rank or node that has several of "
-            "its experts (DeepEP, HybridEP)."
+            "share of the rows between tokens and experts that are sent and waited for: 1 for one "
+            "row for each expert of a token; less if a token is sent once to a rank or node that "
+            "has several of its experts (DeepEP, HybridEP), or beside other compute."
         ),
     )
     expert_launch: float = Field(

@@ -19,6 +19,7 @@ from benchmarks.document import replace_table
 from benchmarks.published import report
 from benchmarks.published.accuracy import accuracy_json, accuracy_rows, accuracy_table
 from benchmarks.published.predictions import Prediction, predict
+from benchmarks.published.ranking import ranking_table
 from benchmarks.published.rows import ROWS, Row, RowError, read_rows
 
 _TABLE = "autoshard/plan/accuracy.json"
@@ -47,6 +48,7 @@ def main() -> int:
         return 2
     predictions = _predictions(rows, options)
     print(report.summary_table(predictions))
+    print(ranking_table(predictions).splitlines()[0])
     if options.json is not None:
         text = json.dumps([one.to_json() for one in predictions], indent=1)
         options.json.write_text(text + "\n", encoding="utf-8")
@@ -66,12 +68,10 @@ def _predictions(rows: list[Row], options: argparse.Namespace) -> list[Predictio
 
 
 def _write(document: Path, predictions: list[Prediction]) -> None:
-    right, pairs = report.ranking(predictions)
-    share = f"{right} of {pairs} pairs ({right / pairs:.0%})" if pairs else "no pairs"
     tables = {
         "errors": report.summary_table(predictions),
         "sources": report.source_table(predictions),
-        "ranking": f"Ranked right: {share}.",
+        "ranking": ranking_table(predictions),
         "reasons": report.reasons_table(predictions),
         "rows": report.rows_table(predictions),
         "accuracy": accuracy_table(accuracy_rows(predictions)),

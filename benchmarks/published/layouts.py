@@ -293,7 +293,8 @@ def _has_graphs(row: Row) -> bool:
 def _dispatch_share(row: Row, degrees: Degrees, dims: Dimensions) -> float:
     """Share of routed rows that are sent: one to each node, or rank of a node, with experts.
 
-    Experts are balanced, so that each choice of a token is any of them.
+    Experts are balanced, so that each choice of a token is any of them. Of what another
+    micro-batch's compute hides, a part remains.
     """
     if degrees.expert == 1 or not dims.active or "all-to-all" in row["compile_kernels_attn"]:
         return 1.0
@@ -301,7 +302,8 @@ def _dispatch_share(row: Row, degrees: Degrees, dims: Dimensions) -> float:
     node = _RACK_PART if "GB" in row["gpu_type"] else node
     nodes = degrees.expert * degrees.tensor // node
     places = nodes if nodes > 1 else degrees.expert
-    return places / dims.active * (1 - (1 - 1 / places) ** dims.active)
+    exposed = 1 - _ACTIVATION_OVERLAP * ("EP overlap" in row["compile_kernels_attn"])
+    return exposed * places / dims.active * (1 - (1 - 1 / places) ** dims.active)
 
 
 def _kernels(row: Row) -> dict[str, Any]:
@@ -371,16 +373,12 @@ def _fully_sharded(
     row: Row, degrees: Degrees, options: dict[str, Any]
 ) -> tuple[Mapping[str, int], PlanOptions]:
     variant = row["dp_variant"]
-    if degrees.context > 1 or degrees.expert > 1:
-        raise InexpressibleError("FSDP beside context or expert parallelism is no pattern")
     keeps = "SHARD_GRAD_OP" in variant or "ZeRO-2" in variant
     options["reshard_after_forward"] = "never" if keeps else "always"
-    if degrees.pipeline * degrees.tensor > 1:
+    if degrees.pipeline * degrees.tensor * degrees.context * degrees.expert > 1:
         options["algo"] = "megatron-sp" if degrees.by_sequence else "megatron"
         options["distributed_optimizer"] = True
-        sizes = {"pp": degrees.pipeline, "dp": degrees.data, "tp": degrees.tensor}
-        axes = {name: size for name, size in sizes.items() if size > 1}
-        return axes, PlanOptions.model_validate(options)
+        return _megatron_axes(degrees), PlanOptions.model_validate(options)
     group = re.search(r"(?:group|FSDP) (\d+)", variant)
     inner = int(group[1]) if group else degrees.data
     if "(256 @256 GPUs)" in variant and degrees.data == 256:  # noqa: PLR2004  as the source says

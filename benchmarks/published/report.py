@@ -2,17 +2,12 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import combinations
 from math import log10
 from statistics import median
 from xml.sax.saxutils import escape
 
 from benchmarks.published.predictions import Prediction
 
-_CLEAR = 0.05
-"""Relative difference from which two published times are ranked."""
-_FEWEST = 3
-"""Number of runs from which layouts of one model on one cluster are ranked."""
 _COLOURS = (
     *("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#e377c2"),
     *("#7f7f7f", "#bcbd22", "#000000", "#aec7e8", "#ffbb78", "#98df8a", "#ff9896"),
@@ -73,36 +68,6 @@ def _errors(group: Sequence[Prediction]) -> str:
 def percentile(numbers: Sequence[float], share: float) -> float:
     """The smallest of ascending numbers that at least a share of them does not exceed."""
     return numbers[min(int(share * len(numbers)), len(numbers) - 1)]
-
-
-def ranking(predictions: Iterable[Prediction]) -> tuple[int, int]:
-    """Pairs of layouts of one model on one cluster that are ranked right, and all such pairs.
-
-    The published times of a pair, per sequence of the batch, differ by more than 5 %.
-    """
-    groups: dict[tuple[str, ...], list[Prediction]] = defaultdict(list)
-    columns = ("model", "gpu_type", "gpus", "seq_len_tokens", "precision", "framework")
-    for one in predictions:
-        if one.ratio is not None and one.row.number("global_batch_seqs"):
-            groups[one.row.source, *(one.row[column] for column in columns)].append(one)
-    right = pairs = 0
-    for group in groups.values():
-        if len(group) < _FEWEST:
-            continue
-        for first, second in combinations(group, 2):
-            published = _per_sequence(first, published=True), _per_sequence(second, published=True)
-            if max(published) / min(published) - 1 <= _CLEAR:
-                continue
-            predicted = _per_sequence(first), _per_sequence(second)
-            pairs += 1
-            right += (published[0] < published[1]) == (predicted[0] < predicted[1])
-    return right, pairs
-
-
-def _per_sequence(one: Prediction, *, published: bool = False) -> float:
-    seconds = one.row.seconds if published else one.seconds
-    assert seconds is not None
-    return seconds / (one.row.number("global_batch_seqs") or 1)
 
 
 def reasons_table(predictions: Iterable[Prediction]) -> str:
