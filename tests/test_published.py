@@ -14,6 +14,7 @@ from autoshard.mesh import get_topology
 from autoshard.planner import make_plan
 from benchmarks.published import report
 from benchmarks.published.accuracy import category_of
+from benchmarks.published.fitted import FITTED
 from benchmarks.published.layouts import TOPOLOGIES, layers_of_stages, request_of
 from benchmarks.published.models import Batch, Dimensions, export_decoder
 from benchmarks.published.predictions import Prediction, predict
@@ -94,9 +95,21 @@ def test_a_pipeline_row_is_pinned_to_its_stages_and_axes(rows: dict[str, Row]) -
     assert options.balance == (1,) * 96
 
 
+def test_rows_run_with_the_kernels_of_their_source(rows: dict[str, Row]) -> None:
+    """Llm-foundry is eager, and FlashAttention is Triton's but in its latest table."""
+    found = {name: request_of(rows[name]).options for name in ("llmf-036", FSDP, "dgxc-064")}
+    kernels = [(x.execution, x.attention_kernel) for x in found.values()]
+    assert kernels[:2] == [("eager", "flash_attention_1"), ("eager", "flash_attention_2")]
+    assert kernels[2][0] == "compile"
+
+
 def test_layers_are_divided_as_equally_as_possible() -> None:
     assert layers_of_stages(70, 12) == (5, 6, 6, 6, 6, 6, 6, 6, 6, 6, 6, 5)
     assert sum(layers_of_stages(61, 8)) == 61
+
+
+def test_rows_that_fitted_constants_are_shipped(rows: dict[str, Row]) -> None:
+    assert all(name in rows for names in FITTED.values() for name in names)
 
 
 def test_the_shipped_rows_name_their_sources(rows: dict[str, Row]) -> None:
@@ -140,6 +153,10 @@ def test_the_command_refuses_a_file_without_rows(tmp_path: Path) -> None:
 def test_the_report_has_errors_a_ranking_and_a_plot(rows: dict[str, Row]) -> None:
     found = predict([rows[FSDP], rows["llmf-017"], rows[MAMBA]], 1)
     assert "| A | FSDP | 2 | 2 |" in report.summary_table(found)
+    table = report.cross_validation_table(found)
+    assert "| bridge | none | 0 | 1 | 0 |" in table
+    # Neither of the two rows fitted a constant, so both errors count.
+    assert "| llmf | none | 0 | 2 | 2 |" in table
     assert "| 1 | state-space" in report.reasons_table(found)
     assert report.plot(found).count("<title>") == 2
     assert report.percentile([0.1, 0.2, 0.3], 0.9) == 0.3

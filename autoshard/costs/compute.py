@@ -18,8 +18,8 @@ forward. (Attention has three factors; three times forward approximates the fact
 FlashAttention, Dao 2023, section 3.1, whose backward computes five products and forward two.)
 
 If the device has rates of its kernels (`Device.kernels`), products and attention take the seconds
-of `autoshard.costs.kernels` instead, streams move their bytes at the achievable bandwidth, and an
-operator takes at least as long as the host needs to run it.
+of `autoshard.costs.kernels` instead, streams move their bytes at the achievable bandwidth (of eager
+mode, or of compiled kernels), and an operator takes at least as long as the host needs to run it.
 
 Roofline: Williams, Waterman and Patterson, "Roofline: an insightful visual performance
 model" (2009).
@@ -319,6 +319,13 @@ class _Operator:
         seconds: FloatArray = np.maximum(flops / peak, nbytes / self.device.stream_bandwidth)
         return seconds
 
+    def stream(self, flops: FloatArray, nbytes: FloatArray) -> FloatArray:
+        """Seconds of a kernel of a stream, without its launch."""
+        device = self.device
+        reached = device.stream_bandwidth if self.execution.is_compiled else device.eager_bandwidth
+        seconds: FloatArray = np.maximum(flops / device.peak(DType.FLOAT32), nbytes / reached)
+        return seconds
+
     def attention(self, kernels: KernelRates, *, backward: bool) -> FloatArray | None:
         """Seconds of attention, fused if there are rates of a fused kernel; None if it is none."""
         contraction = self.contraction
@@ -482,17 +489,14 @@ def _factor_gradients(operator: _Operator, factors: Sequence[int]) -> FloatArray
 
 
 def _stream_forward(operator: _Operator) -> _Work:
-    nbytes = operator.read + operator.written
-    peak = operator.device.peak(DType.FLOAT32)
-    return _Work(operator.roofline(operator.flops, peak, nbytes), 1)
+    return _Work(operator.stream(operator.flops, operator.read + operator.written), 1)
 
 
 def _stream_backward(operator: _Operator) -> _Work:
     written = (i for i in operator.needed if i not in operator.execution.unread)
     gradients = sum((operator.slices[i] for i in written), operator.zero)
     nbytes = operator.read + operator.written + gradients
-    peak = operator.device.peak(DType.FLOAT32)
-    return _Work(operator.roofline(2 * operator.flops, peak, nbytes), 1)
+    return _Work(operator.stream(2 * operator.flops, nbytes), 1)
 
 
 _Formula = Callable[[_Operator], _Work]

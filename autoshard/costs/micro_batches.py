@@ -87,6 +87,7 @@ class StepCommunication(Generic[Seconds]):
         waiting: seconds of backward of the first steps, which only reduce the gradient.
         micro_batches: number of micro-batches.
         frequency: how often it runs.
+        contention: fraction of overlapped seconds by which compute takes longer.
     """
 
     total: Seconds
@@ -94,6 +95,7 @@ class StepCommunication(Generic[Seconds]):
     waiting: Seconds
     micro_batches: int
     frequency: Frequency
+    contention: float = 0.0
 
     def seconds(self) -> Seconds:
         """Seconds of all runs, without running forward again in backward."""
@@ -105,17 +107,22 @@ class StepCommunication(Generic[Seconds]):
         return self.micro_batches * self.run.forward
 
     def overlapped(self, compute: ForwardBackward[Seconds], *, again: bool = False) -> Seconds:
-        """Seconds of all runs that overlap with compute.
+        """Seconds that the overlap of all runs with compute saves.
 
         Args:
             compute: the weight's share of the reader's compute in one micro-batch.
             again: True if the forward part runs again in backward.
         """
-        hidden = overlapped_seconds(self.run, compute, again=again)
+        hidden = self._saved(self.run, compute, again=again)
         if self.micro_batches == 1:
             return hidden
-        others = overlapped_seconds(self.every, compute, again=again)
+        others = self._saved(self.every, compute, again=again)
         return hidden + (self.micro_batches - 1) * others
+
+    def _saved(
+        self, run: ForwardBackward[Seconds], compute: ForwardBackward[Seconds], *, again: bool
+    ) -> Seconds:
+        return overlapped_seconds(run, compute, again=again, contention=self.contention)
 
     @property
     def every(self) -> ForwardBackward[Seconds]:

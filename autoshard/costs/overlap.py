@@ -26,8 +26,8 @@ collectives of activations are never overlapped, and neither do they overlap wit
 * weights of one reader share its compute, in proportion to the time of an all-reduce of each; a
   resharding that several readers share does not overlap.
 
-Two effects are ignored: collectives slow down concurrent kernels, and prefetched weights use
-memory.
+Collectives slow down concurrent kernels (`KernelRates.contention`). One effect is ignored:
+prefetched weights use memory.
 """
 
 from collections.abc import Sequence
@@ -62,17 +62,19 @@ def overlapped_seconds(
     compute: ForwardBackward[Seconds],
     *,
     again: bool = False,
+    contention: float = 0.0,
 ) -> Seconds:
-    """Seconds of communication that overlap with compute.
+    """Seconds that the overlap of communication with compute saves.
 
     Args:
         communication: communication of a weight for one reader.
         compute: the weight's share of the reader's compute.
         again: True if the forward part runs again in backward.
+        contention: fraction of the overlapped seconds by which compute takes longer.
     """
     late = communication.backward + (communication.forward if again else 0.0)
     early: Seconds = np.minimum(communication.forward, compute.forward)
-    hidden: Seconds = _FREE_FRACTION * (early + np.minimum(late, compute.backward))
+    hidden: Seconds = (_FREE_FRACTION - contention) * (early + np.minimum(late, compute.backward))
     return hidden
 
 

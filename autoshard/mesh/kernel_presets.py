@@ -15,6 +15,12 @@
 * FlashAttention-2, FlashAttention-3 in forward, and cuDNN on Hopper: plots of
   Dao-AILab/flash-attention (assets/flash2_*.png, flash3_fp16_fwd.png). FlashAttention-3 in
   backward: Shah and others, "FlashAttention-3" (2024), section 4.
+* FlashAttention-1, in Triton: in forward 1.45 times as long as FlashAttention-2, in backward 2.2
+  times. Dao ("FlashAttention-2", 2023, section 4.1) measured 1.3 to 1.5 times, and around 2 times.
+  Within these ranges they were fitted to the steps of llm-foundry's 7b on 8 H100 with sequences of
+  32,768 and 65,536 tokens (llmf-035, llmf-036 of benchmarks/published/runs.csv). The plots of
+  FlashAttention-1 in CUDA agree within 15 % but for head sizes of 128 on H100, where they have 20 %
+  less.
 * FlashAttention-4 and cuDNN on Blackwell: Dao-AILab/flash-attention, pull requests 2605 and 2280;
   in a training step less (Bekman, "When to upgrade GPUs").
 * GB300: fractions of GB200.
@@ -26,14 +32,22 @@
   B200 (Megatron-Bridge 25.09 and 25.11), bfloat16 and float8 alike. Those on H100 and GB300 are at
   1.
 * dispatch: a round estimate for PyTorch's eager mode with autograd.
+* eager and contention: fitted to llm-foundry's steps in bfloat16 without checkpointing on fewer
+  than 128 H100 (19 of the rows llmf-031 to llmf-070). NCCL's kernels hold 24 of 108
+  multiprocessors of an A100 and up to 32 of 132 of an H100; the rest of the contention are copies
+  to and from the buffers of collectives. Other devices are given the same.
 * power: datasheets.
 """
+
+from dataclasses import replace
 
 from autoshard.mesh.topology import AttentionRate, KernelRates
 
 _DISPATCH = 6e-6
 _HEAD_SIZES = (64, 128, 256)
 _CAUSAL = 0.96
+_EAGER = 0.4
+_CONTENTION = 0.5
 _IDLE = 0.2
 """Fraction of the power limit that a GPU draws without work."""
 
@@ -65,16 +79,27 @@ def _attention(
     )
 
 
+def _first(second: AttentionRate) -> AttentionRate:
+    """The rate of FlashAttention-1 by that of FlashAttention-2."""
+    return replace(
+        second,
+        forward=tuple(rate / 1.45 for rate in second.forward),
+        backward=tuple(rate / 2.2 for rate in second.backward),
+    )
+
+
+_AMPERE_FA2 = _attention((198, 228, 215), (175, 198, 170), 190)
+
 AMPERE = KernelRates(
     multiprocessors=108,
     matmul={"bfloat16": 0.85, "float16": 0.85, "float32": 0.95, "float64": 0.95},
     memory=0.88,
     exposed_writes=1.0,
-    attention={
-        "flash_attention_2": _attention((198, 228, 215), (175, 198, 170), 190),
-    },
+    attention={"flash_attention_2": _AMPERE_FA2, "flash_attention_1": _first(_AMPERE_FA2)},
     dispatch=_DISPATCH,
     power=400.0,
+    eager=_EAGER,
+    contention=_CONTENTION,
 )
 
 _HOPPER_FA2 = _attention((345, 375, 345), (298, 345, 310), 175)
@@ -95,9 +120,12 @@ HOPPER = KernelRates(
         "flash_attention_2": _HOPPER_FA2,
         "flash_attention_3": _attention((515, 680, 710), (430, 560, 450), 185),
         "cudnn_attention": _attention((440, 620, 560), (430, 560, 450), 130),
+        "flash_attention_1": _first(_HOPPER_FA2),
     },
     dispatch=_DISPATCH,
     power=700.0,
+    eager=_EAGER,
+    contention=_CONTENTION,
 )
 
 
@@ -124,6 +152,8 @@ def _blackwell(
         dispatch=_DISPATCH,
         power=watts,
         clock=clock,
+        eager=_EAGER,
+        contention=_CONTENTION,
     )
 
 
@@ -140,4 +170,6 @@ CDNA3 = KernelRates(
     attention={},
     dispatch=_DISPATCH,
     power=750.0,
+    eager=_EAGER,
+    contention=_CONTENTION,
 )

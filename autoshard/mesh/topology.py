@@ -133,6 +133,7 @@ they are in practice, and sharding an extent down to a few tiles is clearly more
 """
 
 ATTENTION_KERNELS = (
+    "flash_attention_1",
     "flash_attention_2",
     "flash_attention_3",
     "flash_attention_4",
@@ -231,6 +232,12 @@ class KernelRates:
         dispatch: seconds in which the host runs one operator in eager mode.
         power: watts at which the fractions were reached.
         clock: fraction of the clock that the power limit leaves.
+        eager: fraction of the speed of streams that eager mode reaches in a training step. Its
+            kernels of normalisations and biases read gradients again, those of activations such
+            as GELU are bound by arithmetic, and autograd copies and adds gradients.
+        contention: fraction of the seconds of an overlapped collective that concurrent compute
+            loses: the collective holds multiprocessors and memory bandwidth, and copies into and
+            out of its buffers.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -243,6 +250,8 @@ class KernelRates:
     dispatch: float
     power: float
     clock: float = 1.0
+    eager: float = 1.0
+    contention: float = 0.0
 
     def __post_init__(self) -> None:
         check_positive(self.multiprocessors, "multiprocessors of kernels")
@@ -259,6 +268,9 @@ class KernelRates:
         check_not_negative(self.dispatch, "dispatch of kernels")
         check_positive(self.power, "power of kernels")
         _check_fraction(self.clock, "clock of kernels")
+        _check_fraction(self.eager, "eager of kernels")
+        if self.contention:
+            _check_fraction(self.contention, "contention of kernels")
 
     def matmul_efficiency(self, dtype: str) -> float:
         """Fraction of the peak of a dtype that large products reach, at the device's clock."""
@@ -341,6 +353,16 @@ class Device:
     def stream_bandwidth(self) -> float:
         """Bytes per second that kernels reach which only move bytes."""
         return self.memory_bandwidth * (self.kernels.memory if self.kernels else 1.0)
+
+    @property
+    def eager_bandwidth(self) -> float:
+        """Bytes per second that streams of eager mode reach."""
+        return self.stream_bandwidth * (self.kernels.eager if self.kernels else 1.0)
+
+    @property
+    def contention(self) -> float:
+        """Fraction of overlapped seconds by which compute takes longer."""
+        return self.kernels.contention if self.kernels else 0.0
 
     @property
     def input_bandwidth(self) -> float:

@@ -18,7 +18,13 @@ ExportableTo = Literal["fsdp2", "parallelize-module", "hf-tp-plan", "torchtitan"
 Recomputing = Literal["auto", "never", "always"]
 ExecutionMode = Literal["eager", "compile"]
 AttentionKernel = Literal[
-    "auto", "flash_attention_2", "flash_attention_3", "flash_attention_4", "cudnn_attention", "math"
+    "auto",
+    "flash_attention_1",
+    "flash_attention_2",
+    "flash_attention_3",
+    "flash_attention_4",
+    "cudnn_attention",
+    "math",
 ]
 StateDType = Literal["float32", "float16", "bfloat16"]
 Moved = Literal["parameters", "activations"]

@@ -89,6 +89,7 @@ def communication_of(
     of_parameter: bool,
     micro_batches: int,
     frequency: Frequency,
+    contention: float,
 ) -> tuple[StepCommunication[float], list[float]]:
     """Seconds of a resharding in a training step, in total and of each of its steps.
 
@@ -99,6 +100,7 @@ def communication_of(
         of_parameter: True if it reshards a parameter from the layout in which it is stored.
         micro_batches: number of micro-batches of the training step.
         frequency: how often it runs.
+        contention: fraction of overlapped seconds by which compute takes longer.
     """
     both = [step_price(step, pricer, charge) for step in path]
     forward = [regather_price(step, pricer, charge) for step in path]
@@ -114,6 +116,7 @@ def communication_of(
         sum(both[:waiting]),
         micro_batches,
         frequency,
+        contention,
     )
     return communication, [
         reductions * total + (gathers - reductions) * moved

@@ -602,6 +602,7 @@ class _ReshardingCheck:
             of_parameter=of_parameter,
             micro_batches=self._num,
             frequency=resharding.frequency,
+            contention=self._mesh.topology.device.contention,
         )
         if not is_sound:
             return _CheckedResharding(source, tuple(findings), False, communication)

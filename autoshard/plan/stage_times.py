@@ -380,7 +380,11 @@ class StageTiming:
             ForwardBackward(0.0, _seconds(late)),
             ForwardBackward(0.0, share * compute.backward),
         )
-        return float(overlapped_seconds(*first)), float(overlapped_seconds(*second))
+        contention = self._mesh.topology.device.contention
+        return (
+            float(overlapped_seconds(*first, contention=contention)),
+            float(overlapped_seconds(*second, contention=contention)),
+        )
 
 
 def _seconds(pieces: Iterable[Piece]) -> float:

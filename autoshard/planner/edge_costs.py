@@ -38,6 +38,7 @@ class EdgeCosts:
             can run once per training step.
         accumulation_time: seconds to sum a byte of gradients over micro-batches.
         accumulation_factor: bytes of the sum relative to those of a gradient; 0 if there is none.
+        contention: fraction of overlapped seconds by which compute takes longer.
         shard_accumulation_factor: the same of the sum of gradients in the source layout, which is
             kept where gradients are reduced in every micro-batch.
     """
@@ -51,6 +52,7 @@ class EdgeCosts:
     cols: IntArray
     compute: ForwardBackward[FloatArray] | None
     micro_batches: int = 1
+    contention: float = 0.0
     of_parameter: bool = False
     accumulation_time: float = 0.0
     accumulation_factor: float = 0.0
@@ -184,7 +186,9 @@ class EdgeCosts:
         forward = np.where(possible, self._chains.forward, 0.0)
         backward = np.subtract(both, forward, out=np.zeros_like(both), where=possible)
         run = ForwardBackward(forward, np.maximum(backward, 0.0))
-        return StepCommunication(both, run, self._waiting, self.micro_batches, frequency)
+        return StepCommunication(
+            both, run, self._waiting, self.micro_batches, frequency, self.contention
+        )
 
     @cached_property
     def _waiting(self) -> FloatArray:

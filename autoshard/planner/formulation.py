@@ -301,6 +301,7 @@ class Formulation:
                 cols,
                 compute,
                 micro_batches=self.prices.micro_batches,
+                contention=self.mesh.topology.device.contention,
                 of_parameter=self.reads_parameter(use),
                 accumulation_time=(
                     prices.accumulation_time(tensor.dtype, reduced) if has_gradient else 0.0

@@ -295,6 +295,7 @@ class StageBuilder:
             of_parameter=self._formulation.reads_parameter(use),
             micro_batches=self._num,
             frequency=self._frequency(number, use),
+            contention=self._formulation.mesh.topology.device.contention,
         )
         steps = zip(path, times, strict=True)
         return (

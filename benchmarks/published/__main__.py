@@ -71,6 +71,7 @@ def _write(document: Path, predictions: list[Prediction]) -> None:
     tables = {
         "errors": report.summary_table(predictions),
         "sources": report.source_table(predictions),
+        "cross-validation": report.cross_validation_table(predictions),
         "ranking": ranking_table(predictions),
         "reasons": report.reasons_table(predictions),
         "rows": report.rows_table(predictions),

@@ -30,7 +30,6 @@ TOPOLOGIES: Mapping[str, str] = {
     "GB300": "gb300-nvl72",
 }
 """Presets by the column `gpu_type`."""
-_A100_WATTS = 400.0
 _MEGATRON = ("Megatron", "NeMo", "MegaScale")
 _ACTIVATION_OVERLAP = 0.5
 """Share of the collectives of activations that Transformer Engine's userbuffers and ring attention
@@ -43,6 +42,7 @@ _RELEASE_WITH_GRAPHS = 26.06
 _LINEAR = ("layers.*",)
 """Modules whose matrix products are in FP8; embedding and head are not among them."""
 _ATTENTION: Mapping[str, str] = {
+    "FlashAttention-1": "flash_attention_1",
     "FlashAttention-2": "flash_attention_2",
     "FlashAttention-3": "flash_attention_3",
     "FA3": "flash_attention_3",
@@ -52,6 +52,10 @@ _ATTENTION: Mapping[str, str] = {
     "Transformer Engine": "cudnn_attention",
 }
 """Attention kernels by words of the column `compile_kernels_attn`; the first that occurs counts."""
+
+_FLOAT32_BYTES = 4
+_LATE_TABLE_GPUS = 128
+"""Fewest GPUs of the latest table of llm-foundry."""
 
 _RACK, _RACK_PART = 72, 64
 """GPUs of an NVL72 rack, and how many of them a job of several racks uses."""
@@ -161,9 +165,9 @@ def _check(row: Row) -> None:
 def _topology(row: Row) -> Topology:
     topology = get_topology(TOPOLOGIES[row["gpu_type"]])
     watts = re.search(r"(\d+)W$", row["gpu_type"])
-    if watts and topology.device.kernels is not None:
-        clock = clock_at(float(watts[1]), _A100_WATTS)
-        kernels = replace(topology.device.kernels, clock=clock)
+    rates = topology.device.kernels
+    if watts and rates is not None:
+        kernels = replace(rates, clock=clock_at(float(watts[1]), rates.power))
         topology = replace(topology, device=replace(topology.device, kernels=kernels))
     gpus, size = row.number("gpus") or 1, topology.devices_per_node or 1
     size = _RACK_PART if size == _RACK and gpus > _RACK else size
@@ -247,7 +251,7 @@ def _layout(row: Row, degrees: Degrees, dims: Dimensions) -> tuple[Mapping[str, 
     }
     variant = row["dp_variant"]
     if "FSDP" in variant or "ZeRO-3" in variant or "ZeRO-2" in variant:
-        return _fully_sharded(row, degrees, options)
+        return _fully_sharded(row, degrees, dims, options)
     options["distributed_optimizer"] = "no ZeRO" not in variant and "none" not in variant
     options["algo"] = "megatron-sp" if degrees.by_sequence else "megatron"
     return _megatron_axes(degrees), PlanOptions.model_validate(options)
@@ -310,15 +314,34 @@ def _kernels(row: Row) -> dict[str, Any]:
     """Options about the kernels that a source ran."""
     framework, kernels = row["framework"], row["compile_kernels_attn"]
     precision = row["precision"].upper()
-    is_eager = "llm-foundry" in framework or "DeepSpeed" in framework
     attention = next((kernel for text, kernel in _ATTENTION.items() if text in kernels), "auto")
     if "llm-foundry" in framework:
-        attention = "flash_attention_2"
+        attention = _attention_of_llm_foundry(row)
     return {
-        "execution": "eager" if is_eager else "compile",
-        "float8_modules": _LINEAR if "FP8" in precision else (),
+        "execution": "compile" if _is_compiled(row) else "eager",
+        "float8_modules": _LINEAR if "FP8" in precision or "FLOAT8" in precision else (),
         "attention_kernel": attention,
     }
+
+
+def _is_compiled(row: Row) -> bool:
+    """True if layers run as fused kernels: those of a compiler, of XLA or of Megatron-LM."""
+    kernels = row["compile_kernels_attn"].lower()
+    if "eager" in kernels or re.search(r"\bno (torch\.)?compile", kernels):
+        return False
+    is_fused = any(word in kernels for word in ("compile", "fused", "transformer engine", "xla"))
+    return is_fused or _is_megatron(row)
+
+
+def _attention_of_llm_foundry(row: Row) -> str:
+    """The kernel by the scripts of the source's tables.
+
+    Those of May and October 2023 run FlashAttention in Triton (sweep.sh); that of January 2024, on
+    128 H100 and more, FlashAttention-2 but for the models 13b and 30b (sweep.py).
+    """
+    late = row["gpu_type"].startswith("H100") and (row.number("gpus") or 0) >= _LATE_TABLE_GPUS
+    in_triton = not late or row["model"] in {"MPT-13b", "MPT-30b"}
+    return "flash_attention_1" if in_triton else "flash_attention_2"
 
 
 def _pipeline(degrees: Degrees, dims: Dimensions) -> dict[str, Any]:
@@ -370,11 +393,13 @@ def _megatron_axes(degrees: Degrees) -> Mapping[str, int]:
 
 
 def _fully_sharded(
-    row: Row, degrees: Degrees, options: dict[str, Any]
+    row: Row, degrees: Degrees, dims: Dimensions, options: dict[str, Any]
 ) -> tuple[Mapping[str, int], PlanOptions]:
     variant = row["dp_variant"]
     keeps = "SHARD_GRAD_OP" in variant or "ZeRO-2" in variant
     options["reshard_after_forward"] = "never" if keeps else "always"
+    if not _is_megatron(row):
+        options["bucket_bytes"] = _FLOAT32_BYTES * _layer_parameters(dims)
     if degrees.pipeline * degrees.tensor * degrees.context * degrees.expert > 1:
         options["algo"] = "megatron-sp" if degrees.by_sequence else "megatron"
         options["distributed_optimizer"] = True
@@ -389,6 +414,12 @@ def _fully_sharded(
         return axes, PlanOptions.model_validate(options)
     options["algo"] = "fsdp2"
     return {"shard": degrees.data}, PlanOptions.model_validate(options)
+
+
+def _layer_parameters(dims: Dimensions) -> int:
+    """Matrix elements of a layer, which FSDP gathers at once."""
+    attention = (2 * dims.heads + 2 * dims.kv_heads) * dims.width
+    return dims.hidden * (attention + (2 + dims.gated) * dims.ffn)
 
 
 def _recomputes(row: Row) -> bool:

@@ -41,6 +41,7 @@ class Dimensions:
         activation: `silu`, `gelu` or `squared_relu`.
         rotary: True if queries and keys are rotated by their positions.
         biases: True if projections have biases.
+        float32_loss: False if the loss reads logits in bfloat16, as fused kernels do.
     """
 
     hidden: int
@@ -62,6 +63,7 @@ class Dimensions:
     activation: str = "silu"
     rotary: bool = True
     biases: bool = False
+    float32_loss: bool = True
 
     @property
     def width(self) -> int:
@@ -272,6 +274,7 @@ class Decoder(nn.Module):
 
     def __init__(self, dims: Dimensions, batch: Batch) -> None:
         super().__init__()
+        self.float32_loss = dims.float32_loss
         self.embedding = nn.Embedding(dims.vocab, dims.hidden)
         self.layers = nn.ModuleList(
             Layer(
@@ -299,7 +302,10 @@ class Decoder(nn.Module):
         logits: torch.Tensor = self.head(self.norm(x))
         if labels is None:
             return logits
-        return functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+        logits = logits.flatten(0, 1)
+        if self.float32_loss:
+            logits = logits.float()
+        return functional.cross_entropy(logits, labels.flatten())
 
 
 def export_decoder(

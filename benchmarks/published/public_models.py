@@ -52,8 +52,13 @@ def dimensions_of(row: Row) -> Dimensions | None:
         return found
     if "Nemotron-4" in row["model"]:
         return replace(found, gated=False, norm="layer", activation="squared_relu", head_size=0)
-    if row["model"].startswith("MPT"):
-        return replace(found, gated=False, norm="layer", activation="gelu", rotary=False, tied=True)
     return replace(
-        found, gated=False, norm="layer", activation="gelu", rotary=False, biases=True, tied=True
+        found,
+        gated=False,
+        norm="layer",
+        activation="gelu",
+        rotary=False,
+        biases=True,
+        tied=True,
+        float32_loss=not row["model"].startswith("MPT"),
     )

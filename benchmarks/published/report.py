@@ -6,6 +6,7 @@ from math import log10
 from statistics import median
 from xml.sax.saxutils import escape
 
+from benchmarks.published.fitted import FITTED
 from benchmarks.published.predictions import Prediction
 
 _COLOURS = (
@@ -63,6 +64,28 @@ def _errors(group: Sequence[Prediction]) -> str:
     errors = sorted(abs(ratio - 1) for ratio in ratios)
     most = percentile(errors, 0.9)
     return f"{len(ratios)} | {median(ratios):.2f} | {median(errors):.1%} | {most:.1%}"
+
+
+def cross_validation_table(predictions: Iterable[Prediction]) -> str:
+    """Errors by source on the rows that fitted no constant, as a table in Markdown."""
+    groups: dict[str, list[Prediction]] = defaultdict(list)
+    for one in predictions:
+        groups[one.row.source].append(one)
+    lines = [
+        "| source | constants fitted to it | rows that fitted | other rows | predicted | "
+        "median ratio | median error | 90th percentile |",
+        "|---|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for source, group in sorted(groups.items()):
+        ids = {one.row.id for one in group}
+        names = [name for name, rows in FITTED.items() if ids & set(rows)]
+        fitted = {row for name in names for row in FITTED[name]}
+        others = [one for one in group if one.row.id not in fitted]
+        lines.append(
+            f"| {source} | {'; '.join(names) or 'none'} | {len(ids & fitted)} | {len(others)} | "
+            f"{_errors(others)} |"
+        )
+    return "\n".join(lines)
 
 
 def percentile(numbers: Sequence[float], share: float) -> float:

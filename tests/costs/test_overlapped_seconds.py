@@ -41,6 +41,12 @@ def test_what_fits_is_hidden(
     assert found <= hidden
 
 
+def test_what_overlaps_slows_compute_down() -> None:
+    communication, compute = ForwardBackward(3.0, 5.0), ForwardBackward(2.0, 10.0)
+    found = overlapped_seconds(communication, compute, contention=0.25)
+    assert found == pytest.approx(0.75 * (2 + 5), rel=2e-6)
+
+
 def test_arrays_are_hidden_place_by_place() -> None:
     communication = ForwardBackward(
         np.array([[3.0, 3.0], [1.0, np.inf]]), np.array([[5.0, 5.0], [1.0, 0]])
