@@ -53,7 +53,7 @@ _ATTENTION: Mapping[str, str] = {
 }
 """Attention kernels by words of the column `compile_kernels_attn`; the first that occurs counts."""
 
-_FLOAT32_BYTES = 4
+_BFLOAT16_BYTES = 2
 _LATE_TABLE_GPUS = 128
 """Fewest GPUs of the latest table of llm-foundry."""
 
@@ -399,7 +399,7 @@ def _fully_sharded(
     keeps = "SHARD_GRAD_OP" in variant or "ZeRO-2" in variant
     options["reshard_after_forward"] = "never" if keeps else "always"
     if not _is_megatron(row):
-        options["bucket_bytes"] = _FLOAT32_BYTES * _layer_parameters(dims)
+        options["bucket_bytes"] = _BFLOAT16_BYTES * _layer_parameters(dims)
     if degrees.pipeline * degrees.tensor * degrees.context * degrees.expert > 1:
         options["algo"] = "megatron-sp" if degrees.by_sequence else "megatron"
         options["distributed_optimizer"] = True
