@@ -201,7 +201,7 @@ def test_error_bars_are_made_from_predictions_without_planning(
     path = tmp_path / "out.json"
     path.write_text(json.dumps(predicted), encoding="utf-8")
     document = tmp_path / "page.md"
-    tables = ("errors", "sources", "ranking", "reasons", "rows", "accuracy")
+    tables = ("errors", "sources", "cross-validation", "ranking", "reasons", "rows", "accuracy")
     document.write_text("\n".join(f"<!-- {name} -->\n<!-- /{name} -->" for name in tables))
     (tmp_path / "pictures").mkdir()
     done = run("--predictions", path, "--document", document)

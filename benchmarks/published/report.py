@@ -71,20 +71,16 @@ def cross_validation_table(predictions: Iterable[Prediction]) -> str:
     groups: dict[str, list[Prediction]] = defaultdict(list)
     for one in predictions:
         groups[one.row.source].append(one)
-    lines = [
-        "| source | constants fitted to it | rows that fitted | other rows | predicted | "
-        "median ratio | median error | 90th percentile |",
-        "|---|---|---:|---:|---:|---:|---:|---:|",
-    ]
+    names = ("source", "constants fitted to it", "rows that fitted", "other rows", "predicted")
+    columns = (*names, "median ratio", "median error", "90th percentile")
+    lines = [f"| {' | '.join(columns)} |", "|---|---|---:|---:|---:|---:|---:|---:|"]
     for source, group in sorted(groups.items()):
         ids = {one.row.id for one in group}
-        names = [name for name, rows in FITTED.items() if ids & set(rows)]
-        fitted = {row for name in names for row in FITTED[name]}
+        constants = [name for name, rows in FITTED.items() if ids & set(rows)]
+        fitted = {row for name in constants for row in FITTED[name]}
         others = [one for one in group if one.row.id not in fitted]
-        lines.append(
-            f"| {source} | {'; '.join(names) or 'none'} | {len(ids & fitted)} | {len(others)} | "
-            f"{_errors(others)} |"
-        )
+        start = f"{source} | {'; '.join(constants) or 'none'} | {len(ids & fitted)}"
+        lines.append(f"| {start} | {len(others)} | {_errors(others)} |")
     return "\n".join(lines)
 
 
