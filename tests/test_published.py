@@ -15,7 +15,8 @@ from autoshard.planner import make_plan
 from benchmarks.published import report
 from benchmarks.published.accuracy import category_of
 from benchmarks.published.fitted import FITTED
-from benchmarks.published.layouts import TOPOLOGIES, layers_of_stages, request_of
+from benchmarks.published.hardware import preset_of, topology_of
+from benchmarks.published.layouts import layers_of_stages, request_of
 from benchmarks.published.models import Batch, Dimensions, export_decoder
 from benchmarks.published.predictions import Prediction, predict
 from benchmarks.published.programs import program
@@ -101,6 +102,43 @@ def test_rows_run_with_the_kernels_of_their_source(rows: dict[str, Row]) -> None
     kernels = [(x.execution, x.attention_kernel) for x in found.values()]
     assert kernels[:2] == [("eager", "flash_attention_1"), ("eager", "flash_attention_2")]
     assert kernels[2][0] == "compile"
+
+
+def changed(row: Row, **texts: str) -> Row:
+    return Row({**row.texts, **texts})
+
+
+def test_hardware_is_as_stated(rows: dict[str, Row]) -> None:
+    stated = changed(
+        rows[FSDP], gpu_type="H100-96GB-500W", gpus_per_node="4", interconnect="800 Gbps/node"
+    )
+    found, usual = topology_of(stated), topology_of(rows[FSDP])
+    assert found is not None
+    assert usual is not None
+    assert [(x.size, x.bandwidth) for x in found.levels] == [(4, 450e9), (None, 25e9)]
+    assert [(x.size, x.bandwidth) for x in usual.levels] == [(8, 450e9), (None, 50e9)]
+    assert found.device.kernels is not None
+    assert 0.8 < found.device.kernels.clock < 0.9
+    assert found.device.memory_bandwidth < usual.device.memory_bandwidth
+    assert topology_of(changed(rows[FSDP], gpu_type="V100")) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "modules"),
+    [
+        ("none", None),
+        ("full (every block)", ()),
+        ("selective, 1/8 of layers", ("layers.7", "layers.15", "layers.23")),
+        ("selective (op)", ("layers.*.mlp",)),
+        ("selective (core attention)", None),
+    ],
+)
+def test_checkpoints_are_as_stated(
+    rows: dict[str, Row], text: str, modules: tuple[str, ...] | None
+) -> None:
+    options = request_of(changed(rows[FSDP], act_ckpt=text)).options
+    assert options.activation_checkpointing == ("never" if modules is None else "always")
+    assert options.checkpointed_modules == (modules or ())
 
 
 def test_layers_are_divided_as_equally_as_possible() -> None:
@@ -215,7 +253,9 @@ def test_rows_have_the_category_of_the_plans_in_their_layout(rows: dict[str, Row
     for name in (FSDP, TENSOR, DECODING):
         request = request_of(rows[name])
         graph = program(request.dims, request.batch, request.reduce_dtype)
-        preset = replace(request.mesh, topology=get_topology(TOPOLOGIES[rows[name]["gpu_type"]]))
-        plan = make_plan(graph, preset, request.options)
+        preset = preset_of(rows[name])
+        assert preset is not None
+        mesh = replace(request.mesh, topology=get_topology(preset))
+        plan = make_plan(graph, mesh, request.options)
         assert plan.performance is not None
         assert f"({category_of(rows[name])}, " in plan.performance.comparison

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 from autoshard.mesh import generation_of, get_topology
 from autoshard.plan.accuracy import QUANTILE, ROWS, Accuracy, LayoutCategory
-from benchmarks.published.layouts import TOPOLOGIES
+from benchmarks.published.hardware import preset_of
 from benchmarks.published.predictions import Prediction
 from benchmarks.published.report import percentile
 from benchmarks.published.rows import Row
@@ -31,7 +31,7 @@ def accuracy_rows(predictions: Iterable[Prediction]) -> tuple[Accuracy, ...]:
     """The errors by category and generation of GPUs, relative to the predicted times."""
     errors: dict[tuple[LayoutCategory, str], list[float]] = defaultdict(list)
     for one in predictions:
-        preset = TOPOLOGIES.get(one.row["gpu_type"])
+        preset = preset_of(one.row)
         generation = None if preset is None else generation_of(get_topology(preset))
         if one.ratio is not None and one.row["trust"] == _TRUST and generation is not None:
             errors[category_of(one.row), generation].append(abs(1 / one.ratio - 1))

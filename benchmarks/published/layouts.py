@@ -2,12 +2,12 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-from autoshard.mesh import Mesh, Topology, get_topology, make_mesh
-from autoshard.mesh.kernel_presets import clock_at
+from autoshard.mesh import Mesh, make_mesh
 from autoshard.plan.options import PlanOptions
+from benchmarks.published.hardware import RACK_PART, topology_of
 from benchmarks.published.models import Batch, Dimensions
 from benchmarks.published.public_models import dimensions_of
 from benchmarks.published.rows import Row
@@ -18,18 +18,6 @@ _TIME_LIMIT = 1200.0
 _GAP = 0.02
 """Relative gap of plans: of a pinned layout little is left to decide."""
 
-TOPOLOGIES: Mapping[str, str] = {
-    "A100-40GB": "a100-sxm-40gb",
-    "A100-80GB": "a100-sxm-80gb",
-    "A100-80GB-330W": "a100-sxm-80gb",
-    "H100-80GB": "h100-sxm",
-    "H200": "h200-sxm",
-    "B200": "b200-sxm",
-    "GB200": "gb200-nvl72",
-    "B300": "b300-sxm",
-    "GB300": "gb300-nvl72",
-}
-"""Presets by the column `gpu_type`."""
 _MEGATRON = ("Megatron", "NeMo", "MegaScale")
 _ACTIVATION_OVERLAP = 0.5
 """Share of the collectives of activations that Transformer Engine's userbuffers and ring attention
@@ -56,9 +44,6 @@ _ATTENTION: Mapping[str, str] = {
 _BFLOAT16_BYTES = 2
 _LATE_TABLE_GPUS = 128
 """Fewest GPUs of the latest table of llm-foundry."""
-
-_RACK, _RACK_PART = 72, 64
-"""GPUs of an NVL72 rack, and how many of them a job of several racks uses."""
 
 
 class InexpressibleError(Exception):
@@ -142,7 +127,7 @@ def request_of(row: Row) -> Request:
         and "no flash" not in row["compile_kernels_attn"],
     )
     axes, options = _layout(row, degrees, dims)
-    mesh = make_mesh(tuple(axes.values()), axes=tuple(axes), topology=_topology(row))
+    mesh = make_mesh(tuple(axes.values()), axes=tuple(axes), topology=topology_of(row))
     reduce_dtype = "bfloat16" if _reduces_in_bfloat16(row) else "float32"
     return Request(dims, batch, reduce_dtype, mesh, options, degrees.assumed)
 
@@ -158,23 +143,8 @@ def _check(row: Row) -> None:
         raise InexpressibleError("offloading to the host is not modelled")
     if "FP4" in precision.upper():
         raise InexpressibleError("matrix products in FP4 are no option of planning")
-    if row["gpu_type"] not in TOPOLOGIES:
+    if topology_of(row) is None:
         raise InexpressibleError(f"there is no topology preset for {row['gpu_type']}")
-
-
-def _topology(row: Row) -> Topology:
-    topology = get_topology(TOPOLOGIES[row["gpu_type"]])
-    watts = re.search(r"(\d+)W$", row["gpu_type"])
-    rates = topology.device.kernels
-    if watts and rates is not None:
-        kernels = replace(rates, clock=clock_at(float(watts[1]), rates.power))
-        topology = replace(topology, device=replace(topology.device, kernels=kernels))
-    gpus, size = row.number("gpus") or 1, topology.devices_per_node or 1
-    size = _RACK_PART if size == _RACK and gpus > _RACK else size
-    if gpus < size:
-        return topology
-    levels = (replace(topology.levels[0], size=size), *topology.levels[1:])
-    return replace(topology, levels=levels)
 
 
 def _reduces_in_bfloat16(row: Row) -> bool:
@@ -241,7 +211,7 @@ def _layout(row: Row, degrees: Degrees, dims: Dimensions) -> tuple[Mapping[str, 
         "relative_gap": _GAP,
         "overlap": True,
         "micro_batches": degrees.micro_batches,
-        "activation_checkpointing": "always" if _recomputes(row) else "never",
+        **_checkpointing(row, dims),
         "reshard_after_forward": "never",
         "master_weights": False,
         "accumulation_dtype": _accumulation_dtype(row, degrees),
@@ -303,7 +273,7 @@ def _dispatch_share(row: Row, degrees: Degrees, dims: Dimensions) -> float:
     if degrees.expert == 1 or not dims.active or "all-to-all" in row["compile_kernels_attn"]:
         return 1.0
     node = row.number("gpus_per_node") or 1
-    node = _RACK_PART if "GB" in row["gpu_type"] else node
+    node = RACK_PART if "GB" in row["gpu_type"] else node
     nodes = degrees.expert * degrees.tensor // node
     places = nodes if nodes > 1 else degrees.expert
     exposed = 1 - _ACTIVATION_OVERLAP * ("EP overlap" in row["compile_kernels_attn"])
@@ -422,9 +392,27 @@ def _layer_parameters(dims: Dimensions) -> int:
     return dims.hidden * (attention + (2 + dims.gated) * dims.ffn)
 
 
-def _recomputes(row: Row) -> bool:
-    """True if whole blocks are recomputed; what is selective is inside a fused attention."""
-    return row["act_ckpt"].startswith("full") and "of 5/32" not in row["act_ckpt"]
+def _checkpointing(row: Row, dims: Dimensions) -> dict[str, Any]:
+    """Options about what is recomputed.
+
+    Blocks may all be recomputed, or a stated share of them. What is selective is inside a fused
+    attention, but for torchtitan's checkpoints of operators, which recompute every second product:
+    about as many as the MLP has.
+    """
+    text = row["act_ckpt"].lower()
+    share = re.search(r"\b(\d+)/(\d+)\b", text)
+    modules: tuple[str, ...] = ()
+    if share:
+        part, whole = int(share[1]), int(share[2])
+        layers = range(dims.layers)
+        modules = tuple(
+            f"layers.{i}" for i in layers if (i + 1) * part // whole > i * part // whole
+        )
+    elif text.startswith("selective") and re.search(r"\bop\b", text):
+        modules = ("layers.*.mlp",)
+    elif not text.startswith("full"):
+        return {"activation_checkpointing": "never"}
+    return {"activation_checkpointing": "always", "checkpointed_modules": modules}
 
 
 def _decoding(row: Row, dims: Dimensions) -> Request:
@@ -437,6 +425,6 @@ def _decoding(row: Row, dims: Dimensions) -> Request:
         memory_budget=_NO_LIMIT,
         time_limit=_TIME_LIMIT,
     )
-    mesh = make_mesh((ranks,), axes=("tp",), topology=_topology(row))
+    mesh = make_mesh((ranks,), axes=("tp",), topology=topology_of(row))
     batch = Batch(1, 1, training=False)
     return Request(dims, batch, "bfloat16", mesh, options)
