@@ -258,11 +258,11 @@ def cases(options: argparse.Namespace) -> Iterator[tuple[str, Case]]:
         model, mesh, budget = named.split(":")
         case = search(archive(model, options.folder), _mesh(mesh), float(budget))
         yield f"{Path(model).stem}, {mesh}, training, {float(budget) / 1e9:g} GB", case
-    for path in options.instances:
-        yield path.name.partition(".")[0], problems([read_iopddl(path)], 1e-6)
     if options.random:
         drawn = [draw(seed)[1] for seed in range(options.random)]
         yield f"{options.random} random problems", problems(drawn, 1e-6)
+    for path in options.instances:
+        yield path.name.partition(".")[0], problems([read_iopddl(path)], 1e-6)
 
 
 def main() -> int:
@@ -276,7 +276,7 @@ def main() -> int:
     parser.add_argument("--modes", nargs="+", default=get_args(Mode), choices=get_args(Mode))
     parser.add_argument("--seconds", type=float, default=60.0, help="of the processor, per case")
     parser.add_argument("--folder", type=Path, default=Path("build/benchmarks/models"))
-    parser.add_argument("--document", type=Path, help="Markdown file that gets the tables")
+    parser.add_argument("--document", type=Path, help="gets the tables, after each case")
     options = parser.parse_args()
     below = caption(f"`python -m benchmarks.ablation {' '.join(sys.argv[1:])}`")
     answers: dict[str, dict[str, Answer]] = {}
@@ -285,13 +285,13 @@ def main() -> int:
         ran = {x: technique for x, technique in TECHNIQUES.items() if x in base.ran}
         found = {x: answered(case, technique, options.seconds) for x, technique in ran.items()}
         answers[name] = {"": base, **found}
+        tables = "\n".join([*closing_table(answers), "", *technique_table(answers), "", below])
         print(f"{name}: {len(answers[name])} times", file=sys.stderr, flush=True)
-    tables = "\n".join([*closing_table(answers), "", *technique_table(answers), "", below])
+        if options.document is not None:
+            text = options.document.read_text(encoding="utf-8")
+            options.document.write_text(replace_table(text, _TABLE, tables), encoding="utf-8")
     if options.document is None:
         print(tables)
-    else:
-        text = options.document.read_text(encoding="utf-8")
-        options.document.write_text(replace_table(text, _TABLE, tables), encoding="utf-8")
     return 0
 
 

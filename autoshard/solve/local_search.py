@@ -1,10 +1,8 @@
 """Local search by coordinate descent, one variable at a time."""
 
-from dataclasses import dataclass
-
 import numpy as np
 
-from autoshard.arrays import BoolArray, FloatArray, IntArray
+from autoshard.arrays import BoolArray, FloatArray
 from autoshard.solve.network import Network, Variable
 from autoshard.solve.presolve.base import Worklist
 from autoshard.solve.presolve.drop_strategies import term_prices
@@ -15,26 +13,12 @@ _MAX_VISITS = 50
 _REPAIR_ROUNDS = 24
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _UsageSpans:
-    """Usage of a variable over disjoint spans.
-
-    Attributes:
-        starts: first checkpoint of each span, shape [P].
-        last: end of the last span.
-        usage: shape [P, S].
-    """
-
-    starts: IntArray
-    last: int
-    usage: FloatArray
-
-
 class CoordinateDescent:
     """Coordinate descent on a network without ties.
 
     Args:
-        network: must not change while the object is in use.
+        network: must not change while the object is in use. Terms of one variable that overlap (see
+            `SeparateTerms`) can lead to choices that exceed the capacity.
         effort: limits of work, and when to stop.
 
     Attributes:
@@ -44,7 +28,6 @@ class CoordinateDescent:
     def __init__(self, network: Network, *, effort: Effort = DEFAULT_EFFORT) -> None:
         self._network = network
         self._effort = effort
-        self._usage_spans: dict[int, _UsageSpans] = {}
         self.visits = 0
 
     def improve(
@@ -113,23 +96,12 @@ class CoordinateDescent:
 
     def _fits(self, variable: Variable, pick: int, usage: FloatArray) -> BoolArray:
         """Mask of the strategies that fit, given the usage of the other variables, shape [S]."""
-        spans = self._usage_spans.get(id(variable))
-        if spans is None:
-            spans = self._usage_spans[id(variable)] = _usage_spans(variable)
-        first, last = spans.starts[0], spans.last
-        slack = self._network.capacity[first:last] - usage[first:last]
-        left = np.maximum(np.minimum.reduceat(slack, spans.starts - first), 0.0)
-        fits = spans.usage <= (left + spans.usage[:, pick])[:, None]
-        return np.asarray(fits.all(axis=0))
-
-
-def _usage_spans(variable: Variable) -> _UsageSpans:
-    bounds = np.unique([end for term in variable.terms for end in (term.first, term.last)])
-    usage = np.zeros((len(bounds) - 1, len(variable.cost)))
-    for term in variable.terms:
-        start, end = np.searchsorted(bounds, (term.first, term.last))
-        usage[start:end] += term.usage
-    return _UsageSpans(bounds[:-1].astype(np.intp), int(bounds[-1]), usage)
+        fits: BoolArray = np.ones(len(variable.cost), dtype=np.bool_)
+        for term in variable.terms:
+            span = slice(term.first, term.last)
+            left = max(float((self._network.capacity[span] - usage[span]).min()), 0.0)
+            fits &= term.usage <= left + term.usage[pick]
+        return fits
 
 
 def _move(variable: Variable, usage: FloatArray, old: int | None, new: int | None) -> None:

@@ -6,7 +6,7 @@ terms are immutable and are replaced, so a copy of a network is a copy of its di
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
 from typing import Self
@@ -145,8 +145,8 @@ class Network:
         network.ties = tuple(group for group in problem.ties if len(group) > 1)
         return network
 
-    def copy(self, *, limited: bool = True) -> "Network":
-        """An independent copy; without the usage limits if `limited` is false."""
+    def copy(self) -> "Network":
+        """An independent copy."""
         other = Network()
         other.variables = dict(self.variables)
         other.links = {v: dict(links) for v, links in self.links.items()}
@@ -155,11 +155,6 @@ class Network:
         other.constant = self.constant
         other.infeasible = self.infeasible
         other.changes = dict(self.changes)
-        if not limited:
-            other.capacity = np.zeros(0)
-            for v, variable in self.variables.items():
-                if variable.terms:
-                    other.variables[v] = replace(variable, terms=())
         return other
 
     def pairs(self) -> Iterator[tuple[int, int, Link]]:
@@ -243,15 +238,9 @@ class Network:
             self.disconnect(v, w)
         del self.variables[v], self.links[v], self.changes[v]
 
-    def usage(self, picks: dict[int, int], variables: Iterable[int] | None = None) -> FloatArray:
-        """Usage at each checkpoint, shape [T], of a position per variable.
-
-        Args:
-            picks: the positions.
-            variables: those that are counted; all of them by default.
-        """
-        counted = self.variables if variables is None else variables
-        used = [(t, t.usage[picks[v]]) for v in counted for t in self.variables[v].terms]
+    def usage(self, picks: dict[int, int]) -> FloatArray:
+        """Usage at each checkpoint, shape [T], of a position per variable."""
+        used = [(t, t.usage[picks[v]]) for v, x in self.variables.items() for t in x.terms]
         spans = np.array([(t.first, t.last) for t, _ in used], dtype=np.intp).reshape(-1, 2)
         amounts = np.array([amount for _, amount in used], dtype=np.float64)
         return spread(spans[:, 0], spans[:, 1], amounts, len(self.capacity))

@@ -133,12 +133,9 @@ class QuotientMessages:
             prices = table + beyond if is_source else table + beyond[:, None]
             least: FloatArray = prices.min(axis=1 if is_source else 0)
             return least
-        here, far = (
-            self.graph.edge_classes[edge_class].target,
-            self.graph.edge_classes[edge_class].source,
+        far, here = (
+            self.graph.far_end(edge_class, is_source=x) for x in (is_source, not is_source)
         )
-        if is_source:
-            here, far = far, here
         states = np.full(table.num_states, np.inf)
         states[self.views[far].labels] = beyond
         states = table.backwards(states) if is_source else table.forwards(states)
@@ -213,13 +210,10 @@ def _tables(graph: QuotientGraph, views: Sequence[View]) -> list[FloatArray | Sh
             views[edge_class.source],
             views[edge_class.target],
         )
-        key = (id(prices), id(rows), id(cols))
+        key, shape = (id(prices), id(rows), id(cols)), (len(rows.labels), len(cols.labels))
         if key not in known:
             known[key] = prices
-            if not isinstance(prices, ShortestPathCost) and prices.shape != (
-                len(rows.labels),
-                len(cols.labels),
-            ):
+            if not isinstance(prices, ShortestPathCost) and prices.shape != shape:
                 known[key] = prices[np.ix_(rows.labels, cols.labels)]
         tables.append(known[key])
     return tables
@@ -257,9 +251,8 @@ def strategy_bounds(messages: QuotientMessages) -> tuple[float, list[FloatArray]
     for number, port in enumerate(messages.graph.ports):
         if used.isdisjoint(edge_class for edge_class, _ in port.edge_classes):
             left = messages.offered(number) - messages.values[number]
-            above[port.node_class] += (
-                messages.graph.weight(number) * left[messages.views[number].classes]
-            )
+            left = messages.graph.weight(number) * left
+            above[port.node_class] += left[messages.views[number].classes]
     return bound, [bound + above[p] for p in range(len(least))]
 
 
@@ -279,10 +272,8 @@ def _trees(messages: QuotientMessages) -> Iterator[list[_Branch]]:
         return p
 
     for edge_class in sorted(range(len(graph.edge_classes)), key=lambda b: -weights[b]):
-        ends = [
-            graph.ports[s]
-            for s in (graph.edge_classes[edge_class].source, graph.edge_classes[edge_class].target)
-        ]
+        joining = graph.edge_classes[edge_class]
+        ends = [graph.ports[port] for port in (joining.source, joining.target)]
         source, target = (end.node_class for end in ends)
         # One edge per node at both ends, so that the forest is one in the problem, too.
         sizes = {len(graph.node_classes[source].nodes), len(graph.node_classes[target].nodes)}
@@ -306,20 +297,16 @@ def _trees(messages: QuotientMessages) -> Iterator[list[_Branch]]:
 def _tree_marginals(messages: QuotientMessages, tree: list[_Branch]) -> dict[int, FloatArray]:
     """Least price of a tree by strategy of each of its node classes, shape [S]."""
     prices = {branch.node_class: messages.prices(branch.node_class) for branch in tree}
-    outgoing_message: dict[int, FloatArray] = {}
+    sent: dict[int, FloatArray] = {}
     for branch in reversed(tree[1:]):
         near, _ = _ports(messages, branch)
-        outgoing_message[branch.node_class] = _through_branch(
-            messages, branch, prices[branch.node_class], up=True
-        )
-        prices[branch.parent] += outgoing_message[branch.node_class][messages.views[near].classes]
+        up = _through_branch(messages, branch, prices[branch.node_class], up=True)
+        sent[branch.node_class] = up[messages.views[near].classes]
+        prices[branch.parent] += sent[branch.node_class]
     for branch in tree[1:]:
-        near, far = _ports(messages, branch)
+        _, far = _ports(messages, branch)
         with np.errstate(invalid="ignore"):
-            rest = (
-                prices[branch.parent]
-                - outgoing_message[branch.node_class][messages.views[near].classes]
-            )
+            rest = prices[branch.parent] - sent[branch.node_class]
         rest = np.where(np.isnan(rest), np.inf, rest)
         down = _through_branch(messages, branch, rest, up=False)
         prices[branch.node_class] += down[messages.views[far].classes]
@@ -329,11 +316,8 @@ def _tree_marginals(messages: QuotientMessages, tree: list[_Branch]) -> dict[int
 def _ports(messages: QuotientMessages, branch: _Branch) -> tuple[int, int]:
     """The ports of a branch's edge class at the parent and at the node class itself."""
     edge_class = messages.graph.edge_classes[branch.edge_class]
-    return (
-        (edge_class.source, edge_class.target)
-        if branch.is_source
-        else (edge_class.target, edge_class.source)
-    )
+    ends = edge_class.source, edge_class.target
+    return ends if branch.is_source else ends[::-1]
 
 
 def _through_branch(

@@ -104,17 +104,13 @@ class QuotientGraph:
 
     def weight(self, port: int) -> float:
         """Mean number of edges at a port per node of its node class."""
-        return self.ports[port].num_edges / len(
-            self.node_classes[self.ports[port].node_class].nodes
-        )
+        end = self.ports[port]
+        return end.num_edges / len(self.node_classes[end.node_class].nodes)
 
     def far_end(self, edge_class: int, *, is_source: bool) -> int:
         """The port at the other end of an edge class."""
-        return (
-            self.edge_classes[edge_class].target
-            if is_source
-            else self.edge_classes[edge_class].source
-        )
+        ends = self.edge_classes[edge_class]
+        return ends.target if is_source else ends.source
 
     def _set_directions(self) -> None:
         """Set the direction of each port, by the order in which node classes pass messages.

@@ -24,22 +24,18 @@ class ReducedProblem:
     Args:
         network: the undecided variables.
         state: receives choices and bounds.
-        inverse: converts choices of the network to the original problem.
+
+    Attributes:
+        network: the undecided variables.
+        state: receives choices and bounds.
         cap: upper limit of recorded bounds.
     """
 
-    def __init__(
-        self,
-        network: Network,
-        state: SolveState,
-        *,
-        inverse: Inverse = nothing_to_undo,
-        cap: float = float("inf"),
-    ) -> None:
+    def __init__(self, network: Network, state: SolveState) -> None:
         self.network = network
         self.state = state
-        self.cap = cap
-        self._inverse = inverse
+        self.cap = float("inf")
+        self._inverse: Inverse = nothing_to_undo
         self._presolve = Presolve(default_reductions(state.effort), state.effort, state.statistics)
 
     @property

@@ -274,18 +274,13 @@ def _under_limit(state: SolveState) -> bool:
 
 
 def _solve_reduced(reduced: ReducedProblem) -> bool:
-    """Solve a reduced problem; False if it is infeasible."""
-    return _solve_large(reduced) or _branch(reduced)
-
-
-def _solve_large(reduced: ReducedProblem) -> bool:
-    """Apply TRW-S, and the search by forests to a huge problem; True if it is not branched on."""
-    prices = ascend(reduced)
-    state = reduced.state
-    if reduced.done or not is_huge(reduced.network, state.settings):
-        return False
-    search_forests(reduced, prices)
-    return state.choice is not None and not np.isinf(state.remaining)
+    """Solve a reduced problem by messages, forests and HiGHS; False if it is infeasible."""
+    prices, state = ascend(reduced), reduced.state
+    if not reduced.done and is_huge(reduced.network, state.settings):
+        search_forests(reduced, prices)
+        if state.choice is not None and np.isfinite(state.remaining):
+            return True
+    return _branch(reduced)
 
 
 def _branch(reduced: ReducedProblem) -> bool:

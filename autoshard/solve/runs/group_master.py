@@ -117,13 +117,18 @@ class GroupMaster:
 
     Args:
         state: of the problem, whose limit is finite; it is offered the choices found.
+
+    Attributes:
+        state: of the problem.
+        columns: the columns of each run, by start and strategies.
+        rests: the choices outside of groups, by their strategies and those at the ends of runs.
     """
 
     def __init__(self, state: SolveState) -> None:
-        self._state, self._problem = state, state.problem
+        self.state, self._problem = state, state.problem
         self._runs = independent_runs(state.problem)
-        self._columns: list[dict[bytes, _Column]] = [{} for _ in self._runs]
-        self._rests: dict[bytes, _Rest] = {}
+        self.columns: list[dict[bytes, _Column]] = [{} for _ in self._runs]
+        self.rests: dict[bytes, _Rest] = {}
         self._first, self._last = self._problem.peak_spans.T
         self._owner_of_node, self._owner_of_edge = _owners(self._problem, self._runs)
         self._outside = np.flatnonzero(self._owner_of_node < 0)
@@ -139,7 +144,7 @@ class GroupMaster:
         owners = np.concatenate((self._owner_of_node, self._owner_of_edge)) + 1
         costs = np.bincount(owners, weights=paid, minlength=2)
         starts, ends, number = [], [], 1
-        for run, known in zip(self._runs, self._columns, strict=True):
+        for run, known in zip(self._runs, self.columns, strict=True):
             shared = choice[list(run.shared_nodes)]
             picks = choice[run.node_array]
             between = [choice[list(run.before)], *picks[:, list(run.boundary)]]
@@ -153,14 +158,14 @@ class GroupMaster:
             starts.append(states[0])
             ends.append(states[-1])
         rest = choice[self._outside]
-        self._rests[choice[self._key_nodes].tobytes()] = _Rest(
+        self.rests[choice[self._key_nodes].tobytes()] = _Rest(
             tuple(starts), tuple(ends), rest, float(costs[0]), uses[self._outside]
         )
 
     def _cross(self) -> None:
         """Add the columns and the choices outside of groups that change the state before them."""
         for i, run in enumerate(self._runs):
-            known, num_before = self._columns[i], len(run.boundary)
+            known, num_before = self.columns[i], len(run.boundary)
             states = {s for column in known.values() for s in (column.start, column.end)}
             own = self._owner_of_edge == self._owner_of_node[run.instances[1][0]]
             nodes, edges = run.node_array[1], np.flatnonzero(own)
@@ -181,7 +186,7 @@ class GroupMaster:
 
         The limit is stated at the times at which combinations exceed it, one after the other.
         """
-        state, limit = self._state, self._problem.usage_limit
+        state, limit = self.state, self._problem.usage_limit
         times: list[int] = []
         cuts: list[_Cut] = []
         self._cross()
@@ -219,21 +224,6 @@ class GroupMaster:
                 columns = program.trail(values, i, rest, largest_first=largest_first)
                 choice[run.node_array] = np.array([column.picks for column in columns])
             yield choice
-
-    @property
-    def rests(self) -> list[_Rest]:
-        """The choices outside of groups."""
-        return list(self._rests.values())
-
-    @property
-    def columns(self) -> list[list[_Column]]:
-        """The columns of each run."""
-        return [list(known.values()) for known in self._columns]
-
-    @property
-    def state(self) -> SolveState:
-        """The state of the problem."""
-        return self._state
 
     def segments(self, times: Sequence[int]) -> list[list[_Segment]]:
         """Segments of each run: groups whose nodes are alive at the same ones of some times."""
@@ -280,9 +270,9 @@ class _Program:
     def __init__(
         self, master: GroupMaster, times: Sequence[int], limit: float, cuts: Sequence[_Cut]
     ) -> None:
-        self.rests, self._cuts = master.rests, cuts
+        self.rests, self._cuts = list(master.rests.values()), cuts
         self._master, self._times, self._limit = master, times, limit
-        self._columns = master.columns
+        self._columns = [list(known.values()) for known in master.columns]
         self._segments = master.segments(times)
         self._counts: dict[_Segment, int] = {}
         self._between: dict[tuple[int, int, _State], int] = {}

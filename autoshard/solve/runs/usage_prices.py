@@ -84,18 +84,6 @@ class UsageWeights:
         """Usage at each peak time, shape [T], from that of each node, shape [N]."""
         return spread(self._first, self._last, uses, self._num_times)
 
-    def change(self, nodes: IntArray, old: IntArray, new: IntArray) -> FloatArray:
-        """Growth of usage over time, shape [T], when some nodes take other strategies.
-
-        Args:
-            nodes: shape [P].
-            old: a strategy of each of them, shape [P].
-            new: another one, shape [P].
-        """
-        picks = zip(nodes.tolist(), old.tolist(), new.tolist(), strict=True)
-        grows = np.array([self.usage[v][t] - self.usage[v][s] for v, s, t in picks])
-        return spread(self._first[nodes], self._last[nodes], grows, self._num_times)
-
     @property
     def matrix(self) -> FloatArray:
         """The weights that were added, shape [D, N]."""
