@@ -49,7 +49,6 @@ _WORSE = 1e-5
 _SLOWER = 1.5
 _NOTICEABLE = 0.05
 """Seconds of the processor by which a slower case differs at least."""
-_TABLE = "ablation"
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,6 +276,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60.0, help="of the processor, per case")
     parser.add_argument("--folder", type=Path, default=Path("build/benchmarks/models"))
     parser.add_argument("--document", type=Path, help="gets the tables, after each case")
+    parser.add_argument("--table", default="ablation", help="name of the place in the document")
     options = parser.parse_args()
     below = caption(f"`python -m benchmarks.ablation {' '.join(sys.argv[1:])}`")
     answers: dict[str, dict[str, Answer]] = {}
@@ -289,7 +289,9 @@ def main() -> int:
         print(f"{name}: {len(answers[name])} times", file=sys.stderr, flush=True)
         if options.document is not None:
             text = options.document.read_text(encoding="utf-8")
-            options.document.write_text(replace_table(text, _TABLE, tables), encoding="utf-8")
+            options.document.write_text(
+                replace_table(text, options.table, tables), encoding="utf-8"
+            )
     if options.document is None:
         print(tables)
     return 0
