@@ -313,7 +313,6 @@ def technique_table(answers: Mapping[str, Mapping[str, Answer]]) -> Iterator[str
     for label in TECHNIQUES:
         pairs = {name: (x[""], x[label]) for name, x in answers.items() if label in x}
         if not pairs:
-            yield f"| {label} | 0 | | | | | |"
             continue
         ratios = {name: off.seconds / on.seconds for name, (on, off) in pairs.items()}
         worse = [name for name, (on, off) in pairs.items() if off.gap > max(on.gap, _GAP) + _WORSE]
