@@ -87,6 +87,14 @@ def test_programs_of_other_batches_are_those_of_their_own_exports(sequences: int
     assert graph_digest(program(dims, batch, "float32")) == graph_digest(own)
 
 
+def test_a_program_whose_number_of_sequences_torch_export_fixes_has_that_of_the_batch(
+    rows: dict[str, Row],
+) -> None:
+    request = request_of(rows["bridge-053"])
+    graph = program(request.dims, request.batch, request.reduce_dtype)
+    assert graph.values["ids"].shape == (request.batch.sequences, request.batch.tokens)
+
+
 def test_a_pipeline_row_is_pinned_to_its_stages_and_axes(rows: dict[str, Row]) -> None:
     found = request_of(rows["dgxc-064"])
     assert [(a.name, a.size) for a in found.mesh.axes] == [("pp", 8), ("dp", 16), ("tp", 8)]

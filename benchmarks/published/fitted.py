@@ -13,5 +13,9 @@ FITTED: Mapping[str, tuple[str, ...]] = {
         *("llmf-062", "llmf-064", "llmf-067", "llmf-069", "llmf-070"),
     ),
     "rates of `flash_attention_1`": ("llmf-035", "llmf-036"),
+    "`clock` of B200 and GB200": (
+        *("bridge-245", "bridge-263"),
+        *("dgxc-161", "dgxc-162", "dgxc-164", "dgxc-165", "dgxc-166"),
+    ),
 }
 """Row ids by constant."""

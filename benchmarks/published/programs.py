@@ -37,7 +37,8 @@ def _sized(dims: Dimensions, batch: Batch, reduce_dtype: str) -> Graph:
     if batch.sequences == 1:  # torch.export makes programs of one sequence that have no others
         return _exported(dims, batch, reduce_dtype)
     graph = _exported(dims, replace(batch, sequences=_SEQUENCES), reduce_dtype)
-    assert graph.dynamic is not None
+    if graph.dynamic is None:  # torch.export has fixed the number of sequences
+        return _exported(dims, batch, reduce_dtype)
     (size,) = graph.dynamic.symbols
     return replace(resized(graph, {size.name: batch.sequences}), dynamic=None)
 
