@@ -299,6 +299,28 @@ class Layout:
         shards = {t for t in self.types if t.is_shard}
         return len(shards) > len({t.dim for t in shards})
 
+    def replace_all(self, axes: Sequence[int], axis_type: AxisType) -> "Layout":
+        """Return this layout with the type of several axes of one type replaced.
+
+        Args:
+            axes: the axes, outermost first.
+            axis_type: their new type.
+
+        Raises:
+            LayoutError: the axes have different types, they are not the innermost ones, in this
+                order, on the dim that they shard, or as for `replace`.
+        """
+        old = {self.types[axis] for axis in axes}
+        if len(old) > 1:
+            raise LayoutError(f"axes {tuple(axes)} of {self} have different types")
+        self._check_sub_shards(axis_type)
+        layout = self
+        for axis in reversed(axes):
+            layout = layout.replace(axis, P)
+        for axis in axes:
+            layout = layout.replace(axis, axis_type)
+        return layout
+
     def replace(self, axis: int, axis_type: AxisType) -> "Layout":
         """Return this layout with the type of one axis replaced.
 
@@ -309,10 +331,7 @@ class Layout:
         old = self.types[axis]
         if old.is_shard and self.sharding_axes(old.dim)[-1] != axis:
             raise LayoutError(f"axis {axis} of {self} is not innermost on dim {old.dim}")
-        if any(t.dim == axis_type.dim and t.sub_shards != axis_type.sub_shards for t in self.types):
-            raise LayoutError(
-                f"{self} and {axis_type} have different sub-shards of dim {axis_type.dim}"
-            )
+        self._check_sub_shards(axis_type)
         types = list(self.types)
         types[axis] = axis_type
         orders = {self.types[order[0]].dim: order for order in self.nesting}
@@ -322,6 +341,12 @@ class Layout:
             orders[axis_type.dim] = (*self.sharding_axes(axis_type.dim), axis)
         nesting = tuple(o for _, o in sorted(orders.items()) if list(o) != sorted(o))
         return Layout(tuple(types), nesting)
+
+    def _check_sub_shards(self, axis_type: AxisType) -> None:
+        if any(t.dim == axis_type.dim and t.sub_shards != axis_type.sub_shards for t in self.types):
+            raise LayoutError(
+                f"{self} and {axis_type} have different sub-shards of dim {axis_type.dim}"
+            )
 
 
 def largest_shard(size: int, parts: int) -> int:

@@ -1,7 +1,9 @@
 """Reshardings: chains of steps that change the layout of a tensor, with their bytes and prices.
 
-Each step changes the type of one mesh axis. The table `STEPS` lists all steps, with the action that
-runs in forward and the one that autograd runs in backward.
+Each step changes the type of one mesh axis, or of adjacent axes of one type that communicate as one
+group, where one collective over all their ranks costs less than one over each axis. The table
+`STEPS` lists all steps, with the action that runs in forward and the one that autograd runs in
+backward.
 """
 
 from collections.abc import Collection, Sequence
@@ -82,13 +84,13 @@ def is_bucketable(source: AxisType, target: AxisType) -> bool:
 
 
 def is_padded(source: AxisType, target: AxisType, shape: Sequence[int], num_ranks: int) -> bool:
-    """True if a step pads slices, because its axis does not divide the dim that it shards.
+    """True if a step pads slices, because its ranks do not divide the dim that it shards.
 
     Args:
-        source: type on the axis before the step.
-        target: type on the axis after the step.
+        source: type on the axes before the step.
+        target: type on the axes after the step.
         shape: global shape.
-        num_ranks: size of the axis.
+        num_ranks: number of ranks of its axes.
     """
     return any(t.is_shard and shape[t.dim] % num_ranks != 0 for t in (source, target))
 
@@ -101,9 +103,9 @@ class Step:
     """One step of a resharding.
 
     Attributes:
-        axis: the mesh axis.
-        source: type on the axis before the step.
-        target: type on the axis after the step.
+        axes: the mesh axis; ascending, if several axes communicate as one group.
+        source: type on each of the axes before the step.
+        target: type on each of the axes after the step.
         nbytes: bytes of a rank's tensor before or after the step, whichever is larger: the output
             of an all-gather, the input of a reduce-scatter. The largest shard counts.
         forward: action in the forward pass.
@@ -112,7 +114,7 @@ class Step:
         gradient_nbytes: the same as `nbytes` of the gradient, if that is in another element type.
     """
 
-    axis: int
+    axes: tuple[int, ...]
     source: AxisType
     target: AxisType
     nbytes: int
@@ -151,9 +153,9 @@ class Pricer(Protocol):
     """Prices of actions in seconds; `Mesh` implements it."""
 
     def collective_time(
-        self, action: Action, axis: int, nbytes: int, *, inner: bool = False
+        self, action: Action, axis: int | tuple[int, ...], nbytes: int, *, inner: bool = False
     ) -> float:
-        """Seconds of a collective over one axis, for `Step.nbytes` and `Step.is_inner`."""
+        """Seconds of a collective over an axis, or `Step.axes`; for bytes as in `Step.nbytes`."""
         ...
 
     def copy_time(self, nbytes: int) -> float:
@@ -218,7 +220,7 @@ def _action_price(action: Action, step: Step, nbytes: int, pricer: Pricer, charg
         copy = pricer.copy_time(nbytes) if step.copies else 0.0
         factor = charge.fill_factor if step.is_bucketable else 1.0
         bucket_nbytes = round(nbytes * factor)
-        seconds = pricer.collective_time(action, step.axis, bucket_nbytes, inner=step.is_inner)
+        seconds = pricer.collective_time(action, step.axes, bucket_nbytes, inner=step.is_inner)
         return copy + charge.exposed * seconds / factor
     return reordered + pricer.copy_time(nbytes)
 
@@ -228,24 +230,27 @@ _KINDS = tuple(Kind)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepTable:
-    """All steps between a set of layouts; M steps, sorted by source layout, axis and new type.
+    """All steps between a set of layouts; M steps, sorted by source layout.
 
     Attributes:
         types: the SPMD types.
         sources: index of the layout before each step, ascending, shape [M].
         targets: index of the layout after each step, shape [M].
-        axes: the axis whose type changes, shape [M].
+        groups: groups of axes whose type a step changes: every axis alone, and several that
+            communicate as one group.
+        axes: index of the group of axes of each step, shape [M].
         old: index of the type before the step, shape [M].
         new: index of the type after the step, shape [M].
         parts: bytes of the (padded) global tensor divided by `Step.nbytes`, shape [M].
         padding: bit i is set if the i-th uneven shard is present before or after the step,
             shape [M].
-        classes: class of each step, shape [M]. Steps of a class have the same axis, kinds, parts,
+        classes: class of each step, shape [M]. Steps of a class have the same axes, kinds, parts,
             padding, `Step.reorders` and `Step.is_inner`, and so the same price.
         examples: index of one step of each class, shape [K].
     """
 
     types: tuple[AxisType, ...]
+    groups: tuple[tuple[int, ...], ...]
     sources: IntArray
     targets: IntArray
     axes: IntArray
@@ -269,58 +274,138 @@ def step_table(
     axis_sizes: tuple[int, ...],
     offered: AbstractSet[tuple[Kind, Kind]],
     *,
+    groups: tuple[tuple[int, ...], ...] = (),
     uneven: tuple[tuple[int, int], ...] = (),
     fixed_dims: AbstractSet[int] = frozenset(),
 ) -> StepTable:
     """All steps between layouts, shared by all tensors that can have these layouts.
 
-    Only the innermost axis of a dim can change, and an axis that starts to shard a dim becomes its
-    innermost one.
+    Only the innermost axes of a dim can change, and axes that start to shard a dim become its
+    innermost ones.
 
     Args:
         layouts: the layouts.
         shards: the shard types that occur in them.
         axis_sizes: size of each mesh axis.
         offered: (source, target) kinds of the steps to include.
+        groups: several axes, ascending, that can communicate as one group.
         uneven: (axis, dim) pairs with uneven shards.
         fixed_dims: dims whose sharding no step changes.
     """
     types = (I, R, P, *shards)
-    count_entries(len(layouts) * len(axis_sizes) * len(types))
-    type_of = _type_indices(layouts, types)
-    dims = np.array([t.dim for t in types])
-    ranks, counts, mixed = _nested(layouts, type_of, dims)
+    every = (*((axis,) for axis in range(len(axis_sizes))), *groups)
+    count_entries(len(layouts) * len(every) * len(types))
+    coded = _CodedLayouts.of(layouts, types)
+    dims, type_of = coded.dims, coded.type_of
     steps = np.array([[s != t and (s.kind, t.kind) in offered for t in types] for s in types])
     steps[np.isin(dims, list(fixed_dims))] = False
     steps[:, np.isin(dims, list(fixed_dims))] = False
-    at_dim = np.arange(len(layouts))[:, None], dims[type_of]
-    innermost = (dims[type_of] < 0) | (ranks == counts[at_dim] - 1)
-    allowed = innermost[:, :, None] & steps[type_of] & ~mixed[:, None, :]
-    sources, axes, new = np.nonzero(allowed)
-    old = type_of[sources, axes]
-    # Encode each layout as a number: the type of each axis, and its rank in the nesting order.
-    num_axes = len(axis_sizes)
-    weights = (len(types) * num_axes) ** np.arange(num_axes)
-    numbers = (type_of * num_axes + ranks) @ weights
-    ranks_after = np.where(dims[new] < 0, 0, counts[sources, dims[new]])
-    change = (new - old) * num_axes + ranks_after - ranks[sources, axes]
-    numbers_after = numbers[sources] + change * weights[axes]
-    order = np.argsort(numbers)
-    places = np.searchsorted(numbers, numbers_after, sorter=order)
-    targets = order[np.minimum(places, len(order) - 1)]
-    legal = numbers[targets] == numbers_after
-    sources, targets, axes, old, new = (x[legal] for x in (sources, targets, axes, old, new))
+    sources, axes, new, targets = coded.steps(every, steps, uneven)
+    firsts = np.array([group[0] for group in every], dtype=np.intp)
+    old = type_of[sources, firsts[axes]]
+    ranks = np.array([prod(axis_sizes[a] for a in group) for group in every], dtype=np.intp)
     sizes = np.array(axis_sizes, dtype=np.intp)
     slices = np.where(dims[type_of] < 0, 1, sizes).prod(axis=1, dtype=np.intp)
     grows = (dims[old] >= 0) & (dims[new] < 0)
-    parts = slices[sources] // np.where(grows, sizes[axes], 1)
+    parts = slices[sources] // np.where(grows, ranks[axes], 1)
     padding = np.zeros_like(sources)
     for bit, (axis, dim) in enumerate(uneven):
         before = dims[type_of[sources, axis]] == dim
         padding |= (before | ((axes == axis) & (dims[new] == dim))).astype(np.intp) << bit
     inner = ((dims[old] > 0) | (dims[new] > 0)).astype(np.intp)
     classes, examples = _classes(types, axes, old, new, (parts, padding, inner))
-    return StepTable(types, sources, targets, axes, old, new, parts, padding, classes, examples)
+    return StepTable(
+        types, every, sources, targets, axes, old, new, parts, padding, classes, examples
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _CodedLayouts:
+    """Layouts as arrays; N layouts over A axes, T types and D dims.
+
+    Attributes:
+        type_of: index of the type that each layout has on each axis, shape [N, A].
+        dims: the dim that each type shards; -1 if none, shape [T].
+        communicates: True where a step from one type to another has a collective, shape [T, T].
+        ranks: rank of each axis in the nesting order of its dim, outermost first, shape [N, A].
+        counts: number of axes that shard each dim, shape [N, D + 1] (last column: none).
+        mixed: True if the layout shards the dim of a type with different sub-shards, shape [N, T].
+    """
+
+    type_of: IntArray
+    dims: IntArray
+    communicates: BoolArray
+    ranks: IntArray
+    counts: IntArray
+    mixed: BoolArray
+
+    @classmethod
+    def of(cls, layouts: Sequence[Layout], types: Sequence[AxisType]) -> "_CodedLayouts":
+        """The arrays of layouts with these types."""
+        type_of = _type_indices(layouts, types)
+        dims = np.array([t.dim for t in types])
+        moves = [
+            [any(a.is_collective for a in STEPS.get((s.kind, t.kind), ())) for t in types]
+            for s in types
+        ]
+        return cls(type_of, dims, np.array(moves), *_nested(layouts, type_of, dims))
+
+    def steps(
+        self,
+        groups: Sequence[tuple[int, ...]],
+        offered: BoolArray,
+        uneven: tuple[tuple[int, int], ...],
+    ) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+        """Layout before, group of axes, new type and layout after each step, each of shape [M].
+
+        Args:
+            groups: the axes that change together, ascending.
+            offered: True where a step exists from one type to another, shape [T, T].
+            uneven: (axis, dim) pairs with uneven shards.
+        """
+        found = [self._group_steps(group, offered, uneven) for group in groups]
+        axes = np.repeat(np.arange(len(found)), [len(sources) for sources, _, _ in found])
+        empty = np.zeros(0, dtype=np.intp)
+        sources, new, changes = (
+            np.concatenate([empty, *(part[i] for part in found)]) for i in range(3)
+        )
+        numbers = (self.type_of * self.ranks.shape[1] + self.ranks) @ self._weights
+        numbers_after = numbers[sources] + changes
+        order = np.argsort(numbers)
+        places = np.searchsorted(numbers, numbers_after, sorter=order)
+        targets = order[np.minimum(places, len(order) - 1)]
+        legal = np.flatnonzero(numbers[targets] == numbers_after)
+        legal = legal[np.argsort(sources[legal], kind="stable")]
+        return sources[legal], axes[legal], new[legal], targets[legal]
+
+    @property
+    def _weights(self) -> IntArray:
+        """Weights that encode a layout as a number, with the type and rank of each axis."""
+        num_axes = self.type_of.shape[1]
+        weights: IntArray = (len(self.dims) * num_axes) ** np.arange(num_axes)
+        return weights
+
+    def _group_steps(
+        self, group: tuple[int, ...], offered: BoolArray, uneven: tuple[tuple[int, int], ...]
+    ) -> tuple[IntArray, IntArray, IntArray]:
+        """Layout before, new type, and change of the layout's number of steps of one group."""
+        old, dims = self.type_of[:, group[0]], self.dims
+        alike = (self.type_of[:, group] == old[:, None]).all(axis=1)
+        first = self.counts[np.arange(len(old)), dims[old]] - len(group)
+        places = first[:, None] + np.arange(len(group))
+        innermost = (dims[old] < 0) | (self.ranks[:, group] == places).all(axis=1)
+        allowed = (alike & innermost)[:, None] & offered[old] & ~self.mixed
+        if len(group) > 1:
+            # Uneven slices of slices are not those of the whole dim.
+            is_uneven = np.isin(dims, [dim for axis, dim in uneven if axis in group])
+            allowed &= self.communicates[old] & ~is_uneven & ~is_uneven[old][:, None]
+        sources, new = np.nonzero(allowed)
+        changes = np.zeros_like(sources)
+        for place, axis in enumerate(group):
+            after = np.where(dims[new] < 0, 0, self.counts[sources, dims[new]] + place)
+            change = (new - old[sources]) * self.ranks.shape[1] + after - self.ranks[sources, axis]
+            changes += change * self._weights[axis]
+        return sources, new, changes
 
 
 def _type_indices(layouts: Sequence[Layout], types: Sequence[AxisType]) -> IntArray:
@@ -368,7 +453,7 @@ def _classes(
 
     Args:
         types: the SPMD types.
-        axes: the axis whose type changes, shape [M].
+        axes: index of the axes whose type changes, shape [M].
         old: index of the type before, shape [M].
         new: index of the type after, shape [M].
         others: further properties that distinguish classes, each of shape [M].
@@ -390,6 +475,7 @@ class ReshardingTable:
         shape: global shape.
         itemsize: bytes of an element.
         axis_sizes: size of each mesh axis.
+        groups: several axes, ascending, that can communicate as one group.
         differentiable: True if the tensor has a gradient; otherwise I and R are the same, written
             R, and backward costs nothing.
         partial: True if the element type can be summed.
@@ -407,6 +493,7 @@ class ReshardingTable:
         itemsize: int,
         axis_sizes: Sequence[int],
         *,
+        groups: tuple[tuple[int, ...], ...] = (),
         differentiable: bool,
         partial: bool = True,
         backward: bool = True,
@@ -420,6 +507,7 @@ class ReshardingTable:
         self._shape = tuple(shape)
         self._itemsize = itemsize
         self._axis_sizes = tuple(axis_sizes)
+        self._groups = groups
         self._backward = differentiable and backward
         self._pricer = pricer
         self._charge = charge
@@ -485,16 +573,16 @@ class ReshardingTable:
         table = self._step_table
         source, target = table.types[table.old[i]], table.types[table.new[i]]
         forward, backward = STEPS[source.kind, target.kind]
-        axis, padding = int(table.axes[i]), int(table.padding[i])
+        axes, padding = table.groups[table.axes[i]], int(table.padding[i])
         shape, padded = list(self._shape), False
         for bit, (sharding_axis, dim) in enumerate(self._uneven):
             if padding >> bit & 1:
                 num_ranks = self._axis_sizes[sharding_axis]
                 shape[dim] = largest_shard(self._shape[dim], num_ranks) * num_ranks
-                padded = padded or sharding_axis == axis
+                padded = padded or sharding_axis in axes
         parts, gradient = int(table.parts[i]), self._gradient_itemsize
         return Step(
-            axis=axis,
+            axes=axes,
             source=source,
             target=target,
             nbytes=prod(shape) * self._itemsize // parts,
@@ -511,6 +599,7 @@ class ReshardingTable:
             self._shards,
             self._axis_sizes,
             _OFFERED,
+            groups=self._groups,
             uneven=self._uneven,
             fixed_dims=self._fixed_dims,
         )

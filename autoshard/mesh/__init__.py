@@ -12,7 +12,7 @@ from autoshard.mesh.mesh import (
     topology_to_json,
 )
 from autoshard.mesh.presets import DEFAULT_TOPOLOGY, generation_of, get_topology, list_topologies
-from autoshard.mesh.shapes import default_axis_names, parse_shape
+from autoshard.mesh.shapes import default_axis_names, join_axes, parse_shape, split_axes
 from autoshard.mesh.sources import MeshLike, mesh_sizes, preset_of_device, to_mesh
 from autoshard.mesh.topology import (
     COLLECTIVES,
@@ -47,6 +47,7 @@ __all__ = [
     "default_axis_names",
     "generation_of",
     "get_topology",
+    "join_axes",
     "list_topologies",
     "make_mesh",
     "mesh_from_json",
@@ -55,6 +56,7 @@ __all__ = [
     "parse_shape",
     "preset_of_device",
     "resolve_topology",
+    "split_axes",
     "to_mesh",
     "topology_from_json",
     "topology_to_json",

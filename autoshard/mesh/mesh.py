@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import combinations
 from math import ceil, gcd, prod
 from typing import ClassVar, TypeVar
 
@@ -13,7 +14,7 @@ from autoshard.errors import MeshError
 from autoshard.integers import format_integer
 from autoshard.mesh.collectives import Line, Span, lines
 from autoshard.mesh.nodes import describe_devices
-from autoshard.mesh.shapes import check_num_axes
+from autoshard.mesh.shapes import check_axis_name, check_num_axes
 from autoshard.mesh.topology import (
     COLLECTIVES,
     INNER,
@@ -103,6 +104,7 @@ class Axis:
 
     def __post_init__(self) -> None:
         check_name(self.name, "axis")
+        check_axis_name(self.name)
         if self.size < 1:
             raise MeshError(
                 f"axis {self.name!r} has size {format_integer(self.size)}; it needs 1 rank or more"
@@ -183,12 +185,26 @@ class Mesh:
             text += "; collectives cost what Alpa's alpha and beta say"
         return text
 
-    def collective_time(self, action: str, axis: int, nbytes: int, *, inner: bool = False) -> float:
+    @cached_property
+    def axis_groups(self) -> tuple[tuple[int, ...], ...]:
+        """Adjacent axes of several ranks that can communicate as one group; empty if none can.
+
+        Axes of one rank between them do not matter. The cost model of Alpa has no price for groups.
+        """
+        if self.collectives is not None:
+            return ()
+        axes = [axis for axis, size in enumerate(self.axis_sizes) if size > 1]
+        ends = combinations(range(len(axes) + 1), 2)
+        return tuple(tuple(axes[a:b]) for a, b in ends if b - a > 1)
+
+    def collective_time(
+        self, action: str, axis: int | tuple[int, ...], nbytes: int, *, inner: bool = False
+    ) -> float:
         """Seconds of a collective over one axis, with all groups of the axis at the same time.
 
         Args:
             action: all_gather, all_reduce, all_to_all, halo_exchange or reduce_scatter.
-            axis: index of the axis.
+            axis: index of the axis; several, if they communicate as one group (`axis_groups`).
             nbytes: bytes of a rank's tensor before or after, whichever is larger; for a halo
                 exchange, bytes of the rank that sends or receives most.
             inner: True if the collective is along a dim other than the first.
@@ -196,10 +212,11 @@ class Mesh:
         Raises:
             MeshError: the collective or the axis does not exist.
         """
-        candidates = self._lines.get((action, axis, inner))
+        axes = (axis,) if isinstance(axis, int) else axis
+        candidates = self._lines.get((action, axes, inner))
         if candidates is None:
             check_collective(action)
-            self._check_axis(axis)
+            self._check_axes(axes)
         return min((line.seconds(nbytes) for line in candidates or ()), default=0.0)
 
     def copy_time(self, nbytes: int) -> float:
@@ -218,43 +235,47 @@ class Mesh:
         Raises:
             MeshError: the axis does not exist.
         """
-        self._check_axis(axis)
-        return self._spans[axis]
+        self._check_axes((axis,))
+        return self._group_spans((axis,))
 
-    def _check_axis(self, axis: int) -> None:
-        if not 0 <= axis < len(self.axes):
-            raise MeshError(f"axis {axis} does not exist; the mesh has {len(self.axes)} axes")
+    def _check_axes(self, axes: tuple[int, ...]) -> None:
+        for axis in axes:
+            if not 0 <= axis < len(self.axes):
+                raise MeshError(f"axis {axis} does not exist; the mesh has {len(self.axes)} axes")
+        if len(axes) != 1 and axes not in self.axis_groups:
+            raise MeshError(
+                f"axes {axes} do not communicate as one group; those that do are "
+                f"{', '.join(map(str, self.axis_groups)) or 'none'}"
+            )
 
-    @cached_property
-    def _spans(self) -> tuple[tuple[Span, ...], ...]:
+    def _group_spans(self, axes: tuple[int, ...]) -> tuple[Span, ...]:
+        """Distribution of the ranks of adjacent axes over each link level, innermost first."""
         limit = self.num_devices
+        num_ranks = prod(self.axis_sizes[axis] for axis in axes)
+        stride = prod(self.axis_sizes[axes[-1] + 1 :])
         sizes = [min(link.size or limit, limit) for link in self.topology.levels]
-        stride = limit
-        spans = []
-        for num_ranks in self.axis_sizes:
-            stride //= num_ranks
-            spans.append(tuple(_span(num_ranks, stride, size, limit) for size in sizes))
-        return tuple(spans)
+        return tuple(_span(num_ranks, stride, size, limit) for size in sizes)
 
     @cached_property
-    def _lines(self) -> dict[tuple[str, int, bool], tuple[Line, ...]]:
+    def _lines(self) -> dict[tuple[str, tuple[int, ...], bool], tuple[Line, ...]]:
+        alone = [(axis,) for axis, num_ranks in enumerate(self.axis_sizes) if num_ranks > 1]
         return {
-            (action, axis, inner): self._axis_lines(action, axis, inner=inner)
+            (action, axes, inner): self._lines_over(action, axes, inner=inner)
             for action in COLLECTIVES
             for inner in (False, True)
-            for axis, num_ranks in enumerate(self.axis_sizes)
-            if num_ranks > 1
+            for axes in (*alone, *self.axis_groups)
         }
 
-    def _axis_lines(self, action: str, axis: int, *, inner: bool) -> tuple[Line, ...]:
-        num_ranks = self.axis_sizes[axis]
+    def _lines_over(self, action: str, axes: tuple[int, ...], *, inner: bool) -> tuple[Line, ...]:
+        num_ranks = prod(self.axis_sizes[axis] for axis in axes)
         if self.collectives is not None:
-            return (self.collectives.line(action, axis, num_ranks),)
+            return (self.collectives.line(action, axes[0], num_ranks),)
         overhead = self.topology.collective_overhead
         # Other collectives have the same price for all dims.
         name = action + INNER * (inner and action in {"all_gather", "reduce_scatter"})
         topology = self.topology
-        found = lines(name, num_ranks, self._spans[axis], topology.levels, topology.backend)
+        spans = self._group_spans(axes)
+        found = lines(name, num_ranks, spans, topology.levels, topology.backend)
         return tuple(line._replace(fixed=overhead + line.fixed) for line in found)
 
 

@@ -1,7 +1,7 @@
 """Shapes of meshes as strings, and names of axes."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from autoshard.errors import MeshError
 
@@ -22,6 +22,28 @@ def check_num_axes(number: int) -> None:
 def default_axis_names(num_axes: int) -> tuple[str, ...]:
     """Names of axes that were not named: axis0, axis1 and so on."""
     return tuple(f"axis{i}" for i in range(num_axes))
+
+
+_JOINT = "+"
+
+
+def join_axes(names: Iterable[str]) -> str:
+    """The name of axes that communicate as one group, such as `dp+tp`; a single name as it is."""
+    return _JOINT.join(names)
+
+
+def split_axes(name: str) -> tuple[str, ...]:
+    """The names of the axes that `join_axes` joined."""
+    return tuple(name.split(_JOINT))
+
+
+def check_axis_name(name: str) -> None:
+    """Raise MeshError if a name could be that of several axes."""
+    if _JOINT in name:
+        raise MeshError(
+            f"axis {name!r} must have a name without {_JOINT!r}, which joins the names of axes "
+            f"that communicate as one group"
+        )
 
 
 def parse_shape(text: str) -> tuple[tuple[int, ...], tuple[str, ...] | None]:

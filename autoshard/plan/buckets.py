@@ -141,9 +141,9 @@ def _shared_steps(resharding: Resharding, stage: Stage, graph: Graph) -> Hashabl
     chain = []
     for step in resharding.steps:
         source, target = parse_type(step.source), parse_type(step.target)
-        size = sizes.get(step.axis, 1)
-        is_even = not is_padded(source, target, tensor.shape, size)
-        if not (is_bucketable(source, target) and is_even and size > 1):
+        num_ranks = step.num_ranks(sizes)
+        is_even = not is_padded(source, target, tensor.shape, num_ranks)
+        if not (is_bucketable(source, target) and is_even and num_ranks > 1):
             return None
         chain.append((step.axis, source.kind, step.forward, step.backward))
     name = resharding.value

@@ -4,9 +4,10 @@ Its JSON schema is `autoshard/plan/plan.schema.json`. Names of values and nodes 
 program. The program is part of the plan, so only the model's parameters are needed to run it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from importlib import import_module
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -20,7 +21,7 @@ from autoshard.files import explain_plan_error, read_file, write_file
 from autoshard.graph import Graph, MixedPrecision, graph_digest
 from autoshard.integers import check_integers
 from autoshard.layouts import Layout
-from autoshard.mesh import Mesh
+from autoshard.mesh import Mesh, split_axes
 from autoshard.outcome import TIME_LIMIT_REACHED
 from autoshard.plan.certificate import certificate_statement
 from autoshard.plan.comparisons import Baseline, Unrestricted
@@ -146,9 +147,12 @@ class PlacedNode(Document):
 
 
 class PlannedStep(Document):
-    """One step of a resharding, on one mesh axis."""
+    """One step of a resharding, on one mesh axis or on several as one group."""
 
-    axis: str
+    axis: str = Field(
+        description="mesh axis; several that communicate as one group are joined by +, such as "
+        "dp+tp"
+    )
     source: str
     target: str
     forward: str = Field(description="action in the forward pass: a collective or a local one")
@@ -162,6 +166,25 @@ class PlannedStep(Document):
         "if not",
     )
     time: Seconds = Field(description="seconds of all its runs in a training step")
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axis, or the axes that communicate as one group, outermost first."""
+        return split_axes(self.axis)
+
+    def num_ranks(self, axis_sizes: Mapping[str, int]) -> int:
+        """Number of ranks that communicate.
+
+        Args:
+            axis_sizes: size of each mesh axis by name.
+
+        Raises:
+            PlanError: the mesh has no such axis.
+        """
+        for axis in self.axes:
+            if axis not in axis_sizes:
+                raise PlanError(f"a step is on the axis {axis!r}; the mesh has {[*axis_sizes]}")
+        return prod(axis_sizes[axis] for axis in self.axes)
 
     @property
     def backward_nbytes(self) -> int:

@@ -409,13 +409,8 @@ class _Lowerer:
         self._end_bucket(use)
         if use in self._ended:
             return self._ended[use]
-        for step in resharding.steps:
-            if step.axis not in self._sizes:
-                raise PlanError(
-                    f"a step is on the axis {step.axis!r}; the mesh has {list(self._sizes)}"
-                )
         source = self._current[resharding.value]
-        steps = tuple([step for step in resharding.steps if self._sizes[step.axis] > 1])
+        steps = tuple([step for step in resharding.steps if step.num_ranks(self._sizes) > 1])
         if not steps:
             return source if resharding.consumer is None else self._as_read(resharding.value)
         target = self._new_slot()

@@ -134,10 +134,11 @@ class ReshardingMemory(NamedTuple):
         sizes = [before.nbytes]
         for step in steps:
             source, target = parse_type(step.source), parse_type(step.target)
+            num_ranks = step.num_ranks(axis_sizes)
             if source.is_shard:
-                shape[source.dim] *= axis_sizes[step.axis]
+                shape[source.dim] *= num_ranks
             if target.is_shard:
-                shape[target.dim] //= axis_sizes[step.axis]
+                shape[target.dim] //= num_ranks
             sizes.append(prod(shape) * itemsize)
         forward, backward = [], []
         for step, old, new in zip(steps, sizes, sizes[1:], strict=False):

@@ -32,13 +32,24 @@ class NontrivialAxes:
         """Size of each non-trivial axis."""
         return tuple(self.mesh.axis_sizes[axis] for axis in self.axes)
 
+    @property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """Adjacent non-trivial axes that can communicate as one group."""
+        return tuple(
+            tuple(self.axes.index(axis) for axis in group) for group in self.mesh.axis_groups
+        )
+
     def name(self, axis: int) -> str:
         """Name of a non-trivial axis."""
         return self.mesh.axis_names[self.axes[axis]]
 
-    def collective_time(self, action: str, axis: int, nbytes: int, *, inner: bool = False) -> float:
-        """Seconds of a collective over a non-trivial axis."""
-        return self.mesh.collective_time(action, self.axes[axis], nbytes, inner=inner)
+    def collective_time(
+        self, action: str, axis: int | tuple[int, ...], nbytes: int, *, inner: bool = False
+    ) -> float:
+        """Seconds of a collective over a non-trivial axis, or over several as one group."""
+        axes = (axis,) if isinstance(axis, int) else axis
+        whole = tuple(self.axes[a] for a in axes)
+        return self.mesh.collective_time(action, whole, nbytes, inner=inner)
 
     def copy_time(self, nbytes: int) -> float:
         """Seconds of a local copy."""

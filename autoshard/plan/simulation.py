@@ -215,7 +215,7 @@ class _Simulator:
         self._compute("optimizer", "parameters", Phase.OPTIMIZER, "optimizer", update)
         return Simulation(
             plan=self._plan.id,
-            lanes=(COMPUTE, *(f"axis {name}" for name in self._plan.mesh.axis_names)),
+            lanes=(COMPUTE, *(f"axis {name}" for name in self._lanes())),
             events=tuple(sorted(self._events, key=lambda event: event.start)),
             seconds=self._now,
             moments=np.array(starts),
@@ -246,6 +246,13 @@ class _Simulator:
                     self._reshard(use, phase)
             case _:
                 pass
+
+    def _lanes(self) -> Iterator[str]:
+        """Names of the axes, and of those that communicate as one group."""
+        names = self._plan.mesh.axis_names
+        yield from names
+        used = {event.axis for event in self._events if event.axis is not None}
+        yield from sorted(used.difference(names))
 
     def _call(self, node: Node, phase: Phase) -> None:
         """Add an operator, the communication that overlaps with it, and the collectives inside."""

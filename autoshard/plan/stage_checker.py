@@ -299,7 +299,7 @@ class StageCheck:
             yield f"node {node.name} runs {work.inside} inside, not {placed.inside}"
         for step in work.inside:
             axis = self._mesh.axis_names.index(step.axis)
-            for label in self._constraints.forbidding(step.action, self._axes, axis):
+            for label in self._constraints.forbidding(step.action, self._axes, (axis,)):
                 yield f"node {node.name} runs {step.action} on {step.axis} against the {label}"
         seconds = self._num * (work.compute.forward + work.compute.backward)
         if not isclose(seconds, placed.time, rel_tol=TOLERANCE):
@@ -636,27 +636,29 @@ class _ReshardingCheck:
             ValueError: the axis, a type or an action does not exist, or the layout after the step
                 is illegal for the tensor.
         """
-        axis = self._mesh.axis_names.index(stated.axis)
+        axes = tuple(map(self._mesh.axis_names.index, stated.axes))
+        if len(axes) > 1 and axes not in self._mesh.axis_groups:
+            raise ValueError(f"the axes {stated.axis} do not communicate as one group")
         source, target = parse_type(stated.source), parse_type(stated.target)
-        after = layout.replace(axis, target)
+        after = layout.replace_all(axes, target)
         sizes = self._mesh.axis_sizes
         before, behind = (x.local_shape(tensor.shape, sizes) for x in (layout, after))
-        elements = prod(before)
+        elements, num_ranks = prod(before), prod(sizes[axis] for axis in axes)
         # Uneven slices are padded to the largest one.
         if target.is_shard and source.is_shard:
-            elements = elements // before[target.dim] * behind[target.dim] * sizes[axis]
+            elements = elements // before[target.dim] * behind[target.dim] * num_ranks
         elif target.is_shard or source.is_shard:
-            elements = prod(behind if target.is_shard else before) * sizes[axis]
+            elements = prod(behind if target.is_shard else before) * num_ranks
         actions = Action(stated.forward), Action(stated.backward)
-        padded = is_padded(source, target, tensor.shape, sizes[axis])
+        padded = is_padded(source, target, tensor.shape, num_ranks)
         nbytes = elements * tensor.dtype.itemsize
         gradient = None if reduced is tensor.dtype else elements * reduced.itemsize
-        return Step(axis, source, target, nbytes, *actions, padded, gradient), after
+        return Step(axes, source, target, nbytes, *actions, padded, gradient), after
 
     def _step_findings(
         self, stated: PlannedStep, step: Step, before: Layout, gradient: Gradient, value: str
     ) -> Iterator[str]:
-        found = before.types[step.axis]
+        found = before.types[step.axes[0]]
         if step.source != found:
             yield f"a step on {stated.axis} starts from {step.source}, not {found}"
         actions = STEPS.get((step.source.kind, step.target.kind))
@@ -676,5 +678,5 @@ class _ReshardingCheck:
                 f"not {stated.gradient_nbytes}"
             )
         for action in (step.forward, step.backward):
-            for label in self._constraints.forbidding(action, self._axes, step.axis, value):
+            for label in self._constraints.forbidding(action, self._axes, step.axes, value):
                 yield f"a step runs {action} on {stated.axis} against the {label}"

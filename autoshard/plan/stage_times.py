@@ -342,18 +342,18 @@ class StageTiming:
         self, step: PlannedStep, value: str, gathers: int, reductions: int
     ) -> tuple[Piece, Piece]:
         """The forward and the backward action of a step, each in one of its runs."""
-        axis = self._mesh.axis_names.index(step.axis)
+        sizes = dict(zip(self._mesh.axis_names, self._mesh.axis_sizes, strict=True))
         source, target = parse_type(step.source), parse_type(step.target)
         shape = self._graph.values[value].shape
         priced = Step(
-            axis=axis,
+            axes=tuple(map(self._mesh.axis_names.index, step.axes)),
             source=source,
             target=target,
             nbytes=step.nbytes,
             gradient_nbytes=step.gradient_nbytes,
             forward=Action(step.forward),
             backward=Action(step.backward),
-            padded=is_padded(source, target, shape, self._mesh.axis_sizes[axis]),
+            padded=is_padded(source, target, shape, step.num_ranks(sizes)),
         )
         factor = self.prices.charges.get(value, ALONE)
         forward = min(regather_price(priced, self._mesh, factor), step.time / gathers)

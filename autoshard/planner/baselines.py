@@ -288,8 +288,6 @@ class _Baselines:
     def _remarks(self, pattern: Pattern) -> tuple[str, ...]:
         """Differences between a plan and what the framework does."""
         sizes = [self.axes.sizes[axis] for axis in sharding_axes(self.axes, pattern)]
-        if pattern == "ddp" and len(self.axes.sizes) > 1:
-            return ("gradients are all-reduced along one mesh axis after the other",)
         if not sizes:
             return ()
         parameters = self.graph.parameters

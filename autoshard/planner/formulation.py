@@ -339,6 +339,7 @@ class Formulation:
                 tensor.shape,
                 tensor.dtype.itemsize,
                 self.axes.sizes,
+                groups=self.axes.groups,
                 differentiable=gradient is not Gradient.NONE,
                 partial=not is_bool,
                 backward=gradient is Gradient.FLOWS,

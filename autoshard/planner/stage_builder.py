@@ -10,6 +10,7 @@ from autoshard.costs import Frequency, StepCommunication
 from autoshard.errors import PlanError
 from autoshard.graph import Input, InputKind, graph_to_json
 from autoshard.layouts import ALONE, Action, Layout, Step, placement_texts
+from autoshard.mesh import join_axes
 from autoshard.ops import InnerCollective, Strategy
 from autoshard.plan.document import (
     Checkpoint,
@@ -307,7 +308,7 @@ class StageBuilder:
 
     def _step(self, step: Step, time: float) -> PlannedStep:
         return PlannedStep(
-            axis=self._axes.name(step.axis),
+            axis=join_axes(map(self._axes.name, step.axes)),
             source=str(step.source),
             target=str(step.target),
             forward=step.forward.value,

@@ -155,7 +155,7 @@ class TimePoints:
         tensor, axis_sizes = self._graph.values[value], self._formulation.axes.sizes
         layouts = [source]
         for step in path:
-            layouts.append(layouts[-1].replace(step.axis, step.target))
+            layouts.append(layouts[-1].replace_all(step.axes, step.target))
         sizes = local_bytes(tensor, [*layouts, target], axis_sizes).tolist()
         given: float = sizes.pop()
         if all(step.backward is Action.NOTHING for step in path):

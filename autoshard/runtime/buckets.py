@@ -21,6 +21,7 @@ from autoshard.errors import PlanError
 from autoshard.layouts import AxisType, parse_type
 from autoshard.plan.buckets import Bucket
 from autoshard.runtime.accumulation import active_accumulation
+from autoshard.runtime.process_groups import process_group
 from autoshard.runtime.resharding import ElementTypes, bind_steps, bind_with_casts
 from autoshard.runtime.shards import from_rank_major, to_rank_major
 
@@ -105,7 +106,7 @@ class BucketSteps:
         )
         self._steps: list[_Reduce | _Gather] = []
         for steps in zip(*(resharding.steps for resharding in bucket.reshardings), strict=True):
-            group = mesh.get_group(steps[0].axis)
+            group = process_group(mesh, steps[0].axis)
             sources = [parse_type(step.source) for step in steps]
             is_sharded = sources[0].is_shard
             self._steps.append(_Gather(sources, group) if is_sharded else _Reduce(group))

@@ -12,6 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoshard.plan import CollectiveCount, Direction
+from autoshard.runtime.process_groups import axes_of_group
+
+_UNKNOWN = "?"
 
 _KINDS = {
     "_c10d_functional::all_reduce": "all_reduce",
@@ -99,6 +102,7 @@ class CollectiveRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
         self.messages: list[MessageRecord] = []
         self._messages: dict[str, int] = {}  # bytes sent and received since another operator ran
         self._message_group = ""
+        self._mesh = mesh
         names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
         self._axis_of_group: dict[str, str] = {
             mesh.get_group(i).group_name: name for i, name in enumerate(names)
@@ -124,7 +128,7 @@ class CollectiveRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
         schema = func._schema  # noqa: SLF001  torch has no public access to an operator's schema
         if schema.name in (_SENDS, _RECEIVES):
             tensors, group, _, tag = args
-            if _group_name(group) in self._axis_of_group:
+            if self._axis_of(group) != _UNKNOWN:
                 self._record_message(schema.name, tensors, group)
             else:
                 sent = schema.name == _SENDS
@@ -156,12 +160,17 @@ class CollectiveRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
         self._messages[name] = self._messages.get(name, 0) + _nbytes(tensors)
         self.records.append(self._made(_HALO_EXCHANGE, group, max(self._messages.values())))
 
+    def _axis_of(self, group: Any) -> str:
+        """Name of the axis of a group, or of its axes; it may have been made since the start."""
+        name = _group_name(group)
+        return self._axis_of_group.get(name) or axes_of_group(self._mesh, name) or _UNKNOWN
+
     def _made(self, kind: str, group: Any, nbytes: int) -> CollectiveRecord:
         # A graph task runs on this thread only during backward.
         backward = torch._C._current_graph_task_id() != -1  # noqa: SLF001
         return CollectiveRecord(
             kind=kind,
-            axis=self._axis_of_group.get(_group_name(group), "?"),
+            axis=self._axis_of(group),
             nbytes=nbytes,
             direction="backward" if backward else "forward",
         )

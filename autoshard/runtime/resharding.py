@@ -23,9 +23,9 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.errors import PlanError
 from autoshard.layouts import STEPS, Action, AxisType, Kind, largest_shard, parse_type
 from autoshard.plan import PlannedStep
+from autoshard.runtime.process_groups import process_group
 from autoshard.runtime.shards import from_rank_major, to_rank_major
 
 # spmd_types 0.3 calls collectives by names that torch 2.13 deprecates; users cannot change that.
@@ -55,15 +55,15 @@ def bind_steps(
         PlanError: a step is on an axis that the mesh does not have.
     """
     sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
-    for step in steps:
-        if step.axis not in sizes:
-            raise PlanError(f"a step is on the axis {step.axis!r}; the mesh has {list(sizes)}")
     return tuple(
         bind_step(
-            parse_type(step.source), parse_type(step.target), mesh.get_group(step.axis), shape
+            parse_type(step.source),
+            parse_type(step.target),
+            process_group(mesh, step.axis),
+            shape,
         )
         for step in steps
-        if sizes[step.axis] > 1
+        if step.num_ranks(sizes) > 1
     )
 
 
@@ -80,9 +80,9 @@ def bind_step(
     """The function that runs one step.
 
     Args:
-        source: type of the axis before the step.
-        target: type of the axis after it.
-        group: process group of the axis.
+        source: type of its axes before the step.
+        target: type of its axes after it.
+        group: process group of its axes.
         shape: global shape of the tensor.
     """
     uneven = [
@@ -135,9 +135,9 @@ def bind_with_casts(
     sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
     bound = []
     for step in steps:
-        if sizes[step.axis] > 1:
+        if step.num_ranks(sizes) > 1:
             source, target = parse_type(step.source), parse_type(step.target)
-            group = mesh.get_group(step.axis)
+            group = process_group(mesh, step.axis)
             num_ranks, rank = group.size(), group.rank()
             uneven = tuple(
                 _UnevenDim(t.dim, shape[t.dim], num_ranks, rank)

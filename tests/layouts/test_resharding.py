@@ -1,5 +1,5 @@
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import combinations, pairwise, product
 
 import numpy as np
 import pytest
@@ -191,8 +191,8 @@ def test_the_costs_of_a_chain_are_those_of_its_steps() -> None:
 def test_the_outer_axis_is_gathered_through_the_inner_one() -> None:
     """Dim 0 is sharded by axis 0 and, inside, by axis 1: axis 1 must give way first."""
     steps = reshardings().path(Layout.parse("S(0),S(0)"), Layout.parse("R,S(0)"))
-    assert steps[0].axis == 1
-    assert [s.axis for s in steps].count(0) == 1
+    assert steps[0].axes == (1,)
+    assert [s.axes for s in steps].count((0,)) == 1
     assert len(steps) == 3
 
 
@@ -224,7 +224,47 @@ def test_steps_change_one_axis_each() -> None:
     table = reshardings()
     for source, target in product(table.layouts, repeat=2):
         steps: tuple[Step, ...] = table.path(source, target)
-        assert all(not (a.axis == b.axis and a.target != b.source) for a, b in pairwise(steps))
+        assert all(not (a.axes == b.axes and a.target != b.source) for a, b in pairwise(steps))
+
+
+GROUPS = ((0, 1),)
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        ("S(0),S(0)", "R,R"),
+        ("S(0),S(0)", "S(1),S(1)"),
+        ("P,P", "I,I"),
+        ("P,P", "S(0),S(0)"),
+        ("I,I", "R,R"),
+    ],
+)
+def test_axes_of_one_type_communicate_as_one_group(source: str, target: str) -> None:
+    alone = ReshardingTable(SHAPE, 4, SIZES, differentiable=True, pricer=Prices())
+    joint = ReshardingTable(SHAPE, 4, SIZES, groups=GROUPS, differentiable=True, pricer=Prices())
+    ends = Layout.parse(source), Layout.parse(target)
+    (step,) = joint.path(*ends)
+    assert step.axes == (0, 1)
+    whole = 8 * 16 * 4
+    assert step.nbytes == (whole // 8 if source.startswith("S") and "S" in target else whole)
+    assert joint.cost(*ends) < alone.cost(*ends)
+
+
+@pytest.mark.parametrize("source", ["S(0),S(0);1>0", "S(0),R", "S(0),S(1)"])
+def test_axes_in_another_order_or_of_other_types_do_not(source: str) -> None:
+    joint = ReshardingTable(SHAPE, 4, SIZES, groups=GROUPS, differentiable=True, pricer=Prices())
+    layout = Layout.parse(source)
+    assert joint.path(layout, Layout.parse("R,R"))[0].axes != GROUPS[0]
+
+
+def test_uneven_slices_are_not_gathered_over_several_axes() -> None:
+    joint = ReshardingTable(
+        (10, 4), 4, (4, 2), groups=GROUPS, differentiable=False, pricer=Prices()
+    )
+    for source, target in product(joint.layouts, repeat=2):
+        for step in joint.path(source, target):
+            assert len(step.axes) == 1 or {step.source.dim, step.target.dim} <= {-1, 1}
 
 
 HALVES = (S(1, (1, 1)),)
@@ -237,17 +277,29 @@ def test_steps_are_those_of_single_layouts(
 ) -> None:
     interleaved = HALVES if len(shape) > 1 else ()
     shards = [*(S(d) for d in range(len(shape))), *interleaved]
+    ends = combinations(range(len(sizes) + 1), 2)
+    groups = tuple(tuple(range(a, b)) for a, b in ends if b - a > 1)
     priced = ReshardingTable(
-        shape, 4, sizes, differentiable=differentiable, interleaved=interleaved, pricer=Prices()
+        shape,
+        4,
+        sizes,
+        groups=groups,
+        differentiable=differentiable,
+        interleaved=interleaved,
+        pricer=Prices(),
     )
+    alone = [(axis,) for axis in range(len(sizes))]
     expected = set()
     for i, layout in enumerate(priced.layouts):
-        for axis, new in product(range(len(sizes)), [I, R, P, *shards]):
-            old = layout.types[axis]
-            if old == new or (old.kind, new.kind) not in STEPS:
+        for axes, new in product([*alone, *groups], [I, R, P, *shards]):
+            old = layout.types[axes[0]]
+            actions = STEPS.get((old.kind, new.kind))
+            if old == new or actions is None:
+                continue
+            if len(axes) > 1 and not any(action.is_collective for action in actions):
                 continue
             try:
-                after = layout.replace(axis, new)
+                after = layout.replace_all(axes, new)
             except LayoutError:
                 continue
             if after in priced.index:
@@ -261,7 +313,9 @@ def test_steps_are_those_of_single_layouts(
 class _InnerDims(Prices):
     """Collectives of another dim than the first cost a second more."""
 
-    def collective_time(self, action: str, axis: int, nbytes: int, *, inner: bool = False) -> float:
+    def collective_time(
+        self, action: str, axis: int | tuple[int, ...], nbytes: int, *, inner: bool = False
+    ) -> float:
         return super().collective_time(action, axis, nbytes) + inner
 
 

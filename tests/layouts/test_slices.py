@@ -113,10 +113,11 @@ def test_every_path_leads_where_it_should_at_the_price_it_says(name: str) -> Non
         assert isfinite(cost)
         layout, steps = source, table.path(source, target)
         for step in steps:
-            assert layout.types[step.axis] == step.source
-            num_ranks, before = sizes[step.axis], layout.local_shape(shape, sizes)
+            (axis,) = step.axes
+            assert layout.types[axis] == step.source
+            num_ranks, before = sizes[axis], layout.local_shape(shape, sizes)
             is_even = tensor.is_even(layout)
-            layout = layout.replace(step.axis, step.target)
+            layout = layout.replace(axis, step.target)
             after = layout.local_shape(shape, sizes)
             if step.source.is_shard and step.target.is_shard:
                 # A rank sends every rank the part of its slice that will be theirs.

@@ -190,3 +190,42 @@ def test_spans_are_those_of_every_single_group(shape: tuple[int, ...]) -> None:
             ]
             assert span.num_groups == max(len(groups) for groups, _ in counts)
             assert span.ranks_per_group == min(sizes.min() for _, sizes in counts)
+
+
+@pytest.mark.parametrize("action", ["all_gather", "all_reduce", "all_to_all", "reduce_scatter"])
+@pytest.mark.parametrize(
+    ("shape", "axes"), [((2, 4), (0, 1)), ((2, 1, 4), (0, 2)), ((2, 2, 4), (0, 1, 2))]
+)
+def test_axes_as_one_group_cost_what_one_axis_of_their_ranks_costs(
+    shape: tuple[int, ...], axes: tuple[int, ...], action: str
+) -> None:
+    mesh = make_mesh(shape)
+    assert axes in mesh.axis_groups
+    one = make_mesh((prod(shape),), topology=mesh.topology)
+    for nbytes in (0, 1 << 16, 1 << 28):
+        assert mesh.collective_time(action, axes, nbytes) == one.collective_time(action, 0, nbytes)
+
+
+def test_a_group_of_the_outer_axes_crosses_what_they_cross() -> None:
+    mesh = nodes_of_eight(2, 2, 8)
+    expected = nodes_of_eight(4, 8).collective_time("all_gather", 0, 1 << 24)
+    assert mesh.collective_time("all_gather", (0, 1), 1 << 24) == expected
+
+
+def test_axes_that_are_not_adjacent_are_no_group() -> None:
+    mesh = nodes_of_eight(2, 2, 2)
+    assert mesh.axis_groups == ((0, 1), (0, 1, 2), (1, 2))
+    with pytest.raises(MeshError, match=r"axes \(0, 2\) do not communicate as one group"):
+        mesh.collective_time("all_gather", (0, 2), 1)
+
+
+def test_the_cost_model_of_alpa_has_no_groups() -> None:
+    mesh = Mesh(
+        nodes_of_eight(2, 2).axes, get_topology("h100-sxm"), AlphaBeta((1.0, 1.0), (0.1, 0.1))
+    )
+    assert mesh.axis_groups == ()
+
+
+def test_a_name_of_an_axis_is_not_that_of_several() -> None:
+    with pytest.raises(MeshError, match=r"axis 'dp\+tp' must have a name without '\+'"):
+        Axis("dp+tp", 2)

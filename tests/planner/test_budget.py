@@ -48,7 +48,8 @@ def test_less_memory_never_costs_less(planned: Planner, graph: Graph, free: Plan
     for roomy, tight in pairwise([free, *plans]):
         assert tight.memory.peak <= tight.memory.budget
         # What was found may be worse than the best by the gap that is proven, and not more.
-        assert roomy.certificate.bound <= tight.costs.total
+        # The same plan's seconds are added up in another order for bounds.
+        assert roomy.certificate.bound <= tight.costs.total * (1 + 1e-12)
         assert roomy.costs.total * (1 - roomy.certificate.gap) <= tight.costs.total
     assert plans[-1].costs.recompute > 0
 

@@ -127,7 +127,6 @@ def test_d5_a_block_on_two_axes_is_cut_by_batch_and_heads() -> None:
     lies = parameters(plan)
     for name in ("wq", "wk", "wv", "w1"):
         assert lies[f"{name}.weight"].startswith("S(0),S(0)"), name
-    assert lies["w2.weight"] == "S(0),S(1)"
     (attention,) = operators(plan, graph, "scaled_dot_product_attention")
     assert attention == (("S(0),S(1)",) * 3, "S(0),S(1)")
 
@@ -135,15 +134,16 @@ def test_d5_a_block_on_two_axes_is_cut_by_batch_and_heads() -> None:
 def test_d5_a_whole_output_weight_is_cheaper_than_the_published_rows() -> None:
     """Published: wo at rest (S(0), S(1)), used by rows, whose sums are then reduced.
 
-    At rest that costs the same. In use it costs more than ours: an all-to-all from heads
-    to positions, and wo gathered whole, since activations are the larger here.
+    At rest that costs little more. In use it costs more than ours: an all-to-all from heads
+    to positions, and wo, w1 and w2 gathered whole over both axes as one group, since activations
+    are the larger here.
     """
     module, sizes, shape, _ = BLOCK
     graph = build(module, *sizes, x=shape)
     free = placed(graph, TALL, pins=pinned("S(0),R"))
-    assert operators(free, graph, "linear")[3][0][1] == "R,R"
+    assert {used for (_, used), _ in operators(free, graph, "linear")[3:]} == {"R,R"}
     at_rest = placed(graph, TALL, pins=pinned("S(0),R", {"wo.weight": "S(0),S(1)"}))
-    assert objective(at_rest) == pytest.approx(objective(free))
+    assert objective(free) < objective(at_rest) < 1.001 * objective(free)
     rows = {**pinned("S(0),R"), "nodes": {"linear_3": "*,S(2) *,S(1) -> *,P"}}
     assert objective(placed(graph, TALL, pins=rows)) > 1.001 * objective(free)
 

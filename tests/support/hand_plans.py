@@ -7,13 +7,14 @@ seldom picks.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from math import prod
 
 from torch import nn
 
 from autoshard.graph import Graph, InputKind, graph_digest, graph_to_json, load_graph
 from autoshard.graph.export import export_model
 from autoshard.layouts import Layout, ReshardingTable, placement_texts
-from autoshard.mesh import Mesh, make_mesh
+from autoshard.mesh import Mesh, join_axes, make_mesh
 from autoshard.outcome import SolveStatus
 from autoshard.plan import (
     Certificate,
@@ -98,7 +99,7 @@ class _Flat:
     def collective_time(
         self,
         _action: str,
-        _axis: int,
+        _axis: int | tuple[int, ...],
         nbytes: int,
         *,
         inner: bool = False,  # noqa: ARG002  the protocol's
@@ -178,7 +179,7 @@ class _Stage:
         names = self.hand.mesh.axis_names
         steps = tuple(
             PlannedStep(
-                axis=names[step.axis],
+                axis=join_axes(names[axis] for axis in step.axes),
                 source=str(step.source),
                 target=str(step.target),
                 forward=step.forward,
@@ -188,7 +189,7 @@ class _Stage:
             )
             for step in reshardings.path(Layout.parse(source), Layout.parse(target))
             # As in any plan: an axis of one rank has no steps.
-            if self.sizes[step.axis] > 1
+            if prod(self.sizes[axis] for axis in step.axes) > 1
         )
         self.reshardings.append(
             Resharding(

@@ -166,24 +166,22 @@ class PlanConstraints:
         )
 
     def forbidding(
-        self, action: str, axes: NontrivialAxes, axis: int, value: str | None = None
+        self, action: str, axes: NontrivialAxes, group: Sequence[int], value: str | None = None
     ) -> tuple[str, ...]:
-        """Labels of the constraints that forbid an action on an axis of the whole mesh.
+        """Labels of the constraints that forbid an action on axes of the whole mesh.
 
         Args:
             action: the action.
             axes: the mesh.
-            axis: index of an axis of the whole mesh.
+            group: indices of axes of the whole mesh.
             value: the resharded value; None for a collective inside an operator.
         """
-        if axis not in axes.axes:
-            return ()
-        collective = (action, axes.axes.index(axis))
+        collectives = {(action, axes.axes.index(axis)) for axis in group if axis in axes.axes}
         return tuple(
             c.label
             for c in self.constraints
-            if collective in c.collectives
-            or collective in (c.inside if value is None else c.values.get(value, ()))
+            if collectives & {*c.collectives}
+            or collectives & {*(c.inside if value is None else c.values.get(value, ()))}
         )
 
     def _runs_forbidden(self, strategy: Strategy) -> bool:
@@ -199,9 +197,10 @@ class _ConstrainedPricer:
     forbidden: frozenset[Collective]
 
     def collective_time(
-        self, action: Action, axis: int, nbytes: int, *, inner: bool = False
+        self, action: Action, axis: int | tuple[int, ...], nbytes: int, *, inner: bool = False
     ) -> float:
-        if (action, axis) in self.forbidden:
+        axes = (axis,) if isinstance(axis, int) else axis
+        if any((action, a) in self.forbidden for a in axes):
             return float("inf")
         return self.axes.collective_time(action, axis, nbytes, inner=inner)
 

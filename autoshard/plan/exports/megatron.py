@@ -100,7 +100,7 @@ def _shards_sequences(outline: Outline) -> bool:
     """True if hidden states are reduce-scattered along the sequence over the tensor axis."""
     names = {outline.axes[axis] for axis in outline.roles.get("tensor", ())}
     return any(
-        step.axis in names and (step.source, step.target) == ("P", "S(1)")
+        names.issuperset(step.axes) and (step.source, step.target) == ("P", "S(1)")
         for resharding in outline.stage.reshardings
         if len(outline.graph.values[resharding.value].shape) == _HIDDEN_STATES
         for step in resharding.steps

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.errors import PlanError
 from autoshard.plan import Plan, Stage
+from autoshard.runtime.process_groups import make_groups
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,9 @@ class StageDevices:
         for stage, own in zip(plan.stages, ranks, strict=True):
             if (own, stage.axes) not in made:
                 made[own, stage.axes] = _stage_mesh(stage, own, mesh.device_type)
+        for stage, own in zip(plan.stages, ranks, strict=True):
+            for axis in _joint_axes(stage):
+                make_groups(made[own, stage.axes], axis)
         positions = (tuple(range(len(sizes))),) if alone else plan.pipeline.ranks
         return cls(
             whole=mesh,
@@ -88,6 +92,14 @@ class StageDevices:
     def own_stages(self) -> tuple[int, ...]:
         """Numbers of the stages that this rank runs."""
         return self.positions[self.position]
+
+
+def _joint_axes(stage: Stage) -> list[str]:
+    """The joined names of axes that communicate as one group in a stage."""
+    sizes = dict(stage.axes)
+    steps = (step for resharding in stage.reshardings for step in resharding.steps)
+    joint = {step.axis for step in steps if len(step.axes) > 1 and step.num_ranks(sizes) > 1}
+    return sorted(joint)
 
 
 def _axes(mesh: DeviceMesh) -> tuple[tuple[str, int], ...]:

@@ -183,7 +183,7 @@ def _step_parts(stage: Stage, resharding: Resharding) -> Iterator[ForwardBackwar
     sizes = dict(stage.axes)
     subject = resharding_label(resharding, {i.name: i.target for i in stage.inputs})
     for step in resharding.steps:
-        if sizes[step.axis] > 1:
+        if step.num_ranks(sizes) > 1:
             yield ForwardBackward(
                 Part(Phase.FORWARD, step.forward, subject, step.axis, step.nbytes),
                 Part(Phase.BACKWARD, step.backward, subject, step.axis, step.backward_nbytes),

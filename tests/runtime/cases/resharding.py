@@ -32,9 +32,11 @@ from autoshard.layouts import (
     parse_type,
 )
 from autoshard.plan import PlannedStep
+from autoshard.runtime.process_groups import process_group
 from autoshard.runtime.recorder import CollectiveRecord, record_collectives, summarize
 from autoshard.runtime.resharding import bind_steps
 
+JOINT = "a+b"
 COLLECTIVES = {"all_reduce", "all_gather", "reduce_scatter", "all_to_all"}
 SHAPE = (4, 8, 8)
 
@@ -45,8 +47,8 @@ class Setting:
 
     Attributes:
         shape: of the tensor.
-        mesh: shape of the mesh, whose last axis is the one.
-        axis: its name.
+        mesh: shape of the mesh, whose last axis is the one, or all of whose axes are one group.
+        axis: the name of the axis or group.
     """
 
     shape: tuple[int, ...]
@@ -55,11 +57,12 @@ class Setting:
 
     @property
     def num_ranks(self) -> int:
-        """Of the axis."""
-        return self.mesh[-1]
+        """Of the axis or group."""
+        return prod(self.mesh) if self.axis == JOINT else self.mesh[-1]
 
 
 EVEN = Setting(SHAPE, (2, 2), "b")
+EVEN_JOINT = Setting(SHAPE, (2, 2), JOINT)
 EVEN_ON_4 = Setting(SHAPE, (4,), "a")
 UNEVEN = Setting((10, 8, 7), (4,), "a")
 """Four ranks hold 3, 3, 3 and 1 of dim 0, two each of dim 1, and 2, 2, 2 and 1 of dim 2."""
@@ -162,7 +165,7 @@ def check_step(
 ) -> None:
     """The logical value survives the step, and so does the logical gradient."""
     device_mesh = mesh(*setting.mesh)
-    group = device_mesh.get_group(setting.axis)
+    group = process_group(device_mesh, setting.axis)
     nbytes = dtype.itemsize * filled(source, target, setting)
     planned = step(source, target, axis=setting.axis, nbytes=nbytes)
     (run,) = bind_steps([planned], device_mesh, setting.shape)
@@ -200,7 +203,7 @@ def check_without_gradient(
 ) -> None:
     """Masks and numbers without a gradient are filled up alike."""
     device_mesh = mesh(*setting.mesh)
-    group = device_mesh.get_group(setting.axis)
+    group = process_group(device_mesh, setting.axis)
     planned = step(source, target, axis=setting.axis)
     (run,) = bind_steps([planned], device_mesh, setting.shape)
     value = logical(1, dtype, setting.shape)
@@ -249,6 +252,41 @@ def check_chain() -> None:
     torch.testing.assert_close(mine, value)
 
 
+def check_axes_as_one_group() -> None:
+    """One collective over two axes does what one over each of them does."""
+    device_mesh = mesh(2, 2)
+    value = logical(1, torch.float64, (8, 8))
+    for source, target in JOINT_PAIRS:
+        shape = value.shape
+        mine = local_part(value, source, device_mesh)
+        (joint,) = bind_steps([step(source, target, axis=JOINT)], device_mesh, shape)
+        names = ("b", "a") if source.startswith("S") else ("a", "b")
+        single = bind_steps([step(source, target, axis=a) for a in names], device_mesh, shape)
+        expected = mine
+        for run in single:
+            expected = run(expected)
+        torch.testing.assert_close(joint(mine), expected)
+
+
+def local_part(value: torch.Tensor, kind: str, device_mesh: DeviceMesh) -> torch.Tensor:
+    """This rank's part of a value of one type on both axes, outermost first."""
+    for axis in ("a", "b"):
+        value = cut(value, kind, device_mesh.get_group(axis))
+    return value
+
+
+def check_group_of_ranks_in_another_order() -> None:
+    permuted = DeviceMesh("cpu", torch.tensor([[0, 2], [1, 3]]), mesh_dim_names=("a", "b"))
+    with pytest.raises(PlanError, match=r"must ascend, but those of the mesh are \[0, 2, 1, 3\]"):
+        bind_steps([step("S(0)", "R", axis=JOINT)], permuted, SHAPE)
+
+
+def check_groups_are_made_once() -> None:
+    device_mesh = mesh(2, 2)
+    assert process_group(device_mesh, JOINT) is process_group(device_mesh, JOINT)
+    assert process_group(device_mesh, JOINT).size() == 4
+
+
 def check_foreign_collectives_are_seen() -> None:
     """Whatever communicates is recorded, also what no plan contains and no axis carries."""
     device_mesh = mesh(2, 2)
@@ -277,6 +315,14 @@ PAIRS = [
     for target in ("I", "R", "P", "S(0)", "S(1)", "S(2)")
     if source != target and (Kind(source[0]), Kind(target[0])) in STEPS
 ]
+JOINT_PAIRS = [
+    (source, target)
+    for source, target in PAIRS
+    if any(action in COLLECTIVES for action in STEPS[Kind(source[0]), Kind(target[0])])
+    and "S(2)" not in (source, target)
+    and not (source.startswith("S") and target.startswith("S"))
+]
+"""Steps that both axes can take one after the other; all-to-alls of one axis move other slices."""
 INTERLEAVED = [
     pair
     for cut in ("S(0)/1+1", "S(1)/1+1", "S(1)/1+1+2", "S(2)/3+1")
@@ -307,6 +353,14 @@ CASES: dict[str, Callable[[], None]] = {
         for s, t in CUTTING
         if s != "P"
     },
+    **{
+        f"{s}->{t}, over two axes": partial(check_step, s, t, setting=EVEN_JOINT)
+        for s, t in (*PAIRS, ("S(1)/1+1", "R"), ("P", "S(1)/1+1"), ("S(0)", "S(1)/1+1"))
+        if any(action in COLLECTIVES for action in STEPS[Kind(s[0]), Kind(t[0])])
+    },
+    "axes as one group": check_axes_as_one_group,
+    "a group of ranks in another order": check_group_of_ranks_in_another_order,
+    "groups are made once": check_groups_are_made_once,
     "masks keep the first rank": check_masks_keep_the_first_rank,
     "an axis of one rank": check_step_on_an_axis_of_one_rank,
     "expanded gradient": check_expanded_gradient,
