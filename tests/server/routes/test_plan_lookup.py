@@ -82,13 +82,13 @@ def test_a_client_sends_a_graph_once(start_service: Any, graph: bytes, tmp_path:
     url = f"sqlite:///{tmp_path / 'store.sqlite3'}"
     with Client(start_service(store_url=url).url) as client:
         first = client.request_plan(graph, mesh=(2, 2))
-    small = start_service(store_url=url, max_body_bytes=1000, num_workers=0)
+    small = start_service(store_url=url, max_body_bytes=2000, num_workers=0)
     with Client(small.url) as client:
         again = client.request_plan(graph, mesh=(2, 2))
         assert again.cached
         assert again.plan == first.plan
         assert client.request_plan(graph, mesh=(2, 2)).plan is again.plan
-        with pytest.raises(RequestRejectedError, match="limit of 1,000 bytes"):
+        with pytest.raises(RequestRejectedError, match="limit of 2,000 bytes"):
             client.request_plan(graph, mesh=(4,))
 
 
