@@ -348,7 +348,7 @@ LOSS = ("all_reduce", -2)
 GROUPS = (("all_gather", 2), ("reduce_scatter", 2))
 """FSDP2 gathers two blocks and the rest apart; the plan has one bucket for these few bytes."""
 REPLICAS = ("all_reduce", 2 + LOSS[1])
-"""FSDP2 also reduces the gradients of two blocks and of the rest apart over the replicas, and no loss."""
+"""FSDP2 also reduces two blocks and the rest apart over the replicas, but no loss."""
 READERS = ("all_reduce", 6)
 """In the backward of two layers: query, key and value, or gate and up, reduce the gradient of what
 they read one by one; in the plan their sum is reduced."""
@@ -357,7 +357,9 @@ llama, gpt2 = partial(models.llama), partial(models.gpt2)
 CASES = {
     "llama for fsdp2": Code(llama, "4", "for fsdp2", "fsdp2", (), 1.0, (*GROUPS, LOSS)),
     "gpt2 for fsdp2": Code(gpt2, "4", "for fsdp2", "fsdp2", (), 1.0, (*GROUPS, LOSS)),
-    "llama for fsdp2, two axes": Code(llama, "2x2", "for fsdp2", "fsdp2", (), 1.0, (*GROUPS, REPLICAS)),
+    "llama for fsdp2, two axes": Code(
+        llama, "2x2", "for fsdp2", "fsdp2", (), 1.0, (*GROUPS, REPLICAS)
+    ),
     "llama for parallelize_module": Code(
         llama, "4", f"for {TENSOR}", TENSOR, LOCAL, 1.0, (READERS,)
     ),
