@@ -83,31 +83,41 @@ def headline(settings: Settings, _: Selection) -> str:
 
 
 def depth(settings: Settings, _: Selection) -> str:
-    """Llama-3-8B with 8, 32 and 128 layers, with and without a memory limit.
-
-    Times of different depths are only compared without a limit, where every depth has a plan.
-    """
-    as_is = [_measure(Case(name, (8, 8)), settings) for name in _DEPTHS]
+    """Llama-3-8B with 8, 32 and 128 layers, without a memory limit and under one."""
     lifted = [_measure(Case(name, (8, 8), memory_budget=UNLIMITED), settings) for name in _DEPTHS]
-    return f"{_phases([*as_is, *lifted])}\n\n{_ratio(lifted[0], lifted[-1])}"
+    limited = [
+        _measure(replace(free.case, memory_budget=int(_SHARES[0] * free.last["held"])), settings)
+        for free in lifted
+        if free.found
+    ]
+    ratios = [_ratio("with memory lifted", lifted), _ratio("under the budgets", limited)]
+    return "\n\n".join([_phases([*lifted, *limited]), *ratios])
 
 
-def _ratio(least: Result, most: Result) -> str:
-    if not (least.found and most.found):
-        return "No ratio: one of the depths has no plan."
+def _ratio(condition: str, results: Sequence[Result]) -> str:
+    if len(results) < len(_DEPTHS) or not all(result.found for result in results):
+        return f"No ratio {condition}: one of the depths has no plan."
+    least, most = results[0], results[-1]
     total = most.seconds("total") / least.seconds("total")
     planned = (most.seconds("total") - most.seconds("load")) / (
         least.seconds("total") - least.seconds("load")
     )
+    solved = most.seconds("solve") / least.seconds("solve")
     return (
-        f"From 8 to 128 layers with memory lifted, 16 times as many, the total grows by "
-        f"{total:.1f}x, and by {planned:.1f}x with loading left out."
+        f"From 8 to 128 layers {condition}, 16 times as many, the total grows by {total:.1f}x, by "
+        f"{planned:.1f}x with loading left out, and solving by {solved:.1f}x."
     )
 
 
 def axes(settings: Settings, _: Selection) -> str:
     """Meshes of three and four axes."""
     return _phases([_measure(Case(LLAMA, mesh), settings) for mesh in ((2, 4, 8), (2, 2, 4, 8))])
+
+
+def large(settings: Settings, _: Selection) -> str:
+    """DeepSeek-V3 on meshes of 2,048 devices."""
+    cases = (Case(_SEARCHED, mesh, memory_budget=UNLIMITED) for mesh in ((256, 8), (32, 8, 8)))
+    return _phases([_measure(case, settings) for case in cases])
 
 
 def memory(settings: Settings, _: Selection) -> str:
@@ -318,6 +328,7 @@ TABLES: Mapping[str, Table] = MappingProxyType(
         "headline": headline,
         "depth": depth,
         "axes": axes,
+        "large": large,
         "models": models,
         "memory": memory,
         "budgets": budgets,
@@ -333,7 +344,7 @@ TABLES: Mapping[str, Table] = MappingProxyType(
 """Tables by name, which is also that of the markers in the document."""
 
 REPETITIONS: Mapping[str, int] = MappingProxyType(
-    {"models": 1, "memory": 3, "budgets": 1, "shares": 1, "search": 1, "startup": 20}
+    {"models": 1, "memory": 3, "large": 3, "budgets": 1, "shares": 1, "search": 1, "startup": 20}
 )
 """Measurements of each case, for tables with many or slow cases; the others have 5."""
 
