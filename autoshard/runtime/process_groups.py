@@ -22,16 +22,16 @@ They are never dropped, so that all ranks know the same ones and make others in 
 def process_group(mesh: DeviceMesh, axis: str) -> ProcessGroup:
     """The process group of an axis, or of several that `join_axes` joined.
 
-    The groups of several axes are made at their first use, which must be that of all ranks; rank
-    r of a group is the r-th in the row-major order of the axes.
+    The groups of several axes are made at their first use, which must be that of all ranks of the
+    mesh; rank r of a group is the r-th in the row-major order of the axes.
 
     Args:
         mesh: its mesh dim names are the names of axes.
         axis: the axis of a planned step.
 
     Raises:
-        PlanError: the mesh has no such axis, not all ranks, or ranks that do not ascend along
-            the axes.
+        PlanError: the mesh has no such axis, or ranks that do not ascend along the axes; or it is
+            a part of a job whose communicators are split from that of all ranks.
     """
     axes, names = split_axes(axis), mesh.mesh_dim_names or ()
     for name in axes:
@@ -40,25 +40,23 @@ def process_group(mesh: DeviceMesh, axis: str) -> ProcessGroup:
     if len(axes) == 1:
         return mesh.get_group(axis)
     ranks = _ranks_of_groups(mesh, axes)
-    if not _is_made(ranks) and mesh.size() < dist.get_world_size():
-        raise PlanError(
-            f"the axes {axis} communicate as one group, which all {dist.get_world_size()} ranks of "
-            f"the job must make, but the mesh has {mesh.size()} of them; start a job of its own "
-            f"for the ranks of the mesh"
-        )
-    make_groups(mesh, axis)
+    make_groups(mesh, axis, is_part=mesh.size() < dist.get_world_size())
     group = _MADE[ranks][1]
     if group is None:
         raise PlanError("this rank is not part of the device mesh")
     return group
 
 
-def make_groups(mesh: DeviceMesh, axis: str) -> None:
-    """Make the groups of several axes, unless there are such; all ranks must call it.
+def make_groups(mesh: DeviceMesh, axis: str, *, is_part: bool = False) -> None:
+    """Make the groups of several axes, unless there are such; all ranks of the job must call it.
 
     Args:
         mesh: a mesh, which may be that of a pipeline stage without this rank.
         axis: names that `join_axes` joined.
+        is_part: only the ranks of the mesh call it, of which this one is.
+
+    Raises:
+        PlanError: as `process_group`.
     """
     ranks = _ranks_of_groups(mesh, split_axes(axis))
     if _is_made(ranks):
@@ -69,9 +67,15 @@ def make_groups(mesh: DeviceMesh, axis: str) -> None:
                 f"the axes {axis} communicate as one group, whose ranks must ascend, but those of "
                 f"the mesh are {list(group)}; use a mesh as `init_device_mesh` makes it"
             )
+    if is_part and dist.group.WORLD is not None and dist.group.WORLD.bound_device_id is not None:
+        raise PlanError(
+            f"the axes {axis} communicate as one group, but the mesh has {mesh.size()} of the "
+            f"{dist.get_world_size()} ranks, and after `init_process_group(device_id=...)` only "
+            f"all of them can make a group; leave `device_id` out, or start a job of its own"
+        )
     own = None
     for group in ranks:
-        made = dist.new_group(list(group), group_desc=axis)
+        made = dist.new_group(list(group), group_desc=axis, use_local_synchronization=is_part)
         if isinstance(made, ProcessGroup):
             own = made
     _MADE[ranks] = dist.group.WORLD, own
