@@ -181,7 +181,7 @@ def search_report(search: MeshSearch, plans: Sequence[Plan | None]) -> Report:
         plans: the plan of each mesh; None if it was not stored.
     """
     kinds = ["total", "compute", "communication"]
-    if any(plan is not None and plan.options.overlap for plan in plans):
+    if any(plan is not None and plan.costs and plan.costs.overlapped for plan in plans):
         kinds.append("overlapped")
     has_pipelines = any(plan is not None and plan.pipeline is not None for plan in plans)
     kinds += ["idle"] * has_pipelines

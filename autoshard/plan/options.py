@@ -351,11 +351,13 @@ class PlanOptions(_Options):
             "are not counted as saved tensors."
         ),
     )
-    overlap: bool = Field(
-        default=False,
+    overlap: bool | None = Field(
+        default=None,
         description=(
             "whether parameter gathers and gradient reductions overlap with the compute of the "
-            "operators that read the parameters; then only the rest of them costs time."
+            "operators that read the parameters; then only the rest of them costs time. If null, "
+            "they do on devices with rates of kernels, such as most presets of GPUs: there the "
+            "share of the compute that they slow down is known."
         ),
     )
     bucket_bytes: ByteCount | None = Field(

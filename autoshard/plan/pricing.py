@@ -163,7 +163,8 @@ class Prices:
         self.micro_batches = options.micro_batches
         self.in_flight = options.in_flight
         self.accumulation_dtype = options.accumulation_dtype
-        self.overlaps = options.overlap
+        has_rates = mesh.topology.device.kernels is not None
+        self.overlaps = has_rates if options.overlap is None else options.overlap
         self.checkpointed_modules = options.checkpointed_modules
         self.memory_budget = options.memory_budget or mesh.topology.device.memory
         if options.master_weights and graph.converted:

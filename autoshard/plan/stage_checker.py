@@ -169,7 +169,7 @@ class StageCheck:
         self._again = recomputed(graph, stage)
         self._is_sound = True  # its memory timeline can be computed
         self._optimizer_time = self._loading_time = self._recompute_time = 0.0
-        self._overlap = Overlap(graph, mesh) if options.overlap else None
+        self._overlap = Overlap(graph, mesh) if self._prices.overlaps else None
 
     def findings(self) -> Iterator[str]:
         """The errors of the stage."""

@@ -196,7 +196,7 @@ class StageTiming:
         self._graph = graph
         self._placed = {placed.name: placed for placed in stage.nodes}
         self.again = recomputed(graph, stage)
-        self._overlap = Overlap(graph, mesh) if options.overlap else None
+        self._overlap = Overlap(graph, mesh) if self.prices.overlaps else None
         self._weights = weights_of(graph)
         self._buckets = buckets_of(stage, graph, self.again)
         self._bucketed = {use: bucket for bucket in self._buckets for use in bucket.uses}

@@ -242,13 +242,13 @@ def test_what_is_recomputed_is_shown(archive: Path) -> None:
 
 def test_overlap_is_shown(archive: Path) -> None:
     pins = ("--pin", "parameter:*=I", "--batch-axis", "axis0")
-    apart = autoshard("plan", archive, "--mesh", "4", *pins)
-    beside = autoshard("plan", archive, "--mesh", "4", *pins, "--overlap")
-    searched = autoshard("search", archive, "--devices", "2", "--overlap")
+    apart = autoshard("plan", archive, "--mesh", "4", *pins, "--no-overlap")
+    beside = autoshard("plan", archive, "--mesh", "4", *pins)
+    searched = autoshard("search", archive, "--devices", "2")
     assert (apart.exit_code, beside.exit_code, searched.exit_code) == (0, 0, 0)
     assert "overlapped" not in words(apart)
     assert "overlapped" in words(searched)
-    beside_costs = autoshard("plan", archive, "--mesh", "4", *pins, "--overlap", "--format", "csv")
+    beside_costs = autoshard("plan", archive, "--mesh", "4", *pins, "--format", "csv")
     assert re.search(r"overlap of communication with compute,-[0-9.e-]+,", beside_costs.output)
 
 

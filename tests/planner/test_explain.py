@@ -65,8 +65,9 @@ def wide() -> Graph:
 def tight(planned: Planner, wide: Graph) -> Plan:
     """A plan whose parameters are cut at rest only because memory is short."""
     impossible = planned(wide, (4,), memory_budget=1)
-    plan = planned(wide, (4,), memory_budget=int(1.1 * impossible.conflict.least_budget))
-    assert plan.costs.total > planned(wide, (4,)).costs.total
+    budget = int(1.1 * impossible.conflict.least_budget)
+    plan = planned(wide, (4,), memory_budget=budget, overlap=False)
+    assert plan.costs.total > planned(wide, (4,), overlap=False).costs.total
     return plan
 
 
@@ -76,7 +77,8 @@ def test_totals_obey_the_budget(planned: Planner, wide: Graph, tight: Plan) -> N
     budget = tight.memory.budget
     for alternative in alternatives:
         pin = Pins(parameters={"up.weight": alternative.layouts})
-        pinned = planned(wide, (4,), memory_budget=budget, pins=pin, relative_gap=1e-6)
+        options = {"memory_budget": budget, "overlap": False, "relative_gap": 1e-6}
+        pinned = planned(wide, (4,), pins=pin, **options)
         assert pinned.found == (alternative.total is not None)
         if pinned.found:
             assert pinned.certificate.objective == pytest.approx(alternative.total, rel=1e-5)

@@ -148,7 +148,7 @@ COMPARED = [
 @pytest.mark.parametrize(("name", "mesh", "limits"), COMPARED)
 def test_it_never_costs_more(planned: Planner, name: str, mesh: str, limits: str) -> None:
     graph, options = small_graph(MODELS[name]), {"relative_gap": 0, **LIMITS[limits]}
-    apart = planned(graph, MESHES[mesh], **options)
+    apart = planned(graph, MESHES[mesh], overlap=False, **options)
     beside = planned(graph, MESHES[mesh], overlap=True, **options)
     assert max(apart.certificate.gap, beside.certificate.gap) < ROUNDING
     assert beside.certificate.objective <= apart.certificate.objective * (1 + 1e-9)
@@ -175,9 +175,19 @@ def test_compute_hides_once_and_only_weights(planned: Planner, options: dict[str
     assert all(claimed[name] <= time for name, time in times.items())
 
 
+@pytest.mark.parametrize(("topology", "overlaps"), [("h100-sxm", True), ("cpu-10gbe", False)])
+def test_the_default_is_that_of_the_device(
+    planned: Planner, topology: str, *, overlaps: bool
+) -> None:
+    graph, mesh = small_graph(gpt2), make_mesh((4,), topology=topology)
+    default, stated = (planned(graph, mesh, overlap=o, algo="fsdp2") for o in (None, overlaps))
+    assert default.costs == stated.costs
+    assert (default.costs.overlapped > 0) == overlaps
+
+
 def test_a_budget_is_met_for_less(planned: Planner) -> None:
     graph = graph_of(meta(mlp, 2048, 1024, 1024, 1024))
-    free = planned(graph, (4,))
+    free = planned(graph, (4,), overlap=False)
     whole = free.memory.parameters + free.memory.gradients + free.memory.optimizer
     budget = free.memory.peak - whole // 2
     apart, beside = (
