@@ -164,13 +164,6 @@ class Network:
                 if u < v:
                     yield u, v, link
 
-    def components(self) -> list[list[int]]:
-        """Connected components: lists of variables, ascending, ordered by their first variable."""
-        names = sorted(self.variables)
-        place = {v: i for i, v in enumerate(names)}
-        pairs = [(place[u], place[v]) for u, v, _ in self.pairs()]
-        return [[names[i] for i in members] for members in components(len(names), pairs)]
-
     @property
     def num_strategies(self) -> int:
         """Remaining strategies of all variables."""

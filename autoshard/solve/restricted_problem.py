@@ -320,7 +320,10 @@ class RestrictedSolver:
         The first one has only strategies of choices that could be very close to the bound, so
         that its tables are small.
         """
-        masks = self._selected(least, width, answer.choice)
+        masks = [cheapest(bounds, width) for bounds in least]
+        for node_class, mask in zip(self.graph.node_classes, masks, strict=True):
+            if answer.choice is not None:
+                mask[answer.choice[list(node_class.nodes)]] = True
         if is_first:
             close = answer.bound + _FIRST_SLACK * slack * abs(answer.bound)
             masks = [
@@ -347,23 +350,6 @@ class RestrictedSolver:
             self._state.offer(choice)
         answer.bound = max(answer.bound, min(solution.bound, *left_out))
         self.tried = [old | new for old, new in zip(self.tried, masks, strict=True)]
-
-    def _selected(
-        self, least: Sequence[FloatArray], width: int, near: IntArray | None
-    ) -> list[BoolArray]:
-        """Strategies of each node class with the least bounds, and those nearest to a choice."""
-        masks = [cheapest(bounds, width) for bounds in least]
-        if near is not None:
-            nodes = [list(node_class.nodes) for node_class in self.graph.node_classes]
-            picks = [int(near[alike[len(alike) // 2]]) for alike in nodes]
-            for node_class, mask in enumerate(masks):
-                mask[near[nodes[node_class]]] = True
-                nearby = [
-                    cheapest(prices, self._settings.nearby_strategies)
-                    for prices in self._messages.around(node_class, picks)
-                ]
-                masks[node_class] = np.logical_or.reduce([mask, *nearby])
-        return masks
 
     def _solved(
         self, masks: Sequence[BoolArray], gap: float, bound: float, *, runs_only: bool
@@ -479,10 +465,6 @@ class LimitedRestriction:
             inner.best_choices = [
                 restricted.part(old.whole(choice)) for choice in seen.best_choices
             ]
-            inner.group_options = {
-                multiple: [restricted.part(old.whole(choice)) for choice in choices]
-                for multiple, choices in seen.group_options.items()
-            }
         warm_start.restricted = restricted, inner
 
     def _solve_restricted(self) -> None:
@@ -509,7 +491,7 @@ class LimitedRestriction:
         warm_start, limit = self._state.warm_start, self._problem.usage_limit
         if not warm_start.best_choices or not self._usage_weights.weights:
             return
-        prices, _ = self._lagrangian.best_prices(limit)
+        prices, _ = self._lagrangian.best_prices()
         if not prices.any():
             return
         slack = _PROOF_GAP * self._state.gap * self._state.magnitude

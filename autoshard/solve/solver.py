@@ -323,8 +323,7 @@ def _search_tree(reduced: ReducedProblem) -> bool:
     state.enter("branch and bound")
     model = linear_model(reduced.network)
     solver = _solver(reduced, model)
-    picks = None if state.choice is None else reduced.pick_of(state.choice)
-    start = None if picks is None else model.columns(reduced.network, picks)
+    start = None if state.choice is None else reduced.pick_of(state.choice)
     while True:
         outcome = solver.branch(start)
         if outcome.status is RunStatus.INFEASIBLE:

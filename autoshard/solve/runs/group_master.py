@@ -8,9 +8,9 @@ that the strategies at boundaries agree. Consecutive groups that are alive at th
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise, product
+from itertools import pairwise
 
 import numpy as np
 from scipy import sparse
@@ -29,8 +29,6 @@ _ROUNDS = 10
 
 _TIGHTER = 1e-6
 """Relative decrease of the limit when a choice exceeds it because of rounding."""
-
-_ITEM = np.dtype(np.intp).itemsize
 
 _State = bytes
 """Strategies of the boundary nodes between two groups, and of the shared nodes."""
@@ -162,25 +160,6 @@ class GroupMaster:
             tuple(starts), tuple(ends), rest, float(costs[0]), uses[self._outside]
         )
 
-    def _cross(self) -> None:
-        """Add the columns and the choices outside of groups that change the state before them."""
-        for i, run in enumerate(self._runs):
-            known, num_before = self.columns[i], len(run.boundary)
-            states = {s for column in known.values() for s in (column.start, column.end)}
-            own = self._owner_of_edge == self._owner_of_node[run.instances[1][0]]
-            nodes, edges = run.node_array[1], np.flatnonzero(own)
-            for column, start in product(tuple(known.values()), sorted(states)):
-                key = start + column.picks.tobytes()
-                same = start[num_before * _ITEM :] == column.start[num_before * _ITEM :]
-                if key in known or not same:
-                    continue
-                choice = np.zeros(len(self._problem.nodes), dtype=np.intp)
-                choice[[*run.before_of(1), *run.shared_nodes]] = np.frombuffer(start, dtype=np.intp)
-                choice[nodes] = column.picks
-                cost = float(self._problem.prices(choice, nodes=nodes, edges=edges).sum())
-                if np.isfinite(cost):
-                    known[key] = replace(column, start=start, cost=cost)
-
     def combine(self) -> None:
         """Offer the best combination of the groups that were added.
 
@@ -189,7 +168,6 @@ class GroupMaster:
         state, limit = self.state, self._problem.usage_limit
         times: list[int] = []
         cuts: list[_Cut] = []
-        self._cross()
         for _ in range(_ROUNDS):
             state.check()
             program = _Program(self, times, limit, cuts)

@@ -8,7 +8,7 @@ prices are the midpoint of the optimum of these cutting planes and the best pric
 they do not oscillate (in-out separation, Ben-Ameur and Neto 2007).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -19,8 +19,11 @@ from autoshard.solve.network import spread
 from autoshard.solve.problem import Problem
 from autoshard.solve.runs.cutting_planes import best_mixture, best_prices
 from autoshard.solve.runs.find import Run
-from autoshard.solve.runs.run_solver import Minimise
 from autoshard.solve.state import SolveState
+
+Minimise = Callable[[Sequence[FloatArray], float], tuple[float, IntArray | None] | None]
+"""Returns a lower bound and the best choice found; its arguments are costs per strategy of each
+node, and the relative difference that may be left between bound and choice."""
 
 _MAX_GROWTHS = 20
 _GAP_SHARE = 0.1
@@ -192,16 +195,11 @@ class UsageLagrangian:
             self.usage_weights.add(point.uses)
         return point
 
-    def excesses(self, limit: float) -> FloatArray:
-        """Weighted usage minus a limit, by choice and weights, shape [C, D]."""
+    @property
+    def excesses(self) -> FloatArray:
+        """Weighted usage minus the limit, by choice and weights, shape [C, D]."""
         uses = np.array([point.uses for point in self.points])
-        return uses @ self.usage_weights.matrix.T - limit
-
-    def nearest(self, prices: FloatArray) -> list[Point]:
-        """The choices found, ordered by their price with priced usage."""
-        excess = self.excesses(self._problem.usage_limit)[:, : len(prices)]
-        paid = excess @ prices + [point.cost for point in self.points]
-        return [self.points[i] for i in np.argsort(paid, kind="stable")]
+        return uses @ self.usage_weights.matrix.T - self._problem.usage_limit
 
     def priced(self, prices: FloatArray, *, nudge: float = 0.0) -> list[FloatArray]:
         """Costs by node with a price for each of the weights; `nudge` is a price at all times."""
@@ -248,12 +246,12 @@ class UsageLagrangian:
         paid = (float(prices.sum()) + nudge + self._tie) * self._problem.usage_limit
         return total - paid - _ROUNDING * (abs(total) + paid)
 
-    def best_prices(self, limit: float, *, most: float = 0.0) -> tuple[FloatArray, float]:
+    def best_prices(self, *, most: float = 0.0) -> tuple[FloatArray, float]:
         """Maximise the least of the cutting planes; return the prices and the maximum.
 
         If the maximum is unbounded, prices end at `most`, unless that is zero.
         """
-        cost, excess = np.array([point.cost for point in self.points]), self.excesses(limit)
+        cost, excess = np.array([point.cost for point in self.points]), self.excesses
         finite = np.isfinite(cost)
         cost, excess = cost[finite], excess[finite]
         scale = float(np.abs(excess).max(initial=0.0))
@@ -269,18 +267,14 @@ class UsageLagrangian:
                 box = most
         return prices, promised
 
-    def maximise_bound(self, limit: float) -> FloatArray:
-        """Prices with a good bound for weighted usage below a limit.
-
-        A limit below that of the problem leaves slack for peaks that the weights underestimate.
-        """
-        reserve = self._problem.usage_limit - limit
+    def maximise_bound(self) -> FloatArray:
+        """Prices with a good bound."""
         accuracy = _GAP_SHARE * self._state.gap
         best, reached, num_stalled = np.zeros(0), -float("inf"), 0
         prices = np.zeros(0)
         for _ in range(_MAX_EVALUATIONS):
             most = _REACH * float(prices.max(initial=0.0))
-            target, promised = self.best_prices(limit, most=most)
+            target, promised = self.best_prices(most=most)
             small = accuracy * max(abs(promised), SAME)
             if num_stalled > _MAX_STALLED or promised - reached <= small:
                 break
@@ -291,7 +285,6 @@ class UsageLagrangian:
             bound = None if same or self._state.closed else self.evaluate(prices, slack=accuracy)
             if bound is None or np.isinf(bound):
                 break
-            bound += float(prices.sum()) * reserve
             num_stalled = 0 if bound - reached > accuracy * abs(bound) else num_stalled + 1
             if bound > reached:
                 best, reached = prices, bound
@@ -325,7 +318,7 @@ class UsageLagrangian:
                     return True
             least = min(problem.peak_usage(point.choice) for point in self.points)
             tight = steep * (least - limit) <= self.bound + _ACCURACY * steep * least
-            mixed = best_mixture(self.excesses(limit))
+            mixed = best_mixture(self.excesses)
             known = np.append(shares, np.zeros(len(mixed) - len(shares)))
             if tight or np.allclose(mixed, known):
                 break
