@@ -35,6 +35,7 @@ from autoshard.solve.presolve import (
 )
 from autoshard.solve.restricted_problem import LimitedRestriction, RestrictedSolver
 from autoshard.solve.runs import block_table, contraction
+from autoshard.solve.runs.contraction import ContractedProblem
 from autoshard.solve.runs.group_master import GroupMaster
 from autoshard.solve.trws import TRWS
 from benchmarks.archives import archive
@@ -79,6 +80,11 @@ def _unchanged(*_: object) -> object:
 TECHNIQUES = {
     "run contraction": Technique(contraction, "write_choices", hints=False),
     "a table for each component of a group": Technique(block_table, "_ways", stub=lambda *_: []),
+    "shared nodes as costs": Technique(
+        ContractedProblem,
+        "_best_shared",
+        {"max_group_work": SolverSettings().max_elimination_work},
+    ),
     "restricted problems": Technique(
         RestrictedSolver, "minimise", {"wide_strategies": float("inf")}
     ),

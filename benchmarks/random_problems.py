@@ -7,7 +7,7 @@ hints which nodes repeat):
 
     everything       all steps, as in production
     no products      plain: no elimination; linear relaxation, and branch and bound
-    no rounding      plain: elimination and prices on usage, with a requested gap of zero
+    no rounding      the same with a requested gap of zero
     messages         plain: every problem counts as large: TRW-S first, no products
     narrow           restricted problems of a few strategies, whatever the number of strategies
     runs alone       run contraction and its prices on usage, without the steps that close a gap

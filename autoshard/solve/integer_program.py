@@ -81,7 +81,7 @@ class IntegerProgram:
 
     def choice(self, x: FloatArray) -> IntArray:
         """The choice of a point whose binary columns are integral up to rounding."""
-        picks, _ = self.model.rounded(x)
+        picks = self.model.rounded(x)
         labels = [np.flatnonzero(mask) for mask in self._allowed.values()]
         chosen = {v: labels[i][picks[v]] for v, i in self._place.items()}
         return np.array([chosen[int(head)] for head in self._heads], dtype=np.intp)

@@ -13,6 +13,7 @@ from enum import Enum, auto
 import highspy
 import numpy as np
 from scipy import sparse
+from scipy.optimize import Bounds, LinearConstraint, milp
 
 from autoshard.arrays import BoolArray, FloatArray, IntArray
 from autoshard.solve.network import Network
@@ -55,14 +56,10 @@ class LinearModel:
         """Number of columns that are strategies; they come first."""
         return int(self.starts[len(self.variables)])
 
-    def rounded(self, x: FloatArray) -> tuple[dict[int, int], float]:
-        """The strategy of each variable with the largest share, and the least such share."""
-        picks, least = {}, 1.0
-        for i, v in enumerate(self.variables):
-            shares = x[self.starts[i] : self.starts[i + 1]]
-            picks[v] = int(shares.argmax())
-            least = min(least, float(shares[picks[v]]))
-        return picks, least
+    def rounded(self, x: FloatArray) -> dict[int, int]:
+        """The strategy of each variable with the largest share."""
+        spans = zip(self.variables, self.starts, self.starts[1:], strict=False)
+        return {v: int(x[first:last].argmax()) for v, first, last in spans}
 
     def dual_bound(self, duals: FloatArray, prices: FloatArray) -> tuple[float, FloatArray]:
         """Lower bound from row duals, and a lower bound of the excess of each column.
@@ -230,30 +227,18 @@ def integer_point(
         relative_gap: at which it stops.
         time_limit: in seconds.
     """
-    lp = highspy.HighsLp()
-    lp.num_col_, lp.num_row_ = len(cost), len(low)
-    lp.col_cost_, lp.col_lower_, lp.col_upper_ = cost, np.zeros(len(cost)), most
-    lp.row_lower_, lp.row_upper_ = low, high
-    lp.integrality_ = [highspy.HighsVarType.kInteger] * len(cost)
-    _set_matrix(lp, matrix, highspy.MatrixFormat.kRowwise)
-    highs = highspy.Highs()
-    highs.setOptionValue("output_flag", False)
-    highs.setOptionValue("mip_max_nodes", max_nodes)
-    highs.setOptionValue("mip_rel_gap", relative_gap)
-    if np.isfinite(time_limit):
-        highs.setOptionValue("time_limit", time_limit)
-    highs.passModel(lp)
-    highs.run()
-    return np.rint(highs.getSolution().col_value) if _is_feasible(highs) else None
-
-
-def _set_matrix(
-    lp: highspy.HighsLp, matrix: sparse.csr_array | sparse.csc_array, order: highspy.MatrixFormat
-) -> None:
-    lp.a_matrix_.format_ = order
-    lp.a_matrix_.start_ = matrix.indptr.astype(np.int32)
-    lp.a_matrix_.index_ = matrix.indices.astype(np.int32)
-    lp.a_matrix_.value_ = matrix.data
+    found = milp(
+        cost,
+        integrality=np.ones(len(cost), dtype=np.intp),
+        bounds=Bounds(0.0, most),
+        constraints=LinearConstraint(matrix, low, high),
+        options={
+            "node_limit": max_nodes,
+            "mip_rel_gap": relative_gap,
+            "time_limit": min(time_limit, _LONG),
+        },
+    )
+    return None if found.x is None else np.rint(found.x)
 
 
 def _is_feasible(highs: highspy.Highs) -> bool:
@@ -263,6 +248,8 @@ def _is_feasible(highs: highspy.Highs) -> bool:
 
 
 _LARGEST_COST = 1e4
+_LONG = 1e9
+"""Seconds that stand for no time limit."""
 _FEASIBILITY = 1e-9
 _DUAL_FEASIBILITY = 1e-7
 
@@ -404,7 +391,10 @@ class HighsSolver:
         lp.col_cost_ = model.cost * self._scale
         lp.col_lower_, lp.col_upper_ = np.zeros(len(model.cost)), np.ones(len(model.cost))
         lp.row_lower_ = lp.row_upper_ = model.right
-        _set_matrix(lp, columns, highspy.MatrixFormat.kColwise)
+        lp.a_matrix_.format_ = highspy.MatrixFormat.kColwise
+        lp.a_matrix_.start_ = columns.indptr.astype(np.int32)
+        lp.a_matrix_.index_ = columns.indices.astype(np.int32)
+        lp.a_matrix_.value_ = columns.data
         highs = highspy.Highs()
         highs.setOptionValue("output_flag", False)
         highs.setOptionValue("random_seed", self._state.seed)

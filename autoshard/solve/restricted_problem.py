@@ -44,10 +44,7 @@ _FIRST_LIMITED_SWEEPS = 30
 _MORE_LIMITED_SWEEPS = 10
 """Sweeps before a restricted problem; at the best prices the first time; and there later on."""
 _MIN_GAIN = 2e-5
-_MIN_GAIN_OF_GAP = 0.05
-"""Relative gain of a sweep below which messages end, and the same relative to the requested gap."""
-_SAME_WIDTH_GAIN = 0.1
-"""Share of the gap that messages must close for the next restricted problem to be as wide."""
+"""Relative gain of a sweep below which messages end."""
 _RESTRICTED_GAP = 0.1
 """Share of the gap that a restricted problem may leave."""
 _ELASTICITIES = (0.4, 3.0)
@@ -220,27 +217,24 @@ class RestrictedSolver:
             rough: stop after the first restricted problem that has a choice.
             report_bound: called with each better bound.
         """
-        self._set(costs)
         answer, width, is_first = _Answer(), self._settings.first_width, not rough
-        while width <= self._settings.last_width:
-            value, bound = answer.value, answer.bound
-            self._maximise_bound(answer, slack, report_bound)
-            proven, self.least = strategy_bounds(self._messages)
-            answer.bound = max(answer.bound, self._messages.bound, proven)
+
+        def report(bound: float) -> None:
+            answer.bound = max(answer.bound, bound)
             report_bound(answer.bound)
+
+        while width <= self._settings.last_width:
+            enough = answer.value - slack * abs(answer.value)
+            self.least = self.bounds(costs, _MAX_SWEEPS, report_bound=report, enough=enough)
             if answer.is_within(slack):
                 break
             self._try_restricted(answer, self.least, width, slack, is_first=is_first)
-            report_bound(answer.bound)
+            report(answer.bound)
             if answer.is_within(slack) or (rough and answer.choice is not None):
                 break
-            was_first, is_first = is_first, False
-            if (
-                not was_first
-                and answer.value == value
-                and answer.bound - bound < _SAME_WIDTH_GAIN * (value - bound)
-            ):
+            if not is_first:
                 width *= 2
+            is_first = False
         return answer.bound, answer.choice
 
     def bounds(
@@ -261,7 +255,8 @@ class RestrictedSolver:
             enough: bound at which the sweeps end.
         """
         self._state.enter("pass messages")
-        self._set(costs)
+        deadline = self._state.deadline(_MESSAGE_SHARE)
+        self._messages.costs = [costs[c.nodes[0]] for c in self.graph.node_classes]
         before = -np.inf
         for _ in range(num_sweeps):
             self._messages.sweep()
@@ -269,6 +264,8 @@ class RestrictedSolver:
             bound = self._messages.bound
             report_bound(bound)
             if bound >= enough or bound - before <= _MIN_GAIN * abs(bound):
+                break
+            if self._state.is_late(deadline):
                 break
             before = bound
         proven, least = strategy_bounds(self._messages)
@@ -281,30 +278,6 @@ class RestrictedSolver:
         values = [value.copy() for value in self._messages.values]
         yield
         self._messages.values = values
-
-    def _set(self, costs: Sequence[FloatArray]) -> None:
-        self._messages.costs = [
-            costs[node_class.nodes[0]] for node_class in self.graph.node_classes
-        ]
-
-    def _maximise_bound(
-        self, answer: _Answer, slack: float, report_bound: Callable[[float], object]
-    ) -> None:
-        """Pass messages until the bound stalls or is good enough."""
-        self._state.enter("pass messages")
-        deadline = self._state.deadline(_MESSAGE_SHARE)
-        enough = answer.value - slack * abs(answer.value)
-        for sweep in range(_MAX_SWEEPS):
-            before = self._messages.bound
-            self._messages.sweep()
-            self._state.count("restricted.sweeps")
-            bound = self._messages.bound
-            report_bound(bound)
-            little = max(_MIN_GAIN, _MIN_GAIN_OF_GAP * slack) * abs(bound)
-            if bound >= enough or (sweep and bound - before <= little):
-                return
-            if self._state.is_late(deadline):
-                return
 
     def _try_restricted(
         self,
@@ -330,14 +303,6 @@ class RestrictedSolver:
                 (mask & (bounds <= close)) | cheapest(bounds, 1)
                 for mask, bounds in zip(masks, least, strict=True)
             ]
-        if answer.choice is not None:
-            cutoff = answer.value - slack * abs(answer.value)
-            can_improve = [bounds < cutoff for bounds in least]
-            if (
-                max(int(mask.sum()) for mask in can_improve)
-                <= self._settings.full_width_ratio * width
-            ):
-                masks = [mask | more for mask, more in zip(masks, can_improve, strict=True)]
         masks = one_per_run(self.graph, masks)
         left_out = [
             float(bounds[~mask].min(initial=np.inf))

@@ -41,8 +41,6 @@ class SolverSettings:
             solved through restricted problems.
         first_width: strategies per node class in the first restricted problems.
         last_width: strategies per node class in the last one.
-        full_width_ratio: all strategies that can be in a better choice are added if no node class
-            has more than this many widths of them.
         limited_width: strategies per node class added to a restricted problem at once.
     """
 
@@ -67,7 +65,6 @@ class SolverSettings:
     wide_strategies: float = 100.0
     first_width: int = 24
     last_width: int = 48
-    full_width_ratio: float = 3.0
     limited_width: int = 12
 
 

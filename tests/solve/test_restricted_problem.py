@@ -89,7 +89,6 @@ NARROW = SolverSettings(
     wide_strategies=0.0,
     first_width=1,
     last_width=2,
-    full_width_ratio=0.0,
     limited_width=1,
 )
 """Every problem counts as wide, and restricted problems start with one strategy per class."""

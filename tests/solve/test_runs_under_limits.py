@@ -229,8 +229,9 @@ def test_as_many_groups_as_fit_use_the_cheap_column(limit: float) -> None:
     problem = chain(6, limit)
     state = SolveState(problem)
     master = GroupMaster(state)
-    for pick in (0, 1):
-        master.add(np.full(len(problem.nodes), pick, dtype=np.intp))
+    alternating = np.arange(len(problem.nodes)) % 2
+    for choice in (np.zeros_like(alternating), np.ones_like(alternating), alternating):
+        master.add(choice)
     master.combine()
     assert state.choice is not None
     assert problem.peak_usage(state.choice) == limit

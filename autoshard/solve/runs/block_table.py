@@ -5,9 +5,9 @@ of a group into components (such as a block with and without activation checkpoi
 is the elementwise minimum of one table per component; these are far cheaper to compute.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import product
 from math import prod
 
@@ -19,7 +19,6 @@ from autoshard.solve.block_cache import (
     CachedTable,
     KeyValueStore,
     SolvedBlock,
-    TableEntry,
     content_key,
 )
 from autoshard.solve.elimination import Elimination, Evaluation
@@ -127,6 +126,14 @@ def _pieces(edges: Sequence[Edge]) -> list[list[int]]:
     return [[nodes[i] for i in piece] for piece in components(len(nodes), ends.tolist())]
 
 
+@dataclass(frozen=True, slots=True)
+class PresolveMemo:
+    """Results of reductions, by content."""
+
+    products: dict[bytes, Matrix] = field(default_factory=dict)
+    losses: dict[bytes, Losses] = field(default_factory=dict)
+
+
 class RunBlock:
     """The second group of a run, its edges, and its entries in a store of tables.
 
@@ -134,16 +141,28 @@ class RunBlock:
         problem: the problem.
         run: a run of it.
         store: of tables; None computes every table.
+        known: memo of reductions.
+        effort: limits of work, and when to stop.
 
     Attributes:
         run: the run.
+        known: memo of reductions.
+        effort: limits of work, and when to stop.
         edges: edges inside the group, to the previous group and to shared nodes.
         num_reused: number of tables found in the store.
         num_solved: number of tables computed.
     """
 
-    def __init__(self, problem: Problem, run: Run, store: KeyValueStore | None) -> None:
-        self.run = run
+    def __init__(
+        self,
+        problem: Problem,
+        run: Run,
+        store: KeyValueStore | None = None,
+        known: PresolveMemo | None = None,
+        effort: Effort = DEFAULT_EFFORT,
+    ) -> None:
+        self.run, self.effort = run, effort
+        self.known = PresolveMemo() if known is None else known
         self._problem = problem
         self._store = store
         group, before, shared_nodes = run.instances[1], run.before_of(1), run.shared_nodes
@@ -157,6 +176,10 @@ class RunBlock:
         group, boundary = self.run.instances[1], set(self.run.boundary)
         own = [v for p, v in enumerate(group) if p not in boundary]
         return find_components(self._problem, own, self.edges)
+
+    def num_strategies(self, v: int) -> int:
+        """Number of strategies of a node."""
+        return self._problem.nodes[v].num_strategies
 
     def kept_table(self, costs: Mapping[int, FloatArray], view: bytes) -> CachedTable | None:
         """The store's entry for a table of the block; None without a store.
@@ -213,109 +236,116 @@ def _content(array: NDArray[np.generic]) -> bytes:
     return np.ascontiguousarray(array, wide).tobytes()
 
 
-@dataclass(frozen=True, slots=True)
-class PresolveMemo:
-    """Results of reductions, by content."""
-
-    products: dict[bytes, Matrix] = field(default_factory=dict)
-    losses: dict[bytes, Losses] = field(default_factory=dict)
-
-
 Shared = Mapping[int, int | None]
 """The strategy of shared nodes that are no axes of tables: fixed, or None for any one in every
 group, which gives a lower bound."""
 
 
-class BlockTemplate:
-    """The table of the second group of a run, for any costs.
+class BlockTable:
+    """The least price of the second group of a run by strategy of its boundary and shared nodes.
 
     Args:
-        problem: the problem.
         block: the group, and its entries in the store.
+        costs: shape [S] for each node of the group.
         shared: shared nodes that are no axes of the table.
-        known: memo of reductions.
-        effort: limits of work, and when to stop.
+        most_work: largest number of additions.
 
     Attributes:
         run: the run.
         shared_nodes: shared nodes that are axes of the table.
         shape: of the table.
+        values: prices, with one axis per boundary node of the previous group, then per boundary
+            node of the group, then per shared node; None if the table would be too large.
     """
 
     def __init__(
-        self,
-        problem: Problem,
-        block: RunBlock,
-        shared: Shared,
-        known: PresolveMemo,
-        *,
-        effort: Effort = DEFAULT_EFFORT,
+        self, block: RunBlock, costs: Mapping[int, FloatArray], shared: Shared, most_work: float
     ) -> None:
-        self._problem, self._block, self._known, self._effort = problem, block, known, effort
-        self._shared = shared
+        self._block, self._costs, self._shared, self._work = block, costs, shared, most_work
         self.run = run = block.run
         group = run.instances[1]
         own = [group[p] for p in run.boundary]
         self.shared_nodes = tuple(h for h in run.shared_nodes if h not in shared)
         seen = [*run.before_of(1), *own, *self.shared_nodes]
         self._place = {v: i for i, v in enumerate([*seen, *(v for v in group if v not in own)])}
-        self.shape = tuple(problem.nodes[v].num_strategies for v in seen)
+        self.shape = tuple(block.num_strategies(v) for v in seen)
+        fixed = [shared.get(h, -1) for h in run.shared_nodes]
+        self._kept = block.kept_table(costs, repr((fixed, most_work)).encode())
+        self._parts: list[_ComponentTable] | None = None
+        self.values = None if prod(self.shape) > _MAX_ENTRIES else self._computed()
 
-    def evaluate(self, costs: Mapping[int, FloatArray], *, most_work: float) -> "BlockTable | None":
-        """The table for given costs per strategy of each node of the problem.
-
-        Args:
-            costs: shape [S] for each node of the group.
-            most_work: largest number of additions.
-
-        Returns:
-            None if the table would be too large.
-        """
-        if prod(self.shape) > _MAX_ENTRIES:
-            return None
-        fixed = [self._shared.get(h, -1) for h in self.run.shared_nodes]
-        kept = self._block.kept_table(costs, repr((fixed, most_work)).encode())
-        solve = partial(self._solve, costs, most_work)
-        found = None if kept is None else kept.find(self.shape)
+    def _computed(self) -> FloatArray | None:
+        """The prices, from the store if it has them; None if the table would be too large."""
+        found = None if self._kept is None else self._kept.find(self.shape)
         self._block.count(reused=found is not None)
-        parts = None
-        if found is None:
-            found, parts = TableEntry(None, 0.0), solve()
-            if parts is not None:
-                values = np.minimum.reduce([part.values for part in parts])
-                found = TableEntry(values, sum(part.plan.work for part in parts))
-            if kept is not None:
-                kept.keep(found)
-        if found.values is None:
-            return None
-        return BlockTable(self, found.values, found.work, kept, solve, parts)
+        if found is not None:
+            return found if found.size else None
+        self._parts = self._solve()
+        values = None
+        if self._parts is not None:
+            values = np.minimum.reduce([part.values for part in self._parts])
+        if self._kept is not None:
+            self._kept.keep(np.zeros(0) if values is None else values)
+        return values
 
-    def interior(
-        self, parts: Sequence["_ComponentTable"], seen: tuple[int, ...]
-    ) -> tuple[int, ...]:
-        """Strategies of the nodes of a group that attain an entry of the table."""
-        best = min(parts, key=lambda part: float(part.values[seen]))
+    def interior(self, seen: tuple[int, ...]) -> tuple[int, ...]:
+        """Strategies of the nodes of a group that attain an entry of the table.
+
+        A table from the store is computed again only if the store does not have the strategies.
+        """
+        group = self.run.instances[1]
+        if self._parts is None and self._kept is not None:
+            sizes = [self._block.num_strategies(v) for v in group]
+            found = self._kept.find_interior(seen, sizes)
+            if found is not None:
+                return found
+        self._parts = self._parts or self._solve()
+        assert self._parts is not None, "the same table was computed before"
+        best = min(self._parts, key=lambda part: float(part.values[seen]))
         choice = np.zeros(len(self._place), dtype=np.intp)
         for i, s in best.plan.complete(best.result, dict(enumerate(seen))).items():
             choice[i] = best.left[i][s]
         best.inverse(choice)
-        return tuple(int(choice[self._place[v]]) for v in self.run.instances[1])
+        strategies = tuple(int(choice[self._place[v]]) for v in group)
+        if self._kept is not None:
+            self._kept.keep_interior(seen, strategies)
+        return strategies
 
-    def group_sizes(self) -> tuple[int, ...]:
-        """Number of strategies of each node of the group."""
-        return tuple(self._problem.nodes[v].num_strategies for v in self.run.instances[1])
+    def as_batch(self) -> FloatArray:
+        """One matrix per state of the shared nodes: states before the group by those after it."""
+        assert self.values is not None
+        number = len(self.run.boundary)
+        rows, cols = prod(self.shape[:number]), prod(self.shape[number : 2 * number])
+        return np.ascontiguousarray(np.moveaxis(self.values.reshape(rows, cols, -1), 2, 0))
 
-    def _solve(
-        self, costs: Mapping[int, FloatArray], most_work: float
-    ) -> list["_ComponentTable"] | None:
+    def _solve(self) -> "list[_ComponentTable] | None":
         """The table of each component; None if one would be too large."""
         parts = []
         for component in self._block.components:
-            part = self._solve_component(costs, component, most_work)
+            part = self._solve_component(component)
             if part is None:
                 return None
             parts.append(part)
         return parts
+
+    def _solve_component(self, component: Component) -> "_ComponentTable | None":
+        """The table of one component."""
+        network, effort = Network(), self._block.effort
+        for v, number in self._place.items():
+            labels = np.arange(self._block.num_strategies(v))
+            cost = self._costs.get(v, np.zeros(len(labels)))
+            network.add(number, Variable(labels, cost))
+        self._connect(network)
+        for v, mask in component.items():
+            network.keep(self._place[v], mask)
+        seen = range(len(self.shape))
+        inverse = reduce_around(network, seen, self._block.known, effort=effort)
+        plan = Elimination.compile(network, most_work=self._work, keep=seen, effort=effort)
+        if plan is None:
+            return None
+        result = plan.evaluate({v: x.cost for v, x in network.variables.items()})
+        left = {v: x.labels for v, x in network.variables.items()}
+        return _ComponentTable(plan, result, left, inverse, plan.joint_table(result, seen))
 
     def _connect(self, network: Network) -> None:
         """Add the edges; one to a shared node without an axis becomes a cost of its other end."""
@@ -335,27 +365,6 @@ class BlockTemplate:
         paid: FloatArray = prices.min(axis=0) if strategy is None else prices[strategy]
         return paid
 
-    def _solve_component(
-        self, costs: Mapping[int, FloatArray], component: Component, most_work: float
-    ) -> "_ComponentTable | None":
-        """The table of one component."""
-        group, network = set(self.run.instances[1]), Network()
-        for v, number in self._place.items():
-            labels = np.arange(self._problem.nodes[v].num_strategies)
-            cost = costs[v] if v in group else np.zeros(len(labels))
-            network.add(number, Variable(labels, cost))
-        self._connect(network)
-        for v, mask in component.items():
-            network.keep(self._place[v], mask)
-        seen = range(len(self.shape))
-        inverse = reduce_around(network, seen, self._known, effort=self._effort)
-        plan = Elimination.compile(network, most_work=most_work, keep=seen, effort=self._effort)
-        if plan is None:
-            return None
-        result = plan.evaluate({v: x.cost for v, x in network.variables.items()})
-        left = {v: x.labels for v, x in network.variables.items()}
-        return _ComponentTable(plan, result, left, inverse, plan.joint_table(result, seen))
-
 
 @dataclass(frozen=True, eq=False)
 class _ComponentTable:
@@ -374,47 +383,6 @@ class _ComponentTable:
     left: Mapping[int, IntArray]
     inverse: Inverse
     values: FloatArray
-
-
-@dataclass(eq=False)
-class BlockTable:
-    """A group's least price by strategy of its boundary nodes and shared nodes.
-
-    Attributes:
-        template: the group.
-        values: prices, with one axis per boundary node of the previous group, then per boundary
-            node of the group, then per shared node.
-        work: additions that computing it takes, also if it was found in the store.
-    """
-
-    template: BlockTemplate
-    values: FloatArray
-    work: float
-    _kept: CachedTable | None
-    _solve: Callable[[], Sequence[_ComponentTable] | None]
-    _parts: Sequence[_ComponentTable] | None
-
-    def interior(self, seen: tuple[int, ...]) -> tuple[int, ...]:
-        """Strategies of the nodes of a group that attain an entry of the table.
-
-        A table from the store is computed again only if the store does not have the strategies.
-        """
-        if self._parts is None and self._kept is not None:
-            found = self._kept.find_interior(seen, self.template.group_sizes())
-            if found is not None:
-                return found
-        self._parts = self._parts or self._solve()
-        assert self._parts is not None, "the same table was computed before"
-        strategies = self.template.interior(self._parts, seen)
-        if self._kept is not None:
-            self._kept.keep_interior(seen, strategies)
-        return strategies
-
-    def as_batch(self, num_boundary: int) -> FloatArray:
-        """One matrix per state of the shared nodes: states before the group by those after it."""
-        shape = self.values.shape
-        rows, cols = prod(shape[:num_boundary]), prod(shape[num_boundary : 2 * num_boundary])
-        return np.ascontiguousarray(np.moveaxis(self.values.reshape(rows, cols, -1), 2, 0))
 
 
 def reduce_around(

@@ -18,7 +18,6 @@ from autoshard.solve.presolve import Inverse, min_plus, sequence
 from autoshard.solve.problem import Problem
 from autoshard.solve.runs.block_table import (
     BlockTable,
-    BlockTemplate,
     PresolveMemo,
     RunBlock,
     Shared,
@@ -80,28 +79,28 @@ def alike_groups(run: Run, costs: Sequence[FloatArray]) -> tuple[tuple[int, int]
 def joined_table(tables: RunTables) -> Table:
     """The least price of all groups of a run, by strategies before it, at its end, and shared."""
     table = tables[0][0]
-    run = table.template.run
-    powers = [min_plus_power(part.as_batch(len(run.boundary)), number) for part, number in tables]
-    values = np.moveaxis(reduce(batched_min_plus, powers), 0, 2).reshape(table.values.shape)
-    return Table((*run.before, *run.last_boundary, *table.template.shared_nodes), values)
+    run = table.run
+    powers = [min_plus_power(part.as_batch(), number) for part, number in tables]
+    values = np.moveaxis(reduce(batched_min_plus, powers), 0, 2).reshape(table.shape)
+    return Table((*run.before, *run.last_boundary, *table.shared_nodes), values)
 
 
 def write_choices(tables: RunTables, result: Evaluation, choice: IntArray) -> None:
     """Write the choices of every group of a run, given those before it and at its end."""
     table = tables[0][0]
-    run = table.template.run
-    shape = table.values.shape[: len(run.boundary)]
+    run = table.run
+    shape = table.shape[: len(run.boundary)]
     state = 0
-    shared_picks = tuple(result.picks[h] for h in table.template.shared_nodes)
+    shared_picks = tuple(result.picks[h] for h in table.shared_nodes)
     if shared_picks:
-        shared_shape = table.values.shape[2 * len(run.boundary) :]
+        shared_shape = table.shape[2 * len(run.boundary) :]
         state = int(np.ravel_multi_index(shared_picks, shared_shape))
     first, last = (
         int(np.ravel_multi_index([result.picks[v] for v in nodes], shape))
         for nodes in (run.before, run.last_boundary)
     )
     of_group = [part for part, (_, number) in enumerate(tables) for _ in range(number)]
-    matrices = [part.as_batch(len(run.boundary))[state] for part, _ in tables]
+    matrices = [part.as_batch()[state] for part, _ in tables]
     path = cheapest_path([matrices[part] for part in of_group], first, last)
     groups: dict[tuple[int, tuple[int, int]], list[int]] = {}
     for k, step in enumerate(pairwise(path)):
@@ -142,7 +141,7 @@ class ContractedProblem:
             v for run in self._runs for v in (*run.before, *run.last_boundary, *run.shared_nodes)
         }
         self._known = PresolveMemo()
-        self._blocks = [RunBlock(problem, run, store) for run in self._runs]
+        self._blocks = [RunBlock(problem, run, store, self._known, effort) for run in self._runs]
         self._shared_nodes = tuple(sorted({h for run in self._runs for h in run.shared_nodes}))
         self._to_shared_nodes = [
             edge
@@ -210,8 +209,7 @@ class ContractedProblem:
         """
         tables = []
         for block in self._blocks:
-            template = BlockTemplate(self._problem, block, shared, self._known, effort=self._effort)
-            evaluated = _evaluated(template, costs, most_work)
+            evaluated = _evaluated(block, costs, shared, most_work)
             if evaluated is None:
                 return None
             tables.append(evaluated)
@@ -246,14 +244,14 @@ class ContractedProblem:
 
 
 def _evaluated(
-    template: BlockTemplate, costs: Sequence[FloatArray], most_work: float
+    block: RunBlock, costs: Sequence[FloatArray], shared: Shared, most_work: float
 ) -> RunTables | None:
     """The table of each group with costs of its own, and the number of groups with these costs."""
-    groups, tables = template.run.instances, []
-    for k, number in alike_groups(template.run, costs):
+    groups, tables = block.run.instances, []
+    for k, number in alike_groups(block.run, costs):
         own = {v: costs[w] for v, w in zip(groups[1], groups[k], strict=True)}
-        table = template.evaluate(own, most_work=most_work)
-        if table is None:
+        table = BlockTable(block, own, shared, most_work)
+        if table.values is None:
             return None
         tables.append((table, number))
     return tuple(tables)

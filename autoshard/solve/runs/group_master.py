@@ -176,13 +176,12 @@ class GroupMaster:
                 return
             fresh = program.disconnected(values)
             cuts += fresh
-            found = [] if fresh else list(self._choices(program, values))
-            fits = [state.offer(choice) for choice in found]
-            if any(fits):
-                return
-            if not found:
+            if fresh:
                 continue
-            time = int(self._over_time(found[0]).argmax())
+            choice = self._choice(program, values)
+            if state.offer(choice):
+                return
+            time = int(self._over_time(choice).argmax())
             if time in times:
                 limit -= _TIGHTER * abs(limit)
             else:
@@ -192,16 +191,15 @@ class GroupMaster:
         uses = np.where(self._first < self._last, self._problem.uses(choice), 0.0)
         return spread(self._first, self._last, uses, len(self._problem.peak_times))
 
-    def _choices(self, program: "_Program", values: FloatArray) -> Iterator[IntArray]:
-        """The choices of a solution of the integer program, in different orders of the groups."""
+    def _choice(self, program: "_Program", values: FloatArray) -> IntArray:
+        """The choice of a solution of the integer program."""
         rest = program.rest(values)
-        for largest_first in (False, True):
-            choice = np.zeros(len(self._problem.nodes), dtype=np.intp)
-            choice[self._outside] = rest.picks
-            for i, run in enumerate(self._runs):
-                columns = program.trail(values, i, rest, largest_first=largest_first)
-                choice[run.node_array] = np.array([column.picks for column in columns])
-            yield choice
+        choice = np.zeros(len(self._problem.nodes), dtype=np.intp)
+        choice[self._outside] = rest.picks
+        for i, run in enumerate(self._runs):
+            columns = program.trail(values, i, rest)
+            choice[run.node_array] = np.array([column.picks for column in columns])
+        return choice
 
     def segments(self, times: Sequence[int]) -> list[list[_Segment]]:
         """Segments of each run: groups whose nodes are alive at the same ones of some times."""
@@ -390,22 +388,19 @@ class _Program:
         counts = values[self._counts[segment] :][: len(columns)].astype(np.intp)
         return [c for c, n in zip(columns, counts, strict=True) for _ in range(n)]
 
-    def trail(
-        self, values: FloatArray, i: int, rest: _Rest, *, largest_first: bool
-    ) -> list[_Column]:
-        """The columns of a run in order.
+    def trail(self, values: FloatArray, i: int, rest: _Rest) -> list[_Column]:
+        """The columns of a run in order; those whose usage decreases most over time come last.
 
         Args:
             values: of all variables; connected.
             i: number of the run.
             rest: the choice outside of groups.
-            largest_first: True to begin with the groups whose usage decreases most over time.
         """
         at, found = rest.starts[i], list[_Column]()
         for segment in self._segments[i]:
             chosen = self._chosen(values, segment)
             keys = {id(c): self._master.release(segment, c) for c in chosen}
-            chosen.sort(key=lambda c: keys[id(c)], reverse=not largest_first)
+            chosen.sort(key=lambda c: keys[id(c)], reverse=True)
             found += _trail(chosen, at)
             at = found[-1].end
         return found

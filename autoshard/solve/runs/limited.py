@@ -29,87 +29,6 @@ _NUDGE = 1e-3
 """Price at all times, relative to the steep price, so that usage at unpriced times is not free."""
 
 
-class LimitedRuns:
-    """Find bounds and choices of a problem with runs whose limit binds.
-
-    Args:
-        state: of the problem; its limit is finite.
-        runs: runs in it.
-        contracted: solves the problem for other costs, without its limit.
-
-    The first of the warm start's `best_choices` is the best choice without a limit, which exceeds
-    it.
-    """
-
-    def __init__(
-        self, state: SolveState, runs: Sequence[Run], contracted: ContractedProblem
-    ) -> None:
-        self._state = state
-        self._problem = state.problem
-
-        def minimise(costs: Sequence[FloatArray], _: float) -> tuple[float, IntArray] | None:
-            return contracted.minimise(costs)
-
-        weights = UsageWeights(state.problem, runs)
-        self._lagrangian = UsageLagrangian(state, weights, minimise)
-        for choice in state.warm_start.best_choices:
-            self._lagrangian.add_choice(choice)
-
-    def add_cheapest(self) -> "RunOutcome | None":
-        """Add the best choice without the limit; of equal ones, one with little usage.
-
-        Returns:
-            None if it exceeds the limit; else the outcome, because there is nothing more to do.
-        """
-        choice = self._lagrangian.cheapest_choice()
-        if choice is None:
-            return RunOutcome.SKIPPED
-        if self._state.offer(choice):
-            return RunOutcome.UPDATED
-        self._lagrangian.add_choice(choice)
-        self._state.warm_start.best_choices.append(choice)
-        return None
-
-    def run(self) -> bool:
-        """Find the best usage prices, then combine the groups of the choices found.
-
-        Returns:
-            False if no choice satisfies the limit; the statistic `minimum_usage` is then the least
-            feasible limit, if that is known.
-        """
-        try:
-            fits = self._state.choice is not None or self._lagrangian.can_fit(
-                slack=SLACK, mixtures=_MIXTURES, nudges=(0.0, _NUDGE)
-            )
-            if not fits:
-                return False
-            self._state.enter("price the usage of repeated groups")
-            prices = self._lagrangian.maximise_bound()
-            self._state.raise_bound(self._lagrangian.bound)
-            self._state.enter("combine repeated groups")
-            self._combine(prices)
-        finally:
-            self._state.warm_start.best_choices[:] = [
-                point.choice for point in self._lagrangian.points
-            ]
-        return True
-
-    def _combine(self, prices: FloatArray) -> None:
-        """Combine the groups of all choices found, and of more near the best prices."""
-        master = GroupMaster(self._state)
-        for point in self._lagrangian.points:
-            master.add(point.choice)
-        if self._state.choice is not None:
-            master.add(self._state.choice)
-        master.combine()
-        for multiple in _MULTIPLES if prices.any() else ():
-            if self._state.closed:
-                return
-            self._lagrangian.evaluate(multiple * prices, slack=SLACK)
-            master.add(self._lagrangian.points[-1].choice)
-            master.combine()
-
-
 class RunOutcome(StrEnum):
     """Outcome of run contraction."""
 
@@ -152,9 +71,57 @@ def _solve_contracted(
             return RunOutcome.INFEASIBLE
         if state.offer(choice) or not is_limited:
             return RunOutcome.UPDATED
-    limited = LimitedRuns(state, runs, contracted)
-    if not state.warm_start.best_choices:
-        outcome = limited.add_cheapest()
-        if outcome is not None:
-            return outcome
-    return RunOutcome.UPDATED if limited.run() else RunOutcome.INFEASIBLE
+    return _solve_limited(state, runs, contracted)
+
+
+def _solve_limited(
+    state: SolveState, runs: Sequence[Run], contracted: ContractedProblem
+) -> RunOutcome:
+    """Find bounds and choices under a limit that binds.
+
+    If no choice satisfies it, the statistic `minimum_usage` is the least feasible limit, if that is
+    known. The first of the warm start's `best_choices` is the best choice without a limit.
+    """
+
+    def minimise(costs: Sequence[FloatArray], _: float) -> tuple[float, IntArray] | None:
+        return contracted.minimise(costs)
+
+    best_choices = state.warm_start.best_choices
+    lagrangian = UsageLagrangian(state, UsageWeights(state.problem, runs), minimise)
+    for choice in best_choices:
+        lagrangian.add_choice(choice)
+    if not best_choices:
+        # Of choices that cost the same without the limit, one with little usage.
+        if lagrangian.evaluate(np.zeros(0), slack=SLACK) is None:
+            return RunOutcome.SKIPPED
+        if state.problem.fits(lagrangian.points[-1].choice):
+            return RunOutcome.UPDATED
+    try:
+        fits = state.choice is not None or lagrangian.can_fit(
+            slack=SLACK, mixtures=_MIXTURES, nudges=(0.0, _NUDGE)
+        )
+        if not fits:
+            return RunOutcome.INFEASIBLE
+        state.enter("price the usage of repeated groups")
+        prices = lagrangian.maximise_bound()
+        state.raise_bound(lagrangian.bound)
+        state.enter("combine repeated groups")
+        _combine_groups(lagrangian, prices, GroupMaster(state))
+    finally:
+        best_choices[:] = [point.choice for point in lagrangian.points]
+    return RunOutcome.UPDATED
+
+
+def _combine_groups(lagrangian: UsageLagrangian, prices: FloatArray, master: GroupMaster) -> None:
+    """Combine the groups of all choices found, and of more choices while the gap is open."""
+    state = master.state
+    for choice in (*(point.choice for point in lagrangian.points), state.choice):
+        if choice is not None:
+            master.add(choice)
+    master.combine()
+    for multiple in _MULTIPLES if prices.any() else ():
+        if state.closed:
+            return
+        lagrangian.evaluate(multiple * prices, slack=SLACK)
+        master.add(lagrangian.points[-1].choice)
+        master.combine()

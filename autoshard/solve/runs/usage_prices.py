@@ -66,18 +66,6 @@ class UsageWeights:
         self._first, self._last = problem.peak_spans.T
         self._places = [run.node_array for run in runs]
 
-    @cached_property
-    def _alike(self) -> dict[int, IntArray]:
-        """Times at which corresponding nodes of a run become alive, by each of these times."""
-        found: dict[int, IntArray] = {}
-        for node_array in self._places:
-            for nodes in node_array.T:
-                alive = nodes[self._first[nodes] < self._last[nodes]]
-                times = np.unique(self._first[alive])
-                for time in times.tolist():
-                    found.setdefault(time, times)
-        return found
-
     def uses(self, choice: IntArray) -> FloatArray:
         """Usage of each node, shape [N]; 0 where it is never alive."""
         uses = np.minimum(self._problem.uses(choice), self._most)
@@ -98,19 +86,14 @@ class UsageWeights:
         return self._weights(np.arange(self._num_times))
 
     def add(self, uses: FloatArray) -> None:
-        """Add the weights with the largest weighted usage of a choice, if they are new.
-
-        They are the weights of its peak time, or of all corresponding times of other groups.
+        """Add the weights of the peak time of a choice, if they are new.
 
         Args:
             uses: usage of each node, shape [N].
         """
-        time = int(self.over_time(uses).argmax())
-        alone = np.array([time], dtype=np.intp)
-        options = [self._weights(times) for times in (alone, self._alike.get(time, alone))]
-        heaviest = max(options, key=lambda weights: float(weights @ uses))
-        if not any(np.array_equal(heaviest, known) for known in self.weights):
-            self.weights.append(heaviest)
+        peak = self._weights(np.array([self.over_time(uses).argmax()]))
+        if not any(np.array_equal(peak, known) for known in self.weights):
+            self.weights.append(peak)
 
     def _weights(self, times: IntArray) -> FloatArray:
         """Weight of each node's usage, shape [N], for equal prices that add up to one."""
@@ -209,16 +192,6 @@ class UsageLagrangian:
         return [
             node.cost + weight * usage if weight > 0 else node.cost for node, weight, usage in given
         ]
-
-    def cheapest_choice(self) -> IntArray | None:
-        """A choice close to the best one without a price but the tiny one, which is not added.
-
-        Returns:
-            None if the tables would be too large.
-        """
-        accuracy = _GAP_SHARE * self._state.gap
-        answer = self._minimise(self.priced(np.zeros(0)), accuracy)
-        return None if answer is None else answer[1]
 
     def evaluate(self, prices: FloatArray, *, slack: float, nudge: float = 0.0) -> float | None:
         """Lower bound proven by a price for each of the weights; adds the best choice.
