@@ -308,10 +308,10 @@ class HighsSolver:
         self._offer = offer
         self._cap = cap
         self._scale = _LARGEST_COST / max(float(np.abs(model.cost).max(initial=0.0)), 1e-300)
-        row_scale = abs(model.usage).max(axis=1).toarray().ravel() if model.usage.nnz else None
-        if row_scale is None:
-            row_scale = np.ones(len(model.capacity))
-        self._row_scale = np.where(row_scale > 0, row_scale, 1.0)
+        self._row_scale = np.ones(len(model.capacity))
+        if model.usage.nnz:
+            largest = abs(model.usage).max(axis=1).toarray().ravel()
+            self._row_scale = np.where(largest > 0, largest, 1.0)
         self._active: list[int] = []
         self._highs = self._loaded()
         if model.usage.nnz <= _EAGER_ENTRIES:

@@ -18,7 +18,7 @@ from autoshard.solve.runs.group_master import GroupMaster
 from autoshard.solve.runs.usage_prices import UsageLagrangian, UsageWeights
 from autoshard.solve.state import SolveState
 
-SLACK = 1e-6
+_SLACK = 1e-6
 """Relative difference below which two prices count as equal."""
 _MULTIPLES = (0.8, 0.5, 0.125)
 """Multiples of the best prices whose best choices are combined with the others."""
@@ -92,13 +92,13 @@ def _solve_limited(
         lagrangian.add_choice(choice)
     if not best_choices:
         # Of choices that cost the same without the limit, one with little usage.
-        if lagrangian.evaluate(np.zeros(0), slack=SLACK) is None:
+        if lagrangian.evaluate(np.zeros(0), slack=_SLACK) is None:
             return RunOutcome.SKIPPED
         if state.problem.fits(lagrangian.points[-1].choice):
             return RunOutcome.UPDATED
     try:
         fits = state.choice is not None or lagrangian.can_fit(
-            slack=SLACK, mixtures=_MIXTURES, nudges=(0.0, _NUDGE)
+            slack=_SLACK, mixtures=_MIXTURES, nudges=(0.0, _NUDGE)
         )
         if not fits:
             return RunOutcome.INFEASIBLE
@@ -122,6 +122,6 @@ def _combine_groups(lagrangian: UsageLagrangian, prices: FloatArray, master: Gro
     for multiple in _MULTIPLES if prices.any() else ():
         if state.closed:
             return
-        lagrangian.evaluate(multiple * prices, slack=SLACK)
+        lagrangian.evaluate(multiple * prices, slack=_SLACK)
         master.add(lagrangian.points[-1].choice)
         master.combine()

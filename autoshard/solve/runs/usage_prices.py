@@ -149,12 +149,7 @@ class UsageLagrangian:
         bound: lower bound of all choices that satisfy the limit, within the restriction.
     """
 
-    def __init__(
-        self,
-        state: SolveState,
-        usage_weights: UsageWeights,
-        minimise: Minimise,
-    ) -> None:
+    def __init__(self, state: SolveState, usage_weights: UsageWeights, minimise: Minimise) -> None:
         self.usage_weights = usage_weights
         self.points: list[Point] = []
         self.bound = -float("inf")
@@ -165,18 +160,13 @@ class UsageLagrangian:
         limit = max(state.problem.usage_limit, SAME)
         self._tie = _TIE * least / limit if np.isfinite(least) else 0.0
 
-    def point(self, choice: IntArray) -> Point:
-        """A choice with its cost and usage, offered to the solve state."""
+    def add_choice(self, choice: IntArray) -> None:
+        """Add a choice and offer it; if it exceeds the limit, add weights for its peak."""
         self._state.offer(choice)
-        return Point(choice, self._problem.objective(choice), self.usage_weights.uses(choice))
-
-    def add_choice(self, choice: IntArray) -> Point:
-        """Add a choice; if it exceeds the limit, add weights for its peak."""
-        point = self.point(choice)
-        self.points.append(point)
+        uses = self.usage_weights.uses(choice)
+        self.points.append(Point(choice, self._problem.objective(choice), uses))
         if self._problem.peak_usage(choice) > self._problem.usage_limit:
-            self.usage_weights.add(point.uses)
-        return point
+            self.usage_weights.add(uses)
 
     @property
     def excesses(self) -> FloatArray:
