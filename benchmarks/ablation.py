@@ -30,15 +30,13 @@ from autoshard.solve.local_search import CoordinateDescent
 from autoshard.solve.presolve import (
     DropDominated,
     EliminateNeighbours,
-    SolveLowTreewidth,
     SubstituteVariables,
     nothing_to_undo,
 )
 from autoshard.solve.restricted_problem import LimitedRestriction, RestrictedSolver
 from autoshard.solve.runs import block_table, contraction
+from autoshard.solve.runs.contraction import ContractedProblem
 from autoshard.solve.runs.group_master import GroupMaster
-from autoshard.solve.runs.limited import LimitedRuns
-from autoshard.solve.runs.run_solver import RunSolver
 from autoshard.solve.trws import TRWS
 from benchmarks.archives import archive
 from benchmarks.document import caption, replace_table
@@ -82,26 +80,23 @@ def _unchanged(*_: object) -> object:
 TECHNIQUES = {
     "run contraction": Technique(contraction, "write_choices", hints=False),
     "a table for each component of a group": Technique(block_table, "_ways", stub=lambda *_: []),
-    "shared nodes relaxed first": Technique(
-        RunSolver, "_solve_narrowed", {"eager_run_work": SolverSettings().max_elimination_work}
+    "shared nodes as costs": Technique(
+        ContractedProblem,
+        "_best_shared",
+        {"max_group_work": SolverSettings().max_elimination_work},
     ),
     "restricted problems": Technique(
         RestrictedSolver, "minimise", {"wide_strategies": float("inf")}
     ),
-    "strategies near a choice": Technique(RestrictedSolver, "_selected", {"nearby_strategies": 0}),
     "restricted problems under a limit": Technique(
         LimitedRestriction, "run", {"wide_strategies": float("inf")}
     ),
     "combination of groups": Technique(GroupMaster, "combine", stub=_nothing),
-    "groups at multiples of the best prices": Technique(
-        LimitedRuns, "_options", {"price_multiples": ()}
-    ),
     "substitution of variables": Technique(SubstituteVariables, "apply", stub=_unchanged),
     "elimination of neighbours": Technique(
         EliminateNeighbours, "_eliminate", {"max_product_work": 0}
     ),
     "dominance": Technique(DropDominated, "apply", {"max_dominance_strategies": 0}),
-    "bucket elimination of components": Technique(SolveLowTreewidth, "_solve", stub=_nothing),
     "TRW-S": Technique(TRWS, "run", {"trws_rounds": 0}),
     "search by forests": Technique(solver, "search_forests", stub=_nothing),
     "repair of choices": Technique(CoordinateDescent, "repair", stub=_nothing),

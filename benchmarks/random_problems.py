@@ -6,14 +6,11 @@ A route disables steps or starves them, so that the others are tested alone ("pl
 hints which nodes repeat):
 
     everything       all steps, as in production
-    no products      plain: no elimination of variables with few neighbours
-    no tables        plain: no elimination; linear relaxation, and branch and bound
-    no rounding      plain: elimination and prices on usage, with a requested gap of zero
-    messages         plain: every problem counts as large: TRW-S first, no products, no tables
+    no products      plain: no elimination; linear relaxation, and branch and bound
+    no rounding      the same with a requested gap of zero
+    messages         plain: every problem counts as large: TRW-S first, no products
     narrow           restricted problems of a few strategies, whatever the number of strategies
-    shared relaxed   shared nodes of runs are relaxed first, and little work is spent on them
     runs alone       run contraction and its prices on usage, without the steps that close a gap
-    small tables     plain, without the limit: elimination with very little work
     several limits   the same problem under several limits, each with the results of the others
     short of time    stops after a few milliseconds; large-neighbourhood search if there is time
 
@@ -62,7 +59,6 @@ class Route:
         settings: limits of work.
         gap: requested.
         with_hints: true if the solver is told which nodes repeat.
-        with_limit: true if the usage limit is kept.
         may_stay_open: true if the solution need not be proven optimal.
         finds_least: true if the least limit of an infeasible problem is always found.
         time_limit: seconds, or None.
@@ -71,7 +67,6 @@ class Route:
     settings: SolverSettings
     gap: float = _GAP
     with_hints: bool = True
-    with_limit: bool = True
     may_stay_open: bool = False
     finds_least: bool = True
     time_limit: float | None = None
@@ -79,23 +74,17 @@ class Route:
 
 _DEFAULT = SolverSettings()
 _NO_PRODUCTS = SolverSettings(max_product_work=0.0)
-_NO_TABLES = replace(_NO_PRODUCTS, max_table_entries=0.0)
-_NARROW = SolverSettings(wide_strategies=0.0, first_width=1, last_width=2, nearby_strategies=1)
-_STARVED = SolverSettings(eager_run_work=0.0, max_exact_run_work=0.0)
-_SMALL_TABLES = replace(_NO_PRODUCTS, max_elimination_work=12.0)
-_HUGE = replace(_NO_TABLES, large_entries=0, huge_entries=0, forest_patience=20)
+_NARROW = SolverSettings(wide_strategies=0.0, first_width=1, last_width=2)
+_HUGE = replace(_NO_PRODUCTS, large_entries=0, huge_entries=0, forest_patience=20)
 
 ROUTES = MappingProxyType(
     {
         "everything": Route(_DEFAULT),
         "no products": Route(_NO_PRODUCTS, with_hints=False),
-        "no tables": Route(_NO_TABLES, with_hints=False),
         "no rounding": Route(_NO_PRODUCTS, gap=0.0, with_hints=False),
-        "messages": Route(replace(_NO_TABLES, large_entries=0), with_hints=False),
+        "messages": Route(replace(_NO_PRODUCTS, large_entries=0), with_hints=False),
         "narrow": Route(_NARROW, may_stay_open=True),
-        "shared relaxed": Route(_STARVED),
         "runs alone": Route(_DEFAULT, may_stay_open=True, finds_least=False),
-        "small tables": Route(_SMALL_TABLES, with_hints=False, with_limit=False),
         "several limits": Route(_DEFAULT),
         "short of time": Route(_HUGE, may_stay_open=True, time_limit=_SHORT),
     }
@@ -150,8 +139,6 @@ def _solved(problem: Problem, name: str, labels: set[str]) -> Iterator[tuple[Pro
     route = ROUTES[name]
     if not route.with_hints:
         problem = replace(problem, repeats=())
-    if not route.with_limit:
-        problem = replace(problem, usage_limit=np.inf)
     if name == "runs alone":
         yield problem, _solved_by_runs(problem, route)
         return

@@ -242,10 +242,10 @@ class _Explainer:
 
     def _totals(self, overrides: list[float]) -> tuple[FloatArray, BoolArray]:
         """Seconds of the best plan with each strategy, and True where proven, shape [S] each."""
-        marginals = MinMarginals.of(self._formulation.problem)
+        marginals = MinMarginals.of(self._formulation.problem, self._number)
         known = self._objective + np.array(overrides)
         exact = np.ones(len(known), dtype=np.bool_)
-        least = known if marginals is None else marginals.least[self._number]
+        least = known if marginals is None else marginals.least
         totals = np.full(len(known), np.inf)
         for s in np.argsort(least, kind="stable").tolist():
             if marginals is not None and (not isfinite(least[s]) or self._fits(marginals, s)):
@@ -261,7 +261,7 @@ class _Explainer:
         """True if the best plan with a strategy, found without the budget, fits the budget."""
         if self._remaining <= 0 or self._search.must_recompute:
             return False
-        plan = self._search.build(Decisions(marginals.choice(self._number, s)))
+        plan = self._search.build(Decisions(marginals.choice(s)))
         return plan.memory.peak <= self._formulation.prices.memory_budget
 
     @property

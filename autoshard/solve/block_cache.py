@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from autoshard.solve.network import fingerprint
 
-_FORMAT = b"autoshard table 2"
+_FORMAT = b"autoshard table 3"
 """Part of every digest; changes with the meaning of keys and entries."""
 
 _Number = TypeVar("_Number", np.float64, np.int32)
@@ -57,19 +57,6 @@ def content_key(*parts: bytes) -> str:
     return fingerprint(_FORMAT, *parts).hex()
 
 
-@dataclass(frozen=True, slots=True)
-class TableEntry:
-    """A stored table.
-
-    Attributes:
-        values: prices; None if the table is known to be too large to compute.
-        work: additions that computing it takes.
-    """
-
-    values: NDArray[np.float64] | None
-    work: float
-
-
 class CachedTable:
     """One table of a block in a store, with the strategies inside the block that attain it.
 
@@ -82,22 +69,18 @@ class CachedTable:
         self._store = store
         self._key = key
 
-    def find(self, shape: Sequence[int]) -> TableEntry | None:
-        """The table, if it is stored and intact; else None."""
+    def find(self, shape: Sequence[int]) -> NDArray[np.float64] | None:
+        """The table, empty if it is too large; None unless it is stored and intact."""
         numbers = self._read(self._key, np.float64)
         if numbers is None or np.isnan(numbers).any():
             return None
         if len(numbers) == 0:
-            return TableEntry(None, 0.0)
-        if len(numbers) != 1 + prod(shape):
-            return None
-        return TableEntry(numbers[1:].reshape(shape), float(numbers[0]))
+            return numbers
+        return numbers.reshape(shape) if len(numbers) == prod(shape) else None
 
-    def keep(self, table: TableEntry) -> None:
-        """Store the table, or the fact that it is too large to compute."""
-        values = table.values
-        numbers = np.zeros(0) if values is None else np.append(table.work, values)
-        self._write(self._key, numbers)
+    def keep(self, values: NDArray[np.float64]) -> None:
+        """Store the table; an empty one if it is too large to compute."""
+        self._write(self._key, values.ravel())
 
     def find_interior(self, seen: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...] | None:
         """Strategies of the nodes of a group, if they are stored and intact; else None.

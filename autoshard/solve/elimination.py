@@ -3,9 +3,7 @@
 Bucket elimination (Dechter, Artif. Intell. 113:41, 1999): a variable is minimised out into a
 message, a table over its neighbours. A table is indexed not by strategies but by classes of
 strategies with equal prices towards the eliminated variables, so it stays small if many
-strategies share a layout. The structure is compiled once and evaluated for any number of cost
-vectors. A second pass computes the min-marginals: the least price of all choices with each
-strategy of each variable.
+strategies share a layout.
 """
 
 import heapq
@@ -16,7 +14,7 @@ from math import prod
 import numpy as np
 
 from autoshard.arrays import FloatArray, IntArray
-from autoshard.solve.network import Network, fingerprint, joint_classes
+from autoshard.solve.network import Network, joint_classes
 from autoshard.solve.problem import Problem
 from autoshard.solve.settings import DEFAULT_EFFORT, Effort
 
@@ -46,7 +44,6 @@ class Bucket:
     shape: tuple[int, ...]
     inputs: tuple[BucketInput, ...]
     output: int
-    key: bytes
 
 
 def bucket_message(bucket: Bucket, cost: FloatArray, tables: Sequence[FloatArray]) -> FloatArray:
@@ -72,64 +69,6 @@ def bucket_message(bucket: Bucket, cost: FloatArray, tables: Sequence[FloatArray
     return out
 
 
-def bucket_marginals(
-    bucket: Bucket,
-    cost: FloatArray,
-    tables: Sequence[FloatArray],
-    outside: FloatArray,
-    *,
-    num_given: int,
-) -> tuple[FloatArray, FloatArray, list[tuple[BucketInput, FloatArray]]]:
-    """Min-marginals of a bucket's variable and of its incoming messages.
-
-    Args:
-        bucket: the elimination of a variable.
-        cost: of each strategy of the variable, shape [S].
-        tables: of all factors, by their numbers.
-        outside: least price of everything outside of the bucket's subtree, by the classes of its
-            neighbours.
-        num_given: number of factors of the problem; those after them are messages of buckets.
-
-    Returns:
-        the least cost in each class of the variable, shape [K]; the least price of all
-        choices with each class, shape [K]; and for each incoming message, the least price by the
-        bucket's classes of the message's variables.
-    """
-    base = np.full(bucket.shape[0], np.inf)
-    np.minimum.at(base, bucket.classes, cost)
-    batch = [_broadcast_table(bucket, seen, tables) for seen in bucket.inputs]
-    messages = [seen for seen in bucket.inputs if seen.factor >= num_given]
-    least = np.empty(bucket.shape[0])
-    message_marginals = [
-        (seen, np.empty([bucket.shape[i] for i in seen.axes])) for seen in messages
-    ]
-    step = max(1, _BLOCK // prod(bucket.shape[1:]))
-    flat = (1,) * (len(bucket.shape) - 1)
-    for start in range(0, len(base), step):
-        part = slice(start, start + step)
-        marginal = base[part].reshape(-1, *flat) + outside[None]
-        for table in batch:
-            marginal = marginal + table[part]
-        least[part] = marginal.reshape(len(marginal), -1).min(axis=1)
-        for seen, top in message_marginals:
-            others = tuple(i for i in range(marginal.ndim) if i not in seen.axes)
-            top[part] = marginal.min(axis=others)
-    return base, least, message_marginals
-
-
-def outgoing_message(
-    table: FloatArray, seen: BucketInput, bucket_message: FloatArray
-) -> FloatArray:
-    """Message from a bucket to one of its inputs: its marginals minus the input's own message."""
-    for axis, pick in enumerate(seen.picks):
-        table = _grouped_min(table, axis, pick)
-    # From the axis order of the bucket to that of the message.
-    table = table.transpose(np.argsort(seen.order))
-    with np.errstate(invalid="ignore"):
-        without = table - bucket_message
-    return np.where(np.isfinite(bucket_message), without, np.inf)
-
-
 def _broadcast_table(bucket: Bucket, seen: BucketInput, tables: Sequence[FloatArray]) -> FloatArray:
     """An input table by the classes of the bucket, with an axis for each of its variables."""
     table = tables[seen.factor].transpose(seen.order)
@@ -138,15 +77,6 @@ def _broadcast_table(bucket: Bucket, seen: BucketInput, tables: Sequence[FloatAr
     for axis, size in zip(seen.axes, table.shape, strict=True):
         shape[axis] = size
     return table.reshape(shape)
-
-
-def _grouped_min(table: FloatArray, axis: int, classes: IntArray) -> FloatArray:
-    """Least entry of each class along an axis."""
-    if (classes == np.arange(len(classes))).all():
-        return table
-    order = np.argsort(classes, kind="stable")
-    starts = np.searchsorted(classes[order], np.arange(int(classes.max()) + 1))
-    return np.minimum.reduceat(table.take(order, axis=axis), starts, axis=axis)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -197,7 +127,6 @@ class Elimination:
         self._sizes = {v: len(x.cost) for v, x in network.variables.items()}
         self._factors: list[_Factor] = []
         self._given: list[FloatArray] = []
-        self._keys: list[bytes] = []
         self._buckets: list[Bucket] = []
         self.work = 0.0
         self.entries = 0
@@ -206,14 +135,10 @@ class Elimination:
             used_cols, cols = np.unique(link.cols, return_inverse=True)
             self._given.append(link.matrix.values[np.ix_(used_rows, used_cols)])
             self._factors.append(_Factor((u, v), (rows, cols), self._given[-1].shape))
-            self._keys.append(
-                fingerprint(link.matrix.key, used_rows.tobytes(), used_cols.tobytes())
-            )
         for table in extra:
             classes = tuple(np.arange(self._sizes[v]) for v in table.scope)
             self._given.append(table.values)
             self._factors.append(_Factor(table.scope, classes, table.values.shape))
-            self._keys.append(fingerprint(np.ascontiguousarray(table.values).tobytes()))
 
     @classmethod
     def compile(
@@ -305,9 +230,7 @@ class Elimination:
             _Factor(around, tuple(joint[w] for w in around), tuple(sizes[w] for w in around))
         )
         shape = tuple(sizes[w] for w in scope)
-        parts = [repr((shape, [(x.axes, x.order) for x in seen])).encode(), joint[v].tobytes()]
-        key = fingerprint(*parts, *(pick.tobytes() for x in seen for pick in x.picks))
-        return Bucket(v, joint[v], shape, seen, len(self._factors) - 1, key)
+        return Bucket(v, joint[v], shape, seen, len(self._factors) - 1)
 
     def _seen_from(
         self,
@@ -333,18 +256,10 @@ class Elimination:
         Returns:
             the least price, inf if no choice is allowed, with a choice that attains it.
         """
-        tables, keys = [*self._given], [*self._keys]
-        # A message depends on its inputs only, so those of repeated layers are computed once.
-        known: dict[bytes, FloatArray] = {}
-        value = self._constant
+        tables, value = [*self._given], self._constant
         for bucket in self._buckets:
             self._effort.check()
-            cost = costs[bucket.variable]
-            below = (keys[seen.factor] for seen in bucket.inputs)
-            keys.append(fingerprint(bucket.key, cost.tobytes(), *below))
-            table = known.get(keys[-1])
-            if table is None:
-                table = known[keys[-1]] = bucket_message(bucket, cost, tables)
+            table = bucket_message(bucket, costs[bucket.variable], tables)
             tables.append(table)
             if table.ndim == 0:
                 value += float(table)
@@ -399,70 +314,38 @@ class Elimination:
         column: FloatArray = tables[f][index]
         return column
 
-    def min_marginals(self, result: Evaluation) -> dict[int, FloatArray]:
-        """Least price of all choices that pick each strategy of each variable, shape [S].
-
-        This is the second pass of message passing on the tree of buckets: each bucket receives the
-        prices outside of its subtree as a table over its neighbours.
-        """
-        outside: dict[int, FloatArray] = {}
-        marginals: dict[int, FloatArray] = {}
-        for bucket in reversed(self._buckets):
-            self._effort.check()
-            v = bucket.variable
-            if len(bucket.shape) == 1:
-                outside[bucket.output] = result.value - result.tables[bucket.output]
-            cost, around = result.costs[v], outside.pop(bucket.output)
-            base, least, message_marginals = bucket_marginals(
-                bucket, cost, result.tables, around, num_given=len(self._given)
-            )
-            with np.errstate(invalid="ignore"):
-                extra = cost - base[bucket.classes]
-                total = least[bucket.classes] + extra
-            marginals[v] = np.where(np.isnan(total), np.inf, total)
-            for seen, top in message_marginals:
-                outside[seen.factor] = outgoing_message(top, seen, result.tables[seen.factor])
-        return marginals
-
 
 class MinMarginals:
-    """The best choices that pick a given strategy of a given node; usage limits are ignored.
-
-    Exact, by message passing over an elimination order (see `Elimination`).
+    """The best choices that pick each strategy of a node; usage limits are ignored.
 
     Attributes:
-        least: for each node the least objective of all choices that pick each of its
-            strategies, shape [S]; inf where a strategy is impossible.
+        least: the least objective of all choices that pick each of the node's strategies,
+            shape [S]; inf where a strategy is impossible.
     """
 
-    def __init__(self, network: Network, plan: Elimination) -> None:
-        self._plan = plan
-        self._costs: Mapping[int, FloatArray] = {v: x.cost for v, x in network.variables.items()}
-        result = plan.evaluate(self._costs)
-        if np.isfinite(result.value):
-            found = plan.min_marginals(result)
-            self.least = tuple(found[v] for v in sorted(found))
-        else:
-            every = (self._costs[v] for v in sorted(self._costs))
-            self.least = tuple(np.full(len(cost), np.inf) for cost in every)
+    def __init__(self, network: Network, plan: Elimination, node: int) -> None:
+        self._plan, self._node = plan, node
+        self._result = plan.evaluate({v: x.cost for v, x in network.variables.items()})
+        self.least = plan.joint_table(self._result, (node,))
 
     @classmethod
-    def of(cls, problem: Problem, *, effort: Effort = DEFAULT_EFFORT) -> "MinMarginals | None":
-        """Marginals of a problem; None if it has ties or path costs, or needs too large tables.
+    def of(
+        cls, problem: Problem, node: int, *, effort: Effort = DEFAULT_EFFORT
+    ) -> "MinMarginals | None":
+        """Marginals of a node; None with ties or path costs, or if tables would be too large.
 
         Args:
             problem: the problem.
+            node: number of the node.
             effort: limits of work, and when to stop.
         """
         if problem.ties or problem.has_path_costs:
             return None
         network = Network.from_problem(problem, limited=False)
-        plan = Elimination.compile(network, effort=effort)
-        return None if plan is None else cls(network, plan)
+        plan = Elimination.compile(network, keep=(node,), effort=effort)
+        return None if plan is None else cls(network, plan, node)
 
-    def choice(self, node: int, strategy: int) -> IntArray:
-        """A choice that attains `least[node][strategy]`, which must be finite."""
-        cost = np.full(len(self._costs[node]), np.inf)
-        cost[strategy] = self._costs[node][strategy]
-        picks = self._plan.evaluate({**self._costs, node: cost}).picks
+    def choice(self, strategy: int) -> IntArray:
+        """A choice that attains `least[strategy]`, which must be finite."""
+        picks = self._plan.complete(self._result, {self._node: strategy})
         return np.array([picks[v] for v in sorted(picks)], dtype=np.intp)

@@ -6,23 +6,14 @@ column per finite price or, for a `ShortestPathCost`, per step. Tied nodes share
 equal edges between the same columns share their flow.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
-from scipy import sparse
 
 from autoshard.arrays import BoolArray, FloatArray, IntArray
 from autoshard.errors import OptionError
-from autoshard.solve.linear_program import (
-    Entries,
-    HighsSolver,
-    LinearModel,
-    RunStatus,
-    assembled,
-    usage_entries,
-)
+from autoshard.solve.linear_program import HighsSolver, LinearModel, ModelBuilder, RunStatus
 from autoshard.solve.path_costs import ShortestPathCost
 from autoshard.solve.problem import Edge, Problem, UsageLimit
 from autoshard.solve.state import Interrupted, SolveState
@@ -79,12 +70,9 @@ class IntegerProgram:
         self._problem = problem
         self._heads = problem.tie_heads
         self._allowed = _allowed(problem, self._heads)
-        sizes = [int(mask.sum()) for mask in self._allowed.values()]
-        self._starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.intp)
         self._place = {v: i for i, v in enumerate(self._allowed)}
-        self._rows = _Rows(int(self._starts[-1]), len(sizes))
         self._terms, self._capacity = self._count_usage()
-        self.model = self._model(sizes)
+        self.model = self._model()
 
     @property
     def has_choices(self) -> bool:
@@ -93,7 +81,7 @@ class IntegerProgram:
 
     def choice(self, x: FloatArray) -> IntArray:
         """The choice of a point whose binary columns are integral up to rounding."""
-        picks, _ = self.model.rounded(x)
+        picks = self.model.rounded(x)
         labels = [np.flatnonzero(mask) for mask in self._allowed.values()]
         chosen = {v: labels[i][picks[v]] for v, i in self._place.items()}
         return np.array([chosen[int(head)] for head in self._heads], dtype=np.intp)
@@ -112,67 +100,24 @@ class IntegerProgram:
         used = self.model.usage[rows].toarray()[:, :binaries] > 0
         return [*(used & (np.rint(x[:binaries]) > 0)).astype(np.float64)]
 
-    def _model(self, sizes: Sequence[int]) -> LinearModel:
-        problem, rows, starts = self._problem, self._rows, self._starts
-        rows.add(np.repeat(np.arange(len(sizes)), sizes), np.arange(starts[-1]), 1.0)
-        cost = np.zeros(starts[-1])
+    def _model(self) -> LinearModel:
+        problem, heads, place = self._problem, self._heads, self._place
+        costs = [np.zeros(int(mask.sum())) for mask in self._allowed.values()]
         for v, node in enumerate(problem.nodes):
-            cost[self._columns(v)] += node.cost[self._mask(v)]
-        flow_costs, ends = [cost], [*starts.tolist()]
-        for edge, number in _distinct(problem, self._heads):
-            flow_costs.append(number * self._add_flow(edge))
-            ends.append(rows.width)
-        usage = self._usage()
-        return LinearModel(
-            np.concatenate(flow_costs),
-            rows.assembled(),
-            np.concatenate([np.ones(len(sizes)), np.zeros(rows.height - len(sizes))]),
-            usage,
-            self._capacity,
-            np.array(ends, dtype=np.intp),
-            tuple(self._allowed),
-            0.0,
-        )
+            costs[place[int(heads[v])]] += node.cost[self._mask(v)]
+        builder = ModelBuilder(costs)
 
-    def _add_flow(self, edge: Edge) -> FloatArray:
-        """Add the columns and rows of the flow of an edge; return the price of each column."""
-        rows, prices = self._rows, edge.prices
-        out = self._columns(edge.source), edge.rows[self._mask(edge.source)]
-        into = self._columns(edge.target), edge.cols[self._mask(edge.target)]
-        if isinstance(prices, ShortestPathCost):
-            sources, targets, steps = prices.steps
-            kept = np.isfinite(steps)
-            columns = rows.new_columns(int(kept.sum()))
-            row = rows.new_rows(prices.num_states)
-            rows.add(row + out[1], out[0], 1.0)
-            rows.add(row + into[1], into[0], -1.0)
-            rows.add(row + targets[kept], columns, 1.0)
-            rows.add(row + sources[kept], columns, -1.0)
-            return steps[kept]
-        (used_rows, row_of), (used_cols, col_of) = (
-            np.unique(labels, return_inverse=True) for labels in (out[1], into[1])
-        )
-        values = prices[np.ix_(used_rows, used_cols)]
-        first, second = np.nonzero(np.isfinite(values))
-        columns = rows.new_columns(len(first))
-        for (own, _), labels, ends, number in (
-            (out, row_of, first, len(used_rows)),
-            (into, col_of, second, len(used_cols)),
-        ):
-            row = rows.new_rows(number)
-            rows.add(row + ends, columns, 1.0)
-            rows.add(row + labels, own, -1.0)
-        return values[first, second]
+        def columns(v: int) -> IntArray:
+            return builder.columns(place[int(heads[v])])
 
-    def _usage(self) -> sparse.csr_array:
-        """Usage of the columns, a row per limit and time at which it can peak, shape [T, n]."""
-        entries = [
-            usage_entries(
-                term.first, term.last, self._columns(term.node), term.usage[self._mask(term.node)]
-            )
-            for term in self._terms
-        ]
-        return assembled(entries, (len(self._capacity), self._rows.width))
+        for edge, number in _distinct(problem, heads):
+            source = columns(edge.source), edge.rows[self._mask(edge.source)]
+            target = columns(edge.target), edge.cols[self._mask(edge.target)]
+            builder.add_flow(edge.prices, source, target, number)
+        for term in self._terms:
+            usage = term.usage[self._mask(term.node)]
+            builder.add_usage(term.first, term.last, columns(term.node), usage)
+        return builder.model(self._capacity, tuple(self._allowed))
 
     def _count_usage(self) -> tuple[list["_Term"], FloatArray]:
         """The usage of each node at the rows in which it counts, and what the rows allow.
@@ -196,10 +141,6 @@ class IntegerProgram:
     def _mask(self, v: int) -> BoolArray:
         return self._allowed[int(self._heads[v])]
 
-    def _columns(self, v: int) -> IntArray:
-        place = self._place[int(self._heads[v])]
-        return np.arange(self._starts[place], self._starts[place + 1])
-
 
 class _Term(NamedTuple):
     """Usage of a node by strategy, shape [S], at the rows [first, last)."""
@@ -208,30 +149,6 @@ class _Term(NamedTuple):
     first: int
     last: int
     usage: FloatArray
-
-
-class _Rows:
-    """Entries of a sparse matrix that grows."""
-
-    def __init__(self, width: int, height: int) -> None:
-        self.width, self.height = width, height
-        self._entries: list[Entries] = []
-
-    def new_columns(self, number: int) -> IntArray:
-        self.width += number
-        return np.arange(self.width - number, self.width)
-
-    def new_rows(self, number: int) -> int:
-        """Add some rows; return the first of them."""
-        self.height += number
-        return self.height - number
-
-    def add(self, rows: IntArray, columns: IntArray, values: float | FloatArray) -> None:
-        self._entries.append((rows, columns, np.broadcast_to(values, rows.shape)))
-
-    def assembled(self) -> sparse.csr_array:
-        """The matrix; entries at equal places are summed."""
-        return assembled(self._entries, (self.height, self.width))
 
 
 def program_size(problem: Problem) -> ProgramSize:

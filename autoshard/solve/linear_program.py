@@ -6,16 +6,18 @@ in one row sum to the strategies with that row, and the same holds for columns. 
 through its own API, so that a run reports progress and can be stopped.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
 import highspy
 import numpy as np
 from scipy import sparse
+from scipy.optimize import Bounds, LinearConstraint, milp
 
 from autoshard.arrays import BoolArray, FloatArray, IntArray
 from autoshard.solve.network import Network
+from autoshard.solve.path_costs import ShortestPathCost
 from autoshard.solve.state import SolveState
 
 _EAGER_ENTRIES = 200_000
@@ -54,14 +56,10 @@ class LinearModel:
         """Number of columns that are strategies; they come first."""
         return int(self.starts[len(self.variables)])
 
-    def rounded(self, x: FloatArray) -> tuple[dict[int, int], float]:
-        """The strategy of each variable with the largest share, and the least such share."""
-        picks, least = {}, 1.0
-        for i, v in enumerate(self.variables):
-            shares = x[self.starts[i] : self.starts[i + 1]]
-            picks[v] = int(shares.argmax())
-            least = min(least, float(shares[picks[v]]))
-        return picks, least
+    def rounded(self, x: FloatArray) -> dict[int, int]:
+        """The strategy of each variable with the largest share."""
+        spans = zip(self.variables, self.starts, self.starts[1:], strict=False)
+        return {v: int(x[first:last].argmax()) for v, first, last in spans}
 
     def dual_bound(self, duals: FloatArray, prices: FloatArray) -> tuple[float, FloatArray]:
         """Lower bound from row duals, and a lower bound of the excess of each column.
@@ -85,63 +83,117 @@ class LinearModel:
         excess = reduced - np.repeat(least, np.diff(self.starts))
         return bound + self.constant, excess
 
-    def columns(self, network: Network, picks: dict[int, int]) -> FloatArray:
-        """The point of a choice, shape [n]."""
-        x = np.zeros(len(self.cost))
-        for i, v in enumerate(self.variables):
-            x[self.starts[i] + picks[v]] = 1.0
-        for i, (u, v, link) in enumerate(network.pairs(), start=len(self.variables)):
-            allowed = np.flatnonzero(np.isfinite(link.matrix.values))
-            width = link.matrix.values.shape[1]
-            pair = link.rows[picks[u]] * width + link.cols[picks[v]]
-            x[self.starts[i] + np.searchsorted(allowed, pair)] = 1.0
-        return x
 
-
-def linear_model(network: Network) -> LinearModel:
-    """Build the model of a network without ties and without forbidden strategies."""
-    variables = tuple(network.variables)
-    place = {v: i for i, v in enumerate(variables)}
-    sizes = [len(network.variables[v].cost) for v in variables]
-    costs = [network.variables[v].cost for v in variables]
-    starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.intp)
-    column, row = int(starts[-1]), len(variables)
-    entries = [_entries(np.repeat(np.arange(row), sizes), np.arange(column), 1.0)]
-    right = [np.ones(row)]
-    group_starts = list(starts)
-    for u, v, link in network.pairs():
-        values = link.matrix.values
-        rows, cols = np.nonzero(np.isfinite(values))
-        flows = column + np.arange(len(rows))
-        low, high = row, row + values.shape[0]
-        entries += [
-            _entries(low + rows, flows, 1.0),
-            _entries(high + cols, flows, 1.0),
-            _entries(low + link.rows, starts[place[u]] + np.arange(sizes[place[u]]), -1.0),
-            _entries(high + link.cols, starts[place[v]] + np.arange(sizes[place[v]]), -1.0),
-        ]
-        costs.append(values[rows, cols])
-        right.append(np.zeros(sum(values.shape)))
-        column, row = column + len(rows), row + sum(values.shape)
-        group_starts.append(column)
-    return LinearModel(
-        np.concatenate(costs),
-        assembled(entries, (row, column)),
-        np.concatenate(right),
-        _usage_rows(network, starts, column),
-        network.capacity,
-        np.array(group_starts, dtype=np.intp),
-        variables,
-        network.constant,
-    )
-
-
+Ends = tuple[IntArray, IntArray]
+"""The columns of some strategies of a variable, and the row or column of prices of each."""
 Entries = tuple[IntArray, IntArray, FloatArray]
 """Row, column and value of some entries of a sparse matrix."""
 
 
-def _entries(rows: IntArray, cols: IntArray, value: float) -> Entries:
-    return rows, cols, np.full(len(rows), value)
+class ModelBuilder:
+    """A linear model that grows.
+
+    Args:
+        costs: price of each strategy of each variable.
+    """
+
+    def __init__(self, costs: Sequence[FloatArray]) -> None:
+        sizes = [len(cost) for cost in costs]
+        self._costs = [np.zeros(0), *costs]
+        self._starts: list[int] = [0, *np.cumsum(sizes).tolist()]
+        self._num_variables = self._height = len(sizes)
+        self._width = self._starts[-1]
+        self._entries: list[Entries] = []
+        self._usage: list[Entries] = []
+        self._add(np.repeat(np.arange(len(sizes)), sizes), np.arange(self._width), 1.0)
+
+    def columns(self, i: int) -> IntArray:
+        """The columns of the strategies of a variable."""
+        return np.arange(self._starts[i], self._starts[i + 1])
+
+    def add_flow(
+        self, prices: FloatArray | ShortestPathCost, source: Ends, target: Ends, number: int = 1
+    ) -> None:
+        """Add a flow of one from the source's row of prices to the target's column.
+
+        Args:
+            prices: of each row and column.
+            source: columns of the source with their rows.
+            target: columns of the target with their columns of prices.
+            number: of equal links that share the flow.
+        """
+        if isinstance(prices, ShortestPathCost):
+            befores, afters, steps = prices.steps
+            kept = np.isfinite(steps)
+            flows = self._new_columns(number * steps[kept])
+            row = self._new_rows(prices.num_states)
+            self._add(row + source[1], source[0], 1.0)
+            self._add(row + target[1], target[0], -1.0)
+            self._add(row + afters[kept], flows, 1.0)
+            self._add(row + befores[kept], flows, -1.0)
+            return
+        (used_rows, rows), (used_cols, cols) = (
+            np.unique(labels, return_inverse=True) for _, labels in (source, target)
+        )
+        values = prices[np.ix_(used_rows, used_cols)]
+        first, second = np.nonzero(np.isfinite(values))
+        flows = self._new_columns(number * values[first, second])
+        for (own, _), labels, ends, size in (
+            (source, rows, first, len(used_rows)),
+            (target, cols, second, len(used_cols)),
+        ):
+            row = self._new_rows(size)
+            self._add(row + ends, flows, 1.0)
+            self._add(row + labels, own, -1.0)
+
+    def add_usage(self, first: int, last: int, columns: IntArray, usage: FloatArray) -> None:
+        """Add the usage of some columns, shape [S], at the times from `first` to `last - 1`."""
+        times, used = np.arange(first, last), np.flatnonzero(usage)
+        columns, values = np.tile(columns[used], len(times)), np.tile(usage[used], len(times))
+        self._usage.append((np.repeat(times, len(used)), columns, values))
+
+    def model(
+        self, capacity: FloatArray, variables: Sequence[int], constant: float = 0.0
+    ) -> LinearModel:
+        """The model; see there for the arguments."""
+        zeros = np.zeros(self._height - self._num_variables)
+        return LinearModel(
+            np.concatenate(self._costs),
+            assembled(self._entries, (self._height, self._width)),
+            np.concatenate([np.ones(self._num_variables), zeros]),
+            assembled(self._usage, (len(capacity), self._width)),
+            capacity,
+            np.array(self._starts, dtype=np.intp),
+            tuple(variables),
+            constant,
+        )
+
+    def _new_columns(self, costs: FloatArray) -> IntArray:
+        self._costs.append(costs)
+        first, self._width = self._width, self._width + len(costs)
+        self._starts.append(self._width)
+        return np.arange(first, self._width)
+
+    def _new_rows(self, number: int) -> int:
+        """Add some rows; return the first of them."""
+        self._height += number
+        return self._height - number
+
+    def _add(self, rows: IntArray, columns: IntArray, value: float) -> None:
+        self._entries.append((rows, columns, np.full(len(rows), value)))
+
+
+def linear_model(network: Network) -> LinearModel:
+    """Build the model of a network without ties and without forbidden strategies."""
+    place = {v: i for i, v in enumerate(network.variables)}
+    builder = ModelBuilder([variable.cost for variable in network.variables.values()])
+    for u, v, link in network.pairs():
+        source, target = builder.columns(place[u]), builder.columns(place[v])
+        builder.add_flow(link.matrix.values, (source, link.rows), (target, link.cols))
+    for i, variable in enumerate(network.variables.values()):
+        for term in variable.terms:
+            builder.add_usage(term.first, term.last, builder.columns(i), term.usage)
+    return builder.model(network.capacity, tuple(place), network.constant)
 
 
 def assembled(entries: Sequence[Entries], shape: tuple[int, int]) -> sparse.csr_array:
@@ -150,22 +202,6 @@ def assembled(entries: Sequence[Entries], shape: tuple[int, int]) -> sparse.csr_
         return sparse.csr_array(shape)
     rows, cols, values = (np.concatenate(parts) for parts in zip(*entries, strict=True))
     return sparse.csr_array((values, (rows, cols)), shape=shape)
-
-
-def _usage_rows(network: Network, starts: IntArray, width: int) -> sparse.csr_array:
-    entries = [
-        usage_entries(term.first, term.last, starts[i] + np.arange(len(term.usage)), term.usage)
-        for i, variable in enumerate(network.variables.values())
-        for term in variable.terms
-    ]
-    return assembled(entries, (len(network.capacity), width))
-
-
-def usage_entries(first: int, last: int, columns: IntArray, usage: FloatArray) -> Entries:
-    """Entries of the usage of some columns, shape [S], at the times from `first` to `last - 1`."""
-    times, used = np.arange(first, last), np.flatnonzero(usage)
-    columns, values = np.tile(columns[used], len(times)), np.tile(usage[used], len(times))
-    return np.repeat(times, len(used)), columns, values
 
 
 def integer_point(
@@ -191,30 +227,18 @@ def integer_point(
         relative_gap: at which it stops.
         time_limit: in seconds.
     """
-    lp = highspy.HighsLp()
-    lp.num_col_, lp.num_row_ = len(cost), len(low)
-    lp.col_cost_, lp.col_lower_, lp.col_upper_ = cost, np.zeros(len(cost)), most
-    lp.row_lower_, lp.row_upper_ = low, high
-    lp.integrality_ = [highspy.HighsVarType.kInteger] * len(cost)
-    _set_matrix(lp, matrix, highspy.MatrixFormat.kRowwise)
-    highs = highspy.Highs()
-    highs.setOptionValue("output_flag", False)
-    highs.setOptionValue("mip_max_nodes", max_nodes)
-    highs.setOptionValue("mip_rel_gap", relative_gap)
-    if np.isfinite(time_limit):
-        highs.setOptionValue("time_limit", time_limit)
-    highs.passModel(lp)
-    highs.run()
-    return np.rint(highs.getSolution().col_value) if _is_feasible(highs) else None
-
-
-def _set_matrix(
-    lp: highspy.HighsLp, matrix: sparse.csr_array | sparse.csc_array, order: highspy.MatrixFormat
-) -> None:
-    lp.a_matrix_.format_ = order
-    lp.a_matrix_.start_ = matrix.indptr.astype(np.int32)
-    lp.a_matrix_.index_ = matrix.indices.astype(np.int32)
-    lp.a_matrix_.value_ = matrix.data
+    found = milp(
+        cost,
+        integrality=np.ones(len(cost), dtype=np.intp),
+        bounds=Bounds(0.0, most),
+        constraints=LinearConstraint(matrix, low, high),
+        options={
+            "node_limit": max_nodes,
+            "mip_rel_gap": relative_gap,
+            "time_limit": min(time_limit, _LONG),
+        },
+    )
+    return None if found.x is None else np.rint(found.x)
 
 
 def _is_feasible(highs: highspy.Highs) -> bool:
@@ -224,6 +248,8 @@ def _is_feasible(highs: highspy.Highs) -> bool:
 
 
 _LARGEST_COST = 1e4
+_LONG = 1e9
+"""Seconds that stand for no time limit."""
 _FEASIBILITY = 1e-9
 _DUAL_FEASIBILITY = 1e-7
 
@@ -282,10 +308,10 @@ class HighsSolver:
         self._offer = offer
         self._cap = cap
         self._scale = _LARGEST_COST / max(float(np.abs(model.cost).max(initial=0.0)), 1e-300)
-        row_scale = abs(model.usage).max(axis=1).toarray().ravel() if model.usage.nnz else None
-        if row_scale is None:
-            row_scale = np.ones(len(model.capacity))
-        self._row_scale = np.where(row_scale > 0, row_scale, 1.0)
+        self._row_scale = np.ones(len(model.capacity))
+        if model.usage.nnz:
+            largest = abs(model.usage).max(axis=1).toarray().ravel()
+            self._row_scale = np.where(largest > 0, largest, 1.0)
         self._active: list[int] = []
         self._highs = self._loaded()
         if model.usage.nnz <= _EAGER_ENTRIES:
@@ -303,12 +329,12 @@ class HighsSolver:
         return self._until_fits()
 
     def branch(
-        self, start: FloatArray | None, *, relative_gap: float | None = None
+        self, start: Mapping[int, int] | None, *, relative_gap: float | None = None
     ) -> LinearOutcome:
         """Solve with integral strategies.
 
         Args:
-            start: a point to start from, unless it is None.
+            start: a position per variable to start from, unless it is None.
             relative_gap: gap relative to the objective, without a limit of work; None for the gap
                 of the state, and its limit of work.
         """
@@ -316,8 +342,11 @@ class HighsSolver:
         kinds = np.full(len(columns), int(highspy.HighsVarType.kInteger), dtype=np.uint8)
         self._highs.changeColsIntegrality(len(columns), columns, kinds)
         if start is not None:
-            index = np.arange(len(start), dtype=np.int32)
-            self._highs.setSolution(len(index), index, start)
+            point = np.zeros(len(columns))
+            point[
+                [self._model.starts[i] + start[v] for i, v in enumerate(self._model.variables)]
+            ] = 1
+            self._highs.setSolution(len(columns), columns, point)
         allowed = self._state.gap * self._state.magnitude * self._scale
         self._highs.setOptionValue("mip_abs_gap", max(0.25 * allowed, 1e-6))
         self._highs.setOptionValue("mip_rel_gap", relative_gap or 0.0)
@@ -362,7 +391,10 @@ class HighsSolver:
         lp.col_cost_ = model.cost * self._scale
         lp.col_lower_, lp.col_upper_ = np.zeros(len(model.cost)), np.ones(len(model.cost))
         lp.row_lower_ = lp.row_upper_ = model.right
-        _set_matrix(lp, columns, highspy.MatrixFormat.kColwise)
+        lp.a_matrix_.format_ = highspy.MatrixFormat.kColwise
+        lp.a_matrix_.start_ = columns.indptr.astype(np.int32)
+        lp.a_matrix_.index_ = columns.indices.astype(np.int32)
+        lp.a_matrix_.value_ = columns.data
         highs = highspy.Highs()
         highs.setOptionValue("output_flag", False)
         highs.setOptionValue("random_seed", self._state.seed)

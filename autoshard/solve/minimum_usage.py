@@ -122,4 +122,4 @@ def _least_peak(network: Network, slack: float, state: SolveState) -> dict[int, 
         0.0,
     )
     outcome = HighsSolver(model, state, offer=lambda _: None).branch(None)
-    return None if outcome.x is None else model.rounded(outcome.x)[0]
+    return None if outcome.x is None else model.rounded(outcome.x)

@@ -6,6 +6,7 @@ terms are immutable and are replaced, so a copy of a network is a copy of its di
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
@@ -147,14 +148,9 @@ class Network:
 
     def copy(self) -> "Network":
         """An independent copy."""
-        other = Network()
-        other.variables = dict(self.variables)
+        other = copy(self)
+        other.variables, other.changes = dict(self.variables), dict(self.changes)
         other.links = {v: dict(links) for v, links in self.links.items()}
-        other.ties = self.ties
-        other.capacity = self.capacity
-        other.constant = self.constant
-        other.infeasible = self.infeasible
-        other.changes = dict(self.changes)
         return other
 
     def pairs(self) -> Iterator[tuple[int, int, Link]]:
@@ -163,13 +159,6 @@ class Network:
             for v, link in links.items():
                 if u < v:
                     yield u, v, link
-
-    def components(self) -> list[list[int]]:
-        """Connected components: lists of variables, ascending, ordered by their first variable."""
-        names = sorted(self.variables)
-        place = {v: i for i, v in enumerate(names)}
-        pairs = [(place[u], place[v]) for u, v, _ in self.pairs()]
-        return [[names[i] for i in members] for members in components(len(names), pairs)]
 
     @property
     def num_strategies(self) -> int:

@@ -164,31 +164,17 @@ class Problem:
         """Price of a choice per node; ties and the usage limit are not checked."""
         return float(self.prices(choice).sum())
 
-    def prices(
-        self,
-        choice: Sequence[int] | IntArray,
-        *,
-        nodes: IntArray | slice = slice(None),
-        edges: IntArray | slice = slice(None),
-    ) -> FloatArray:
-        """Prices of a choice at each node and then at each edge, shape [N + E].
-
-        Args:
-            choice: a strategy per node.
-            nodes: indices of the nodes to price; all of them by default.
-            edges: indices of the edges to price; all of them by default.
-        """
+    def prices(self, choice: Sequence[int] | IntArray) -> FloatArray:
+        """Prices of a choice at each node and then at each edge, shape [N + E]."""
         listed, picks = self._flat_arrays, np.asarray(choice, dtype=np.intp)
         assert picks.shape == listed.starts.shape, "one strategy per node"
-        rows = listed.labels[listed.rows[edges] + picks[listed.sources[edges]]]
-        cols = listed.labels[listed.cols[edges] + picks[listed.targets[edges]]]
-        widths = listed.widths[edges]
-        places = np.where(widths > 0, listed.matrices[edges] + rows * widths + cols, -1)
-        paid = listed.prices[places]
-        for i in np.flatnonzero(widths == 0).tolist():
-            apart, pair = listed.apart[int(listed.numbers[edges][i])], (int(rows[i]), int(cols[i]))
-            paid[i] = apart.price(*pair) if isinstance(apart, ShortestPathCost) else apart[pair]
-        return np.concatenate((listed.costs[listed.starts[nodes] + picks[nodes]], paid))
+        rows = listed.labels[listed.rows + picks[listed.sources]]
+        cols = listed.labels[listed.cols + picks[listed.targets]]
+        paid = listed.prices[listed.matrices + rows * listed.widths + cols]
+        for i, prices in listed.apart.items():
+            pair = int(rows[i]), int(cols[i])
+            paid[i] = prices.price(*pair) if isinstance(prices, ShortestPathCost) else prices[pair]
+        return np.concatenate((listed.costs[listed.starts + picks], paid))
 
     @cached_property
     def has_path_costs(self) -> bool:
@@ -239,19 +225,19 @@ class Problem:
         empty = np.zeros((0, 0))
         given = [empty if i in apart else e.cost for i, e in enumerate(self.edges)]
         prices, matrices = _concatenated(given)
+        most = max((edge.prices.shape[1] for edge in self.edges), default=0)
         return _FlatArrays(
             costs,
             starts,
             labels.astype(np.intp),
             places[0::2],
             places[1::2],
-            # The last entry is read for edges without a matrix.
-            np.append(prices, np.nan),
+            # Edges without a matrix here read any of these entries.
+            np.append(prices, np.zeros(most + 1)),
             matrices,
             np.array([matrix.shape[1] for matrix in given], dtype=np.intp),
             np.array([edge.source for edge in self.edges], dtype=np.intp),
             np.array([edge.target for edge in self.edges], dtype=np.intp),
-            np.arange(len(self.edges)),
             apart,
         )
 
@@ -423,7 +409,6 @@ class _FlatArrays:
         widths: number of its columns, shape [E]; 0 where there is none.
         sources: first node of each edge, shape [E].
         targets: second node of each edge, shape [E].
-        numbers: number of each edge, shape [E].
         apart: path costs and large matrices, which are not copied, by the number of the edge.
     """
 
@@ -437,7 +422,6 @@ class _FlatArrays:
     widths: IntArray
     sources: IntArray
     targets: IntArray
-    numbers: IntArray
     apart: dict[int, FloatArray | ShortestPathCost]
 
 

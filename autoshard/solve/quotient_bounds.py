@@ -141,30 +141,6 @@ class QuotientMessages:
         states = table.backwards(states) if is_source else table.forwards(states)
         return states[self.views[here].labels]
 
-    def around(self, node_class: int, picks: Sequence[int]) -> FloatArray:
-        """Price of each strategy of a node class in the neighbourhood of a choice, shape [3, S].
-
-        Args:
-            node_class: number of the node class.
-            picks: strategy of each node class.
-
-        Returns:
-            the price with all neighbours fixed; with later neighbours estimated by messages; and
-            with earlier neighbours estimated by messages.
-        """
-        prices = np.tile(self.costs[node_class], (3, 1))
-        for port in self.graph.node_classes[node_class].ports:
-            edge_class, is_source = self.graph.ports[port].edge_classes[0]
-            far = self.graph.far_end(edge_class, is_source=is_source)
-            fixed = np.full(len(self.views[far].labels), np.inf)
-            fixed[self.views[far].classes[picks[self.graph.ports[far].node_class]]] = 0.0
-            paid = self.through(edge_class, fixed, is_source=is_source)
-            offered = self.offered(port)
-            backward = self.graph.ports[port].backward
-            shown = (paid, paid, offered) if backward else (paid, offered, paid)
-            prices += self.graph.weight(port) * np.stack(shown)[:, self.views[port].classes]
-        return prices
-
     def _pass(self, node_class: int, *, backward: bool) -> None:
         """Receive messages from the ports on one side; send equal shares to the other side."""
         graph, weights = self.graph, {True: 0.0, False: 0.0}

@@ -3,7 +3,7 @@
 import numpy as np
 
 from autoshard.arrays import FloatArray, IntArray
-from autoshard.solve.network import Link, Matrix, Network
+from autoshard.solve.network import Network
 from autoshard.solve.presolve import (
     Inverse,
     Presolve,
@@ -74,30 +74,6 @@ class ReducedProblem:
         if self.cap < float("inf"):
             self.state.raise_bound(self.cap)
         return self.state.choice is not None
-
-    def trim(self) -> None:
-        """Shift the least cost of each variable to zero; forbid prices beyond the cutoff.
-
-        Links in normal form have no negative price, so the constant plus the price of a strategy
-        or a pair is a lower bound of all choices with it.
-        """
-        network = self.network
-        for v, variable in network.variables.items():
-            least = float(variable.cost.min())
-            network.constant += least
-            if least != 0.0:
-                network.add_cost(v, np.full(len(variable.cost), -least))
-        self.raise_bound(network.constant)
-        slack = self.state.cutoff - network.constant
-        self.prune({v: network.constant + x.cost for v, x in network.variables.items()})
-        if slack < float("inf"):
-            for u, v, link in list(network.pairs()):
-                values = link.matrix.values
-                if (values[np.isfinite(values)] >= slack).any():
-                    trimmed = Matrix(np.where(values < slack, values, np.inf))
-                    network.put(u, v, Link(trimmed, link.rows, link.cols))
-                    self.cap = min(self.cap, self.state.cutoff)
-        self.reduce()
 
     def prune(self, least: dict[int, FloatArray]) -> int:
         """Drop strategies that cannot lead to a better choice.

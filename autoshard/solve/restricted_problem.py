@@ -44,10 +44,7 @@ _FIRST_LIMITED_SWEEPS = 30
 _MORE_LIMITED_SWEEPS = 10
 """Sweeps before a restricted problem; at the best prices the first time; and there later on."""
 _MIN_GAIN = 2e-5
-_MIN_GAIN_OF_GAP = 0.05
-"""Relative gain of a sweep below which messages end, and the same relative to the requested gap."""
-_SAME_WIDTH_GAIN = 0.1
-"""Share of the gap that messages must close for the next restricted problem to be as wide."""
+"""Relative gain of a sweep below which messages end."""
 _RESTRICTED_GAP = 0.1
 """Share of the gap that a restricted problem may leave."""
 _ELASTICITIES = (0.4, 3.0)
@@ -220,27 +217,24 @@ class RestrictedSolver:
             rough: stop after the first restricted problem that has a choice.
             report_bound: called with each better bound.
         """
-        self._set(costs)
         answer, width, is_first = _Answer(), self._settings.first_width, not rough
-        while width <= self._settings.last_width:
-            value, bound = answer.value, answer.bound
-            self._maximise_bound(answer, slack, report_bound)
-            proven, self.least = strategy_bounds(self._messages)
-            answer.bound = max(answer.bound, self._messages.bound, proven)
+
+        def report(bound: float) -> None:
+            answer.bound = max(answer.bound, bound)
             report_bound(answer.bound)
+
+        while width <= self._settings.last_width:
+            enough = answer.value - slack * abs(answer.value)
+            self.least = self.bounds(costs, _MAX_SWEEPS, report_bound=report, enough=enough)
             if answer.is_within(slack):
                 break
             self._try_restricted(answer, self.least, width, slack, is_first=is_first)
-            report_bound(answer.bound)
+            report(answer.bound)
             if answer.is_within(slack) or (rough and answer.choice is not None):
                 break
-            was_first, is_first = is_first, False
-            if (
-                not was_first
-                and answer.value == value
-                and answer.bound - bound < _SAME_WIDTH_GAIN * (value - bound)
-            ):
+            if not is_first:
                 width *= 2
+            is_first = False
         return answer.bound, answer.choice
 
     def bounds(
@@ -261,7 +255,8 @@ class RestrictedSolver:
             enough: bound at which the sweeps end.
         """
         self._state.enter("pass messages")
-        self._set(costs)
+        deadline = self._state.deadline(_MESSAGE_SHARE)
+        self._messages.costs = [costs[c.nodes[0]] for c in self.graph.node_classes]
         before = -np.inf
         for _ in range(num_sweeps):
             self._messages.sweep()
@@ -269,6 +264,8 @@ class RestrictedSolver:
             bound = self._messages.bound
             report_bound(bound)
             if bound >= enough or bound - before <= _MIN_GAIN * abs(bound):
+                break
+            if self._state.is_late(deadline):
                 break
             before = bound
         proven, least = strategy_bounds(self._messages)
@@ -281,30 +278,6 @@ class RestrictedSolver:
         values = [value.copy() for value in self._messages.values]
         yield
         self._messages.values = values
-
-    def _set(self, costs: Sequence[FloatArray]) -> None:
-        self._messages.costs = [
-            costs[node_class.nodes[0]] for node_class in self.graph.node_classes
-        ]
-
-    def _maximise_bound(
-        self, answer: _Answer, slack: float, report_bound: Callable[[float], object]
-    ) -> None:
-        """Pass messages until the bound stalls or is good enough."""
-        self._state.enter("pass messages")
-        deadline = self._state.deadline(_MESSAGE_SHARE)
-        enough = answer.value - slack * abs(answer.value)
-        for sweep in range(_MAX_SWEEPS):
-            before = self._messages.bound
-            self._messages.sweep()
-            self._state.count("restricted.sweeps")
-            bound = self._messages.bound
-            report_bound(bound)
-            little = max(_MIN_GAIN, _MIN_GAIN_OF_GAP * slack) * abs(bound)
-            if bound >= enough or (sweep and bound - before <= little):
-                return
-            if self._state.is_late(deadline):
-                return
 
     def _try_restricted(
         self,
@@ -320,21 +293,16 @@ class RestrictedSolver:
         The first one has only strategies of choices that could be very close to the bound, so
         that its tables are small.
         """
-        masks = self._selected(least, width, answer.choice)
+        masks = [cheapest(bounds, width) for bounds in least]
+        for node_class, mask in zip(self.graph.node_classes, masks, strict=True):
+            if answer.choice is not None:
+                mask[answer.choice[list(node_class.nodes)]] = True
         if is_first:
             close = answer.bound + _FIRST_SLACK * slack * abs(answer.bound)
             masks = [
                 (mask & (bounds <= close)) | cheapest(bounds, 1)
                 for mask, bounds in zip(masks, least, strict=True)
             ]
-        if answer.choice is not None:
-            cutoff = answer.value - slack * abs(answer.value)
-            can_improve = [bounds < cutoff for bounds in least]
-            if (
-                max(int(mask.sum()) for mask in can_improve)
-                <= self._settings.full_width_ratio * width
-            ):
-                masks = [mask | more for mask, more in zip(masks, can_improve, strict=True)]
         masks = one_per_run(self.graph, masks)
         left_out = [
             float(bounds[~mask].min(initial=np.inf))
@@ -347,23 +315,6 @@ class RestrictedSolver:
             self._state.offer(choice)
         answer.bound = max(answer.bound, min(solution.bound, *left_out))
         self.tried = [old | new for old, new in zip(self.tried, masks, strict=True)]
-
-    def _selected(
-        self, least: Sequence[FloatArray], width: int, near: IntArray | None
-    ) -> list[BoolArray]:
-        """Strategies of each node class with the least bounds, and those nearest to a choice."""
-        masks = [cheapest(bounds, width) for bounds in least]
-        if near is not None:
-            nodes = [list(node_class.nodes) for node_class in self.graph.node_classes]
-            picks = [int(near[alike[len(alike) // 2]]) for alike in nodes]
-            for node_class, mask in enumerate(masks):
-                mask[near[nodes[node_class]]] = True
-                nearby = [
-                    cheapest(prices, self._settings.nearby_strategies)
-                    for prices in self._messages.around(node_class, picks)
-                ]
-                masks[node_class] = np.logical_or.reduce([mask, *nearby])
-        return masks
 
     def _solved(
         self, masks: Sequence[BoolArray], gap: float, bound: float, *, runs_only: bool
@@ -479,10 +430,6 @@ class LimitedRestriction:
             inner.best_choices = [
                 restricted.part(old.whole(choice)) for choice in seen.best_choices
             ]
-            inner.group_options = {
-                multiple: [restricted.part(old.whole(choice)) for choice in choices]
-                for multiple, choices in seen.group_options.items()
-            }
         warm_start.restricted = restricted, inner
 
     def _solve_restricted(self) -> None:
@@ -509,7 +456,7 @@ class LimitedRestriction:
         warm_start, limit = self._state.warm_start, self._problem.usage_limit
         if not warm_start.best_choices or not self._usage_weights.weights:
             return
-        prices, _ = self._lagrangian.best_prices(limit)
+        prices, _ = self._lagrangian.best_prices()
         if not prices.any():
             return
         slack = _PROOF_GAP * self._state.gap * self._state.magnitude

@@ -35,19 +35,12 @@ class SolverSettings:
 
         branch_work: nodes times columns after which branch and bound ends.
 
-        eager_run_work: work of a group's table up to which shared nodes are not relaxed first.
-        max_exact_run_work: work after which the requested gap suffices instead of the exact
-            optimum. It counts additions, because with a clock the solution would depend on the
-            machine.
-        price_multiples: multiples of the best prices whose best choices are combined.
+        max_group_work: work of the table of one group of a run with axes for shared nodes.
 
         wide_strategies: mean number of strategies of a node class from which on a problem is
             solved through restricted problems.
         first_width: strategies per node class in the first restricted problems.
         last_width: strategies per node class in the last one.
-        nearby_strategies: strategies per node class added around the best choice.
-        full_width_ratio: all strategies that can be in a better choice are added if no node class
-            has more than this many widths of them.
         limited_width: strategies per node class added to a restricted problem at once.
     """
 
@@ -67,15 +60,11 @@ class SolverSettings:
 
     branch_work: float = 5e6
 
-    eager_run_work: float = 2e8
-    max_exact_run_work: float = 2e9
-    price_multiples: tuple[float, ...] = (1.0, 0.8, 0.5, 0.125)
+    max_group_work: float = 2e8
 
     wide_strategies: float = 100.0
     first_width: int = 24
     last_width: int = 48
-    nearby_strategies: int = 8
-    full_width_ratio: float = 3.0
     limited_width: int = 12
 
 

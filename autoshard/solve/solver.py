@@ -37,7 +37,6 @@ _MINIMUM_USAGE_SECONDS = 20.0
 _PLAIN_ENTRIES = 200_000
 """Entries of matrices up to which plain methods close what run contraction leaves."""
 
-_INTEGRAL = 1.0 - 1e-6
 _LEAST_SECONDS = 1e-3
 
 
@@ -289,7 +288,6 @@ def _branch(reduced: ReducedProblem) -> bool:
     if not (reduced.done or state.closed):
         state.enter("coordinate descent")
         _descend(reduced, {v: int(x.cost.argmin()) for v, x in reduced.network.variables.items()})
-        reduced.trim()
     if not (reduced.done or state.closed):
         state.enter("relax")
         if not _relax(reduced):
@@ -307,7 +305,10 @@ def _relax(reduced: ReducedProblem) -> bool:
         return False
     reduced.state.check()
     if relaxed.x is not None:
-        _round(reduced, model, relaxed.x, relaxed.prices)
+        picks = model.rounded(relaxed.x)
+        reduced.offer(picks)
+        if not reduced.state.closed:
+            _descend(reduced, picks, relaxed.prices)
     if relaxed.duals is not None and relaxed.prices is not None:
         bound, excess = model.dual_bound(relaxed.duals, relaxed.prices)
         reduced.raise_bound(bound)
@@ -323,8 +324,7 @@ def _search_tree(reduced: ReducedProblem) -> bool:
     state.enter("branch and bound")
     model = linear_model(reduced.network)
     solver = _solver(reduced, model)
-    picks = None if state.choice is None else reduced.pick_of(state.choice)
-    start = None if picks is None else model.columns(reduced.network, picks)
+    start = None if state.choice is None else reduced.pick_of(state.choice)
     while True:
         outcome = solver.branch(start)
         if outcome.status is RunStatus.INFEASIBLE:
@@ -333,7 +333,7 @@ def _search_tree(reduced: ReducedProblem) -> bool:
         if outcome.x is None or outcome.status is RunStatus.STOPPED:
             state.check()
             return True
-        picks, _ = model.rounded(outcome.x)
+        picks = model.rounded(outcome.x)
         over = reduced.network.usage(picks) > reduced.network.capacity
         if reduced.offer(picks) or not over.any():
             return True
@@ -343,20 +343,9 @@ def _search_tree(reduced: ReducedProblem) -> bool:
 
 def _solver(reduced: ReducedProblem, model: LinearModel) -> HighsSolver:
     def offer(x: FloatArray) -> None:
-        reduced.offer(model.rounded(x)[0])
+        reduced.offer(model.rounded(x))
 
     return HighsSolver(model, reduced.state, offer=offer, cap=reduced.cap)
-
-
-def _round(
-    reduced: ReducedProblem, model: LinearModel, x: FloatArray, prices: FloatArray | None
-) -> None:
-    """Offer the choice nearest to a point of the relaxation, improved by coordinate descent."""
-    picks, least = model.rounded(x)
-    if least >= _INTEGRAL and reduced.offer(picks):
-        reduced.state.count("relax.integral")
-        return
-    _descend(reduced, picks, prices)
 
 
 def _descend(

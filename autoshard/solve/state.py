@@ -82,8 +82,6 @@ class WarmStart:
         best_choices: choices that were best at some prices of usage.
         strategy_bounds: of a wide problem without a limit, lower bounds by strategy per node.
         candidates: of a wide problem, mask of the first strategies of each node.
-        group_options: choices near the best prices of usage, whose groups may be combined, by
-            the multiple of these prices.
         restricted: of a wide problem, the restricted problem that was solved, and its own
             warm start.
         proven: largest limit for which a bound was proven, and that bound.
@@ -93,7 +91,6 @@ class WarmStart:
     best_choices: list[IntArray] = field(default_factory=list)
     strategy_bounds: list[FloatArray] = field(default_factory=list)
     candidates: list[BoolArray] = field(default_factory=list)
-    group_options: dict[float, list[IntArray]] = field(default_factory=dict)
     restricted: "tuple[RestrictedProblem, WarmStart] | None" = None
     proven: tuple[float, float] = (-float("inf"), -float("inf"))
 

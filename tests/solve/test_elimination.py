@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoshard.arrays import FloatArray
-from autoshard.solve import Edge, Node, Problem, SolverSettings, brute_force
+from autoshard.solve import Edge, MinMarginals, Node, Problem, SolverSettings, brute_force
 from autoshard.solve.elimination import Elimination
 from autoshard.solve.network import Network
 from autoshard.solve.presolve import MergeTies
@@ -36,31 +36,15 @@ def test_elimination_finds_what_brute_force_finds(random_problem: RandomProblem,
         assert network.price(result.picks) == pytest.approx(result.value, rel=1e-9, abs=1e-9)
 
 
-@settings(max_examples=40, derandomize=True, deadline=None)
-@given(seed=st.integers(0, 2**32 - 1))
-def test_min_marginals_are_the_best_prices_with_a_strategy_fixed(
-    contested_problem: RandomProblem, seed: int
-) -> None:
-    base = contested_problem(seed)
-    problem = Problem(base.nodes, base.edges)
-    _, plan, costs = compiled(problem)
-    marginals = plan.min_marginals(plan.evaluate(costs))
-    for v, node in enumerate(problem.nodes):
-        for s in range(node.num_strategies):
-            only = np.where(np.arange(node.num_strategies) == s, node.cost, np.inf)
-            nodes = (*problem.nodes[:v], Node(only, node.usage), *problem.nodes[v + 1 :])
-            best = brute_force(Problem(nodes, problem.edges)).objective
-            assert marginals[v][s] == pytest.approx(best, rel=1e-9)
-
-
 def test_forbidden_strategies_have_infinite_min_marginals() -> None:
     same = np.where(np.eye(3) > 0, 0.0, np.inf)
     index = np.arange(3)
     nodes = (Node(np.array([np.inf, 1.0, 2.0]), np.zeros(3)), Node(np.zeros(3), np.zeros(3)))
-    _, plan, costs = compiled(Problem(nodes, (Edge(0, 1, same, index, index),)))
-    marginals = plan.min_marginals(plan.evaluate(costs))
-    assert marginals[0].tolist() == [np.inf, 1.0, 2.0]
-    assert marginals[1].tolist() == [np.inf, 1.0, 2.0]
+    problem = Problem(nodes, (Edge(0, 1, same, index, index),))
+    for node in (0, 1):
+        marginals = MinMarginals.of(problem, node)
+        assert marginals is not None
+        assert marginals.least.tolist() == [np.inf, 1.0, 2.0]
 
 
 def test_tables_are_over_layouts_not_strategies() -> None:

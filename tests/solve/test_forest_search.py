@@ -17,7 +17,6 @@ RandomProblem = Callable[[int], Problem]
 INDEX = np.arange(4)
 HUGE = SolverSettings(
     max_product_work=0.0,
-    max_table_entries=0.0,
     large_entries=0,
     huge_entries=0,
     trws_max_stalled=12,

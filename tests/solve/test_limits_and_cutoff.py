@@ -22,8 +22,7 @@ from autoshard.solve import (
 ROUTES = {
     "everything": SolverSettings(),
     "no products": SolverSettings(max_product_work=0.0),
-    "no tables": SolverSettings(max_product_work=0.0, max_table_entries=0.0),
-    "messages": SolverSettings(max_product_work=0.0, max_table_entries=0.0, large_entries=0),
+    "messages": SolverSettings(max_product_work=0.0, large_entries=0),
 }
 NUM_SEEDS = 60
 

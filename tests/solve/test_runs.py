@@ -49,16 +49,6 @@ def test_runs_agree_with_trying_everything(seed: int) -> None:
     assert solution.objective == pytest.approx(brute_force(problem).objective)
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_shared_nodes_that_make_tables_too_large_are_restricted(seed: int) -> None:
-    """With no work allowed up front the optimum must come from relaxing and dropping strategies."""
-    problem = layered(seed, num_layers=4, num_inner=3, num_shared=2, num_strategies=4)
-    expected = solve_problem(replace(problem, repeats=())).objective
-    state = through_runs(problem, settings=SolverSettings(eager_run_work=0.0))
-    assert state.closed
-    assert state.objective == pytest.approx(expected)
-
-
 def with_usage(problem: Problem, seed: int, share: float) -> Problem:
     """Usage at every node, and a limit at a share of the way from the least to the most."""
     rng = np.random.default_rng(seed)

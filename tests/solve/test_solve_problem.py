@@ -69,20 +69,18 @@ def test_prices_on_usage_and_min_marginals_find_what_brute_force_finds(
 @given(seed=seeds)
 def test_highs_alone_finds_what_brute_force_finds(random_problem: RandomProblem, seed: int) -> None:
     problem = random_problem(seed)
-    settings = SolverSettings(max_product_work=0, max_table_entries=0)
+    settings = SolverSettings(max_product_work=0)
     found = solve_problem(problem, settings=settings)
     assert_same_outcome(problem, found, brute_force(problem), rtol=1e-6)
 
 
-@pytest.mark.parametrize("most_entries", [0, 1 << 20], ids=["highs", "prices first"])
 @brief
 @given(seed=seeds)
 def test_a_binding_limit_is_solved_to_optimality(
-    contested_problem: RandomProblem, most_entries: int, seed: int
+    contested_problem: RandomProblem, seed: int
 ) -> None:
     problem = contested_problem(seed)
-    settings = SolverSettings(max_table_entries=most_entries)
-    found = solve_problem(problem, settings=settings)
+    found = solve_problem(problem)
     assert_same_outcome(problem, found, brute_force(problem), rtol=1e-6)
 
 
@@ -161,8 +159,7 @@ def test_a_dense_graph_under_a_limit_goes_through_branch_and_bound() -> None:
     nodes = tuple(Node(rng.random(6), np.floor(100 * rng.random(6)), (0, 1)) for _ in range(7))
     edges = tuple(Edge(i, j, rng.random((6, 6)), index, index) for i in range(7) for j in range(i))
     problem = Problem(nodes, edges, usage_limit=200.0)
-    settings = SolverSettings(max_table_entries=10)
-    found = solve_problem(problem, settings=settings)
+    found = solve_problem(problem)
     assert_same_outcome(problem, found, brute_force(problem), rtol=1e-6)
 
 
@@ -213,12 +210,11 @@ def limited_in_the_last_bytes(seed: int) -> Problem:
     return replace(free, usage_limit=np.floor((least + most) / 2))
 
 
-NO_TABLES = SolverSettings(max_product_work=0, max_table_entries=0)
+NO_PRODUCTS = SolverSettings(max_product_work=0)
 LIMITED_SOLVERS: dict[str, Callable[[Problem], Solution]] = {
     "everything": solve_problem,
-    "no products": partial(solve_problem, settings=SolverSettings(max_product_work=0)),
-    "no tables": partial(solve_problem, settings=NO_TABLES),
-    "messages": partial(solve_problem, settings=replace(NO_TABLES, large_entries=0)),
+    "no products": partial(solve_problem, settings=NO_PRODUCTS),
+    "messages": partial(solve_problem, settings=replace(NO_PRODUCTS, large_entries=0)),
     "reference": partial(solve_problem, solver="HIGHS"),
 }
 

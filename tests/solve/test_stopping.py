@@ -7,12 +7,9 @@ import numpy as np
 import pytest
 
 from autoshard.outcome import SolveStatus
-from autoshard.solve import Edge, Node, Problem, Progress, SolverSettings, solve_problem
+from autoshard.solve import Edge, Node, Problem, Progress, solve_problem
 
 RandomProblem = Callable[[int], Problem]
-
-
-NO_TABLES = SolverSettings(max_table_entries=0)
 
 
 @pytest.fixture
@@ -28,7 +25,7 @@ def hard_problem() -> Problem:
 def test_cancelled_before_the_start_has_no_answer(hard_problem: Problem) -> None:
     cancel = threading.Event()
     cancel.set()
-    solution = solve_problem(hard_problem, cancel=cancel, settings=NO_TABLES)
+    solution = solve_problem(hard_problem, cancel=cancel)
     assert solution.status is SolveStatus.CANCELLED
     assert solution.choice is None
     assert solution.bound == -np.inf
@@ -42,7 +39,7 @@ def test_cancelled_on_the_way_keeps_the_best_choice(hard_problem: Problem, phase
         if progress.phase == phase and np.isfinite(progress.incumbent):
             cancel.set()
 
-    solution = solve_problem(hard_problem, cancel=cancel, on_progress=listen, settings=NO_TABLES)
+    solution = solve_problem(hard_problem, cancel=cancel, on_progress=listen)
     assert solution.status is SolveStatus.CANCELLED
     assert hard_problem.is_feasible(solution.choice)
     assert solution.bound <= solution.objective
@@ -50,14 +47,14 @@ def test_cancelled_on_the_way_keeps_the_best_choice(hard_problem: Problem, phase
 
 
 def test_the_time_limit_ends_branch_and_bound_with_a_choice(hard_problem: Problem) -> None:
-    solution = solve_problem(hard_problem, time_limit=3.0, settings=NO_TABLES)
+    solution = solve_problem(hard_problem, time_limit=3.0)
     assert solution.status is SolveStatus.FEASIBLE
     assert hard_problem.is_feasible(solution.choice)
     assert 0 < solution.bound < solution.objective
 
 
 def test_no_time_at_all_is_a_time_out(hard_problem: Problem) -> None:
-    solution = solve_problem(hard_problem, time_limit=1e-9, settings=NO_TABLES)
+    solution = solve_problem(hard_problem, time_limit=1e-9)
     assert solution.status is SolveStatus.TIMED_OUT
     assert (solution.choice, solution.objective, solution.gap) == (None, np.inf, np.inf)
 

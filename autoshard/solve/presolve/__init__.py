@@ -17,7 +17,6 @@ from autoshard.solve.presolve.merge_variables import (
     FixVariables,
     MergeTies,
     NormalizeLinks,
-    SolveLowTreewidth,
     SubstituteVariables,
     min_plus,
 )
@@ -41,7 +40,6 @@ def default_reductions(effort: Effort = DEFAULT_EFFORT) -> tuple[Reduction, ...]
         links,
         EliminateNeighbours(links, effort=effort),
         DropDominated(effort=effort),
-        SolveLowTreewidth(effort),
     )
 
 
@@ -58,7 +56,6 @@ __all__ = [
     "Reduction",
     "SeparateTerms",
     "SimplifyLimits",
-    "SolveLowTreewidth",
     "SubstituteVariables",
     "default_reductions",
     "min_plus",

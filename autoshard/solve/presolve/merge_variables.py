@@ -1,7 +1,7 @@
 """Reductions that remove links and variables.
 
 They normalise links, merge tied and substituted variables, fix variables with one strategy, and
-eliminate variables with at most two neighbours and components of small treewidth.
+eliminate variables with at most two neighbours.
 """
 
 from collections.abc import Collection, Iterable
@@ -11,7 +11,6 @@ from math import prod
 import numpy as np
 
 from autoshard.arrays import FloatArray, IntArray
-from autoshard.solve.elimination import Elimination
 from autoshard.solve.network import (
     Link,
     Matrix,
@@ -405,54 +404,3 @@ def min_plus(first: FloatArray, second: FloatArray) -> FloatArray:
         block = first[start : start + step]
         out[start : start + step] = (block[:, :, None] + second[None]).min(axis=1)
     return out
-
-
-class SolveLowTreewidth:
-    """Solve every component without usage whose elimination tables stay small.
-
-    Args:
-        effort: limits of work, and when to stop.
-    """
-
-    name = "solve_low_treewidth"
-
-    def __init__(self, effort: Effort = DEFAULT_EFFORT) -> None:
-        self._effort = effort
-        self._refused: dict[int, tuple[int, ...]] = {}
-
-    def apply(self, network: Network) -> Inverse:
-        """Solve components within the limits of work; the inverse writes their choices."""
-        inverses = []
-        for members in network.components():
-            if any(network.variables[v].terms for v in members):
-                continue
-            stamp = (len(members), *(network.changes[v] for v in members))
-            if self._refused.get(members[0]) == stamp:
-                continue
-            inverse = self._solve(network, members)
-            if inverse is None:
-                self._refused[members[0]] = stamp
-            else:
-                inverses.append(inverse)
-        return sequence(inverses)
-
-    def _solve(self, network: Network, members: list[int]) -> Inverse | None:
-        part = Network()
-        part.variables = {v: network.variables[v] for v in members}
-        part.links = {v: network.links[v] for v in members}
-        plan = Elimination.compile(part, effort=self._effort)
-        if plan is None:
-            return None
-        costs = {v: x.cost for v, x in part.variables.items()}
-        result = plan.evaluate(costs)
-        network.constant += result.value
-        network.infeasible = network.infeasible or result.value == float("inf")
-        labels = {v: part.variables[v].labels[s] for v, s in result.picks.items()}
-        for v in members:
-            network.remove(v)
-
-        def invert(choice: IntArray) -> None:
-            for v, label in labels.items():
-                choice[v] = label
-
-        return invert

@@ -5,9 +5,9 @@ of a group into components (such as a block with and without activation checkpoi
 is the elementwise minimum of one table per component; these are far cheaper to compute.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import product
 from math import prod
 
@@ -19,7 +19,6 @@ from autoshard.solve.block_cache import (
     CachedTable,
     KeyValueStore,
     SolvedBlock,
-    TableEntry,
     content_key,
 )
 from autoshard.solve.elimination import Elimination, Evaluation
@@ -40,8 +39,8 @@ from autoshard.solve.settings import DEFAULT_EFFORT, Effort
 _MAX_ENTRIES = 1 << 22
 """Entries of the table of one group."""
 
-Component = Mapping[int, IntArray]
-"""Strategies of some nodes in a component, ascending; those of other nodes are not restricted."""
+Component = Mapping[int, BoolArray]
+"""Mask of the strategies of some nodes in a component; those of other nodes are not restricted."""
 
 _MAX_COMPONENTS = 8
 _LEAST_SHARE = 0.25
@@ -111,7 +110,7 @@ def _ways(
     spans = {v: joined[place[v] : place[v] + n] for v, n in zip(place, sizes, strict=True)}
     return [
         [
-            {v: np.flatnonzero(spans[v] == part) for v in piece}
+            {v: spans[v] == part for v in piece}
             # A component in which some node has no strategy has no choice of finite price.
             for part in sorted(set.intersection(*(set(spans[v].tolist()) for v in piece)))
         ]
@@ -127,6 +126,14 @@ def _pieces(edges: Sequence[Edge]) -> list[list[int]]:
     return [[nodes[i] for i in piece] for piece in components(len(nodes), ends.tolist())]
 
 
+@dataclass(frozen=True, slots=True)
+class PresolveMemo:
+    """Results of reductions, by content."""
+
+    products: dict[bytes, Matrix] = field(default_factory=dict)
+    losses: dict[bytes, Losses] = field(default_factory=dict)
+
+
 class RunBlock:
     """The second group of a run, its edges, and its entries in a store of tables.
 
@@ -134,16 +141,28 @@ class RunBlock:
         problem: the problem.
         run: a run of it.
         store: of tables; None computes every table.
+        known: memo of reductions.
+        effort: limits of work, and when to stop.
 
     Attributes:
         run: the run.
+        known: memo of reductions.
+        effort: limits of work, and when to stop.
         edges: edges inside the group, to the previous group and to shared nodes.
         num_reused: number of tables found in the store.
         num_solved: number of tables computed.
     """
 
-    def __init__(self, problem: Problem, run: Run, store: KeyValueStore | None) -> None:
-        self.run = run
+    def __init__(
+        self,
+        problem: Problem,
+        run: Run,
+        store: KeyValueStore | None = None,
+        known: PresolveMemo | None = None,
+        effort: Effort = DEFAULT_EFFORT,
+    ) -> None:
+        self.run, self.effort = run, effort
+        self.known = PresolveMemo() if known is None else known
         self._problem = problem
         self._store = store
         group, before, shared_nodes = run.instances[1], run.before_of(1), run.shared_nodes
@@ -157,6 +176,10 @@ class RunBlock:
         group, boundary = self.run.instances[1], set(self.run.boundary)
         own = [v for p, v in enumerate(group) if p not in boundary]
         return find_components(self._problem, own, self.edges)
+
+    def num_strategies(self, v: int) -> int:
+        """Number of strategies of a node."""
+        return self._problem.nodes[v].num_strategies
 
     def kept_table(self, costs: Mapping[int, FloatArray], view: bytes) -> CachedTable | None:
         """The store's entry for a table of the block; None without a store.
@@ -213,184 +236,134 @@ def _content(array: NDArray[np.generic]) -> bytes:
     return np.ascontiguousarray(array, wide).tobytes()
 
 
-OpenStrategies = Mapping[int, BoolArray | None]
-"""Mask of the strategies that are still open, by shared node, and by boundary node of the last
-group for the corresponding nodes of all groups. None relaxes a shared node: every group may pick
-another strategy of it, which gives a lower bound."""
+Shared = Mapping[int, int | None]
+"""The strategy of shared nodes that are no axes of tables: fixed, or None for any one in every
+group, which gives a lower bound."""
 
 
-@dataclass(frozen=True, slots=True)
-class PresolveMemo:
-    """Results of reductions, by content."""
-
-    products: dict[bytes, Matrix] = field(default_factory=dict)
-    losses: dict[bytes, Losses] = field(default_factory=dict)
-
-
-class BlockTemplate:
-    """The second group of a run with the open strategies of its boundary and shared nodes.
+class BlockTable:
+    """The least price of the second group of a run by strategy of its boundary and shared nodes.
 
     Args:
-        problem: the problem.
         block: the group, and its entries in the store.
-        still_open: open strategies of shared nodes and boundary nodes; all for missing nodes.
-        known: memo of reductions.
-        component: number of the only component that is allowed; all if None, or if the block has
-            fewer components.
-        effort: limits of work, and when to stop.
+        costs: shape [S] for each node of the group.
+        shared: shared nodes that are no axes of the table.
+        most_work: largest number of additions.
+
+    Attributes:
+        run: the run.
+        shared_nodes: shared nodes that are axes of the table.
+        shape: of the table.
+        values: prices, with one axis per boundary node of the previous group, then per boundary
+            node of the group, then per shared node; None if the table would be too large.
     """
 
     def __init__(
-        self,
-        problem: Problem,
-        block: RunBlock,
-        still_open: OpenStrategies,
-        known: PresolveMemo,
-        *,
-        component: int | None = None,
-        effort: Effort = DEFAULT_EFFORT,
+        self, block: RunBlock, costs: Mapping[int, FloatArray], shared: Shared, most_work: float
     ) -> None:
-        self._effort = effort
-        counts = component is not None and component < len(block.components)
-        self._component = component if counts else None
-        self._components = block.components
-        if self._component is not None:
-            self._components = (block.components[self._component],)
-        self._known = known
-        self._problem = problem
-        self._block = block
+        self._block, self._costs, self._shared, self._work = block, costs, shared, most_work
         self.run = run = block.run
-        self.kept_shared_nodes = tuple(
-            h for h in run.shared_nodes if still_open.get(h, True) is not None
-        )
         group = run.instances[1]
         own = [group[p] for p in run.boundary]
-        before = run.before_of(1)
-        seen = [*before, *own, *self.kept_shared_nodes]
-        self._relaxed_shared_nodes = set(run.shared_nodes) - set(self.kept_shared_nodes)
-        masks = {h: still_open.get(h) for h in self.kept_shared_nodes}
-        for nodes in (before, own):
-            masks.update(zip(nodes, (still_open.get(v) for v in run.last_boundary), strict=True))
-        self.labels = {
-            v: np.arange(problem.nodes[v].num_strategies) if mask is None else np.flatnonzero(mask)
-            for v, mask in masks.items()
-        }
-        inner = [v for v in group if v not in set(own)]
-        self._place = {v: i for i, v in enumerate([*seen, *inner])}
-        self._seen = seen
-        self.shape = tuple(len(self.labels[v]) for v in seen)
+        self.shared_nodes = tuple(h for h in run.shared_nodes if h not in shared)
+        seen = [*run.before_of(1), *own, *self.shared_nodes]
+        self._place = {v: i for i, v in enumerate([*seen, *(v for v in group if v not in own)])}
+        self.shape = tuple(block.num_strategies(v) for v in seen)
+        fixed = [shared.get(h, -1) for h in run.shared_nodes]
+        self._kept = block.kept_table(costs, repr((fixed, most_work)).encode())
+        self._parts: list[_ComponentTable] | None = None
+        self.values = None if prod(self.shape) > _MAX_ENTRIES else self._computed()
 
-    @property
-    def entries(self) -> int:
-        """Size of the table."""
-        return prod(self.shape)
-
-    def evaluate(self, costs: Mapping[int, FloatArray], *, most_work: float) -> "BlockTable | None":
-        """The table for given costs per strategy of each node of the problem.
-
-        Args:
-            costs: shape [S] for each node of the group.
-            most_work: largest number of additions.
-
-        Returns:
-            None if the table would be too large.
-        """
-        if self.entries > _MAX_ENTRIES:
-            return None
-        kept = self._block.kept_table(costs, self.view(most_work))
-        solve = partial(self._solve, costs, most_work)
-        found = None if kept is None else kept.find(self.shape)
+    def _computed(self) -> FloatArray | None:
+        """The prices, from the store if it has them; None if the table would be too large."""
+        found = None if self._kept is None else self._kept.find(self.shape)
         self._block.count(reused=found is not None)
-        parts = None
-        if found is None:
-            found, parts = TableEntry(None, 0.0), solve()
-            if parts is not None:
-                values = np.minimum.reduce([part.values for part in parts])
-                found = TableEntry(values, sum(part.plan.work for part in parts))
-            if kept is not None:
-                kept.keep(found)
-        if found.values is None:
-            return None
-        return BlockTable(self, found.values, found.work, kept, solve, parts)
+        if found is not None:
+            return found if found.size else None
+        self._parts = self._solve()
+        values = None
+        if self._parts is not None:
+            values = np.minimum.reduce([part.values for part in self._parts])
+        if self._kept is not None:
+            self._kept.keep(np.zeros(0) if values is None else values)
+        return values
 
-    def interior(
-        self, parts: Sequence["_ComponentTable"], seen: tuple[int, ...]
-    ) -> tuple[int, ...]:
-        """Strategies of the nodes of a group that attain an entry of the table."""
-        best = min(parts, key=lambda part: float(part.values[seen]))
+    def interior(self, seen: tuple[int, ...]) -> tuple[int, ...]:
+        """Strategies of the nodes of a group that attain an entry of the table.
+
+        A table from the store is computed again only if the store does not have the strategies.
+        """
+        group = self.run.instances[1]
+        if self._parts is None and self._kept is not None:
+            sizes = [self._block.num_strategies(v) for v in group]
+            found = self._kept.find_interior(seen, sizes)
+            if found is not None:
+                return found
+        self._parts = self._parts or self._solve()
+        assert self._parts is not None, "the same table was computed before"
+        best = min(self._parts, key=lambda part: float(part.values[seen]))
         choice = np.zeros(len(self._place), dtype=np.intp)
         for i, s in best.plan.complete(best.result, dict(enumerate(seen))).items():
             choice[i] = best.left[i][s]
         best.inverse(choice)
-        for v, labels in best.labels.items():
-            choice[self._place[v]] = labels[choice[self._place[v]]]
-        return tuple(int(choice[self._place[v]]) for v in self.run.instances[1])
+        strategies = tuple(int(choice[self._place[v]]) for v in group)
+        if self._kept is not None:
+            self._kept.keep_interior(seen, strategies)
+        return strategies
 
-    def group_sizes(self) -> tuple[int, ...]:
-        """Number of strategies of each node of the group, open or not."""
-        return tuple(self.num_strategies(v) for v in self.run.instances[1])
+    def as_batch(self) -> FloatArray:
+        """One matrix per state of the shared nodes: states before the group by those after it."""
+        assert self.values is not None
+        number = len(self.run.boundary)
+        rows, cols = prod(self.shape[:number]), prod(self.shape[number : 2 * number])
+        return np.ascontiguousarray(np.moveaxis(self.values.reshape(rows, cols, -1), 2, 0))
 
-    def num_strategies(self, v: int) -> int:
-        """Strategies of a node, open or not."""
-        return self._problem.nodes[v].num_strategies
-
-    def view(self, most_work: float) -> bytes:
-        """The part of the cache key in addition to the group's content and costs."""
-        kept = [shared_node in self.labels for shared_node in self.run.shared_nodes]
-        labels = [self.labels[v].tolist() for v in self._seen]
-        return repr((kept, labels, most_work, self._component)).encode()
-
-    def _solve(
-        self, costs: Mapping[int, FloatArray], most_work: float
-    ) -> list["_ComponentTable"] | None:
+    def _solve(self) -> "list[_ComponentTable] | None":
         """The table of each component; None if one would be too large."""
         parts = []
-        for component in self._components:
-            part = self._solve_component(costs, {**component, **self.labels}, most_work)
+        for component in self._block.components:
+            part = self._solve_component(component)
             if part is None:
                 return None
             parts.append(part)
         return parts
 
-    def _solve_component(
-        self, costs: Mapping[int, FloatArray], labels: Mapping[int, IntArray], most_work: float
-    ) -> "_ComponentTable | None":
-        """The table of one component; `labels` are the strategies of restricted nodes."""
-        relaxed: dict[int, FloatArray] = {}
-        every = (self._edge(edge, labels, relaxed) for edge in self._block.edges)
-        edges = [edge for edge in every if edge is not None]
-        group, network = set(self.run.instances[1]), Network()
-        for v, place in self._place.items():
-            cost = costs[v] if v in group else np.zeros(self.num_strategies(v))
-            if v in labels:
-                cost = cost[labels[v]]
-            network.add(place, Variable(np.arange(len(cost)), cost + relaxed.get(v, 0.0)))
-        network.connect_all(edges)
-        seen = range(len(self._seen))
-        inverse = reduce_around(network, seen, self._known, effort=self._effort)
-        plan = Elimination.compile(network, most_work=most_work, keep=seen, effort=self._effort)
+    def _solve_component(self, component: Component) -> "_ComponentTable | None":
+        """The table of one component."""
+        network, effort = Network(), self._block.effort
+        for v, number in self._place.items():
+            labels = np.arange(self._block.num_strategies(v))
+            cost = self._costs.get(v, np.zeros(len(labels)))
+            network.add(number, Variable(labels, cost))
+        self._connect(network)
+        for v, mask in component.items():
+            network.keep(self._place[v], mask)
+        seen = range(len(self.shape))
+        inverse = reduce_around(network, seen, self._block.known, effort=effort)
+        plan = Elimination.compile(network, most_work=self._work, keep=seen, effort=effort)
         if plan is None:
             return None
-        cost_left = {v: x.cost for v, x in network.variables.items()}
-        result = plan.evaluate(cost_left)
+        result = plan.evaluate({v: x.cost for v, x in network.variables.items()})
         left = {v: x.labels for v, x in network.variables.items()}
-        return _ComponentTable(labels, plan, result, left, inverse, plan.joint_table(result, seen))
+        return _ComponentTable(plan, result, left, inverse, plan.joint_table(result, seen))
 
-    def _edge(
-        self, edge: Edge, labels: Mapping[int, IntArray], relaxed: dict[int, FloatArray]
-    ) -> Edge | None:
-        """An edge between nodes of the table; one to a relaxed shared node becomes a cost."""
-        for shared_node, other in ((edge.source, edge.target), (edge.target, edge.source)):
-            if shared_node in self._relaxed_shared_nodes:
-                dense = edge.dense() if other == edge.target else edge.dense().T
-                free = dense.min(axis=0)
-                if other in labels:
-                    free = free[labels[other]]
-                relaxed[other] = relaxed.get(other, 0.0) + free
-                return None
-        rows = edge.rows[labels[edge.source]] if edge.source in labels else edge.rows
-        cols = edge.cols[labels[edge.target]] if edge.target in labels else edge.cols
-        return Edge(self._place[edge.source], self._place[edge.target], edge.cost, rows, cols)
+    def _connect(self, network: Network) -> None:
+        """Add the edges; one to a shared node without an axis becomes a cost of its other end."""
+        place, inner = self._place, []
+        for edge in self._block.edges:
+            if edge.source not in place:
+                network.add_cost(place[edge.target], self._paid(edge.dense(), edge.source))
+            elif edge.target not in place:
+                network.add_cost(place[edge.source], self._paid(edge.dense().T, edge.target))
+            else:
+                inner.append(replace(edge, source=place[edge.source], target=place[edge.target]))
+        network.connect_all(inner)
+
+    def _paid(self, prices: FloatArray, shared_node: int) -> FloatArray:
+        """Prices of a link to a shared node without an axis, by the strategy at the other end."""
+        strategy = self._shared[shared_node]
+        paid: FloatArray = prices.min(axis=0) if strategy is None else prices[strategy]
+        return paid
 
 
 @dataclass(frozen=True, eq=False)
@@ -398,7 +371,6 @@ class _ComponentTable:
     """The table of one component, with the data to invert it.
 
     Attributes:
-        labels: strategies of the restricted nodes.
         plan: the elimination that computed the table.
         result: its intermediate tables.
         left: remaining strategies of each variable of the elimination.
@@ -406,53 +378,11 @@ class _ComponentTable:
         values: the table.
     """
 
-    labels: Mapping[int, IntArray]
     plan: Elimination
     result: Evaluation
     left: Mapping[int, IntArray]
     inverse: Inverse
     values: FloatArray
-
-
-@dataclass(eq=False)
-class BlockTable:
-    """A group's least price by strategy of its boundary nodes and kept shared nodes.
-
-    Attributes:
-        template: the group.
-        values: prices, with one axis per boundary node of the previous group, then per boundary
-            node of the group, then per kept shared node.
-        work: additions that computing it takes, also if it was found in the store.
-    """
-
-    template: BlockTemplate
-    values: FloatArray
-    work: float
-    _kept: CachedTable | None
-    _solve: Callable[[], Sequence[_ComponentTable] | None]
-    _parts: Sequence[_ComponentTable] | None
-
-    def interior(self, seen: tuple[int, ...]) -> tuple[int, ...]:
-        """Strategies of the nodes of a group that attain an entry of the table.
-
-        A table from the store is computed again only if the store does not have the strategies.
-        """
-        if self._parts is None and self._kept is not None:
-            found = self._kept.find_interior(seen, self.template.group_sizes())
-            if found is not None:
-                return found
-        self._parts = self._parts or self._solve()
-        assert self._parts is not None, "the same table was computed before"
-        strategies = self.template.interior(self._parts, seen)
-        if self._kept is not None:
-            self._kept.keep_interior(seen, strategies)
-        return strategies
-
-    def as_batch(self, num_boundary: int) -> FloatArray:
-        """One matrix per state of the shared nodes: states before the group by those after it."""
-        shape = self.values.shape
-        rows, cols = prod(shape[:num_boundary]), prod(shape[num_boundary : 2 * num_boundary])
-        return np.ascontiguousarray(np.moveaxis(self.values.reshape(rows, cols, -1), 2, 0))
 
 
 def reduce_around(

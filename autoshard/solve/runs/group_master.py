@@ -8,9 +8,9 @@ that the strategies at boundaries agree. Consecutive groups that are alive at th
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise, product
+from itertools import pairwise
 
 import numpy as np
 from scipy import sparse
@@ -29,8 +29,6 @@ _ROUNDS = 10
 
 _TIGHTER = 1e-6
 """Relative decrease of the limit when a choice exceeds it because of rounding."""
-
-_ITEM = np.dtype(np.intp).itemsize
 
 _State = bytes
 """Strategies of the boundary nodes between two groups, and of the shared nodes."""
@@ -162,25 +160,6 @@ class GroupMaster:
             tuple(starts), tuple(ends), rest, float(costs[0]), uses[self._outside]
         )
 
-    def _cross(self) -> None:
-        """Add the columns and the choices outside of groups that change the state before them."""
-        for i, run in enumerate(self._runs):
-            known, num_before = self.columns[i], len(run.boundary)
-            states = {s for column in known.values() for s in (column.start, column.end)}
-            own = self._owner_of_edge == self._owner_of_node[run.instances[1][0]]
-            nodes, edges = run.node_array[1], np.flatnonzero(own)
-            for column, start in product(tuple(known.values()), sorted(states)):
-                key = start + column.picks.tobytes()
-                same = start[num_before * _ITEM :] == column.start[num_before * _ITEM :]
-                if key in known or not same:
-                    continue
-                choice = np.zeros(len(self._problem.nodes), dtype=np.intp)
-                choice[[*run.before_of(1), *run.shared_nodes]] = np.frombuffer(start, dtype=np.intp)
-                choice[nodes] = column.picks
-                cost = float(self._problem.prices(choice, nodes=nodes, edges=edges).sum())
-                if np.isfinite(cost):
-                    known[key] = replace(column, start=start, cost=cost)
-
     def combine(self) -> None:
         """Offer the best combination of the groups that were added.
 
@@ -189,7 +168,6 @@ class GroupMaster:
         state, limit = self.state, self._problem.usage_limit
         times: list[int] = []
         cuts: list[_Cut] = []
-        self._cross()
         for _ in range(_ROUNDS):
             state.check()
             program = _Program(self, times, limit, cuts)
@@ -198,13 +176,12 @@ class GroupMaster:
                 return
             fresh = program.disconnected(values)
             cuts += fresh
-            found = [] if fresh else list(self._choices(program, values))
-            fits = [state.offer(choice) for choice in found]
-            if any(fits):
-                return
-            if not found:
+            if fresh:
                 continue
-            time = int(self._over_time(found[0]).argmax())
+            choice = self._choice(program, values)
+            if state.offer(choice):
+                return
+            time = int(self._over_time(choice).argmax())
             if time in times:
                 limit -= _TIGHTER * abs(limit)
             else:
@@ -214,16 +191,15 @@ class GroupMaster:
         uses = np.where(self._first < self._last, self._problem.uses(choice), 0.0)
         return spread(self._first, self._last, uses, len(self._problem.peak_times))
 
-    def _choices(self, program: "_Program", values: FloatArray) -> Iterator[IntArray]:
-        """The choices of a solution of the integer program, in different orders of the groups."""
+    def _choice(self, program: "_Program", values: FloatArray) -> IntArray:
+        """The choice of a solution of the integer program."""
         rest = program.rest(values)
-        for largest_first in (False, True):
-            choice = np.zeros(len(self._problem.nodes), dtype=np.intp)
-            choice[self._outside] = rest.picks
-            for i, run in enumerate(self._runs):
-                columns = program.trail(values, i, rest, largest_first=largest_first)
-                choice[run.node_array] = np.array([column.picks for column in columns])
-            yield choice
+        choice = np.zeros(len(self._problem.nodes), dtype=np.intp)
+        choice[self._outside] = rest.picks
+        for i, run in enumerate(self._runs):
+            columns = program.trail(values, i, rest)
+            choice[run.node_array] = np.array([column.picks for column in columns])
+        return choice
 
     def segments(self, times: Sequence[int]) -> list[list[_Segment]]:
         """Segments of each run: groups whose nodes are alive at the same ones of some times."""
@@ -412,22 +388,19 @@ class _Program:
         counts = values[self._counts[segment] :][: len(columns)].astype(np.intp)
         return [c for c, n in zip(columns, counts, strict=True) for _ in range(n)]
 
-    def trail(
-        self, values: FloatArray, i: int, rest: _Rest, *, largest_first: bool
-    ) -> list[_Column]:
-        """The columns of a run in order.
+    def trail(self, values: FloatArray, i: int, rest: _Rest) -> list[_Column]:
+        """The columns of a run in order; those whose usage decreases most over time come last.
 
         Args:
             values: of all variables; connected.
             i: number of the run.
             rest: the choice outside of groups.
-            largest_first: True to begin with the groups whose usage decreases most over time.
         """
         at, found = rest.starts[i], list[_Column]()
         for segment in self._segments[i]:
             chosen = self._chosen(values, segment)
             keys = {id(c): self._master.release(segment, c) for c in chosen}
-            chosen.sort(key=lambda c: keys[id(c)], reverse=not largest_first)
+            chosen.sort(key=lambda c: keys[id(c)], reverse=True)
             found += _trail(chosen, at)
             at = found[-1].end
         return found

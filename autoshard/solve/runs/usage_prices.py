@@ -8,7 +8,7 @@ prices are the midpoint of the optimum of these cutting planes and the best pric
 they do not oscillate (in-out separation, Ben-Ameur and Neto 2007).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -19,8 +19,11 @@ from autoshard.solve.network import spread
 from autoshard.solve.problem import Problem
 from autoshard.solve.runs.cutting_planes import best_mixture, best_prices
 from autoshard.solve.runs.find import Run
-from autoshard.solve.runs.run_solver import Minimise
 from autoshard.solve.state import SolveState
+
+Minimise = Callable[[Sequence[FloatArray], float], tuple[float, IntArray | None] | None]
+"""Returns a lower bound and the best choice found; its arguments are costs per strategy of each
+node, and the relative difference that may be left between bound and choice."""
 
 _MAX_GROWTHS = 20
 _GAP_SHARE = 0.1
@@ -63,18 +66,6 @@ class UsageWeights:
         self._first, self._last = problem.peak_spans.T
         self._places = [run.node_array for run in runs]
 
-    @cached_property
-    def _alike(self) -> dict[int, IntArray]:
-        """Times at which corresponding nodes of a run become alive, by each of these times."""
-        found: dict[int, IntArray] = {}
-        for node_array in self._places:
-            for nodes in node_array.T:
-                alive = nodes[self._first[nodes] < self._last[nodes]]
-                times = np.unique(self._first[alive])
-                for time in times.tolist():
-                    found.setdefault(time, times)
-        return found
-
     def uses(self, choice: IntArray) -> FloatArray:
         """Usage of each node, shape [N]; 0 where it is never alive."""
         uses = np.minimum(self._problem.uses(choice), self._most)
@@ -95,19 +86,14 @@ class UsageWeights:
         return self._weights(np.arange(self._num_times))
 
     def add(self, uses: FloatArray) -> None:
-        """Add the weights with the largest weighted usage of a choice, if they are new.
-
-        They are the weights of its peak time, or of all corresponding times of other groups.
+        """Add the weights of the peak time of a choice, if they are new.
 
         Args:
             uses: usage of each node, shape [N].
         """
-        time = int(self.over_time(uses).argmax())
-        alone = np.array([time], dtype=np.intp)
-        options = [self._weights(times) for times in (alone, self._alike.get(time, alone))]
-        heaviest = max(options, key=lambda weights: float(weights @ uses))
-        if not any(np.array_equal(heaviest, known) for known in self.weights):
-            self.weights.append(heaviest)
+        peak = self._weights(np.array([self.over_time(uses).argmax()]))
+        if not any(np.array_equal(peak, known) for known in self.weights):
+            self.weights.append(peak)
 
     def _weights(self, times: IntArray) -> FloatArray:
         """Weight of each node's usage, shape [N], for equal prices that add up to one."""
@@ -163,12 +149,7 @@ class UsageLagrangian:
         bound: lower bound of all choices that satisfy the limit, within the restriction.
     """
 
-    def __init__(
-        self,
-        state: SolveState,
-        usage_weights: UsageWeights,
-        minimise: Minimise,
-    ) -> None:
+    def __init__(self, state: SolveState, usage_weights: UsageWeights, minimise: Minimise) -> None:
         self.usage_weights = usage_weights
         self.points: list[Point] = []
         self.bound = -float("inf")
@@ -179,29 +160,19 @@ class UsageLagrangian:
         limit = max(state.problem.usage_limit, SAME)
         self._tie = _TIE * least / limit if np.isfinite(least) else 0.0
 
-    def point(self, choice: IntArray) -> Point:
-        """A choice with its cost and usage, offered to the solve state."""
+    def add_choice(self, choice: IntArray) -> None:
+        """Add a choice and offer it; if it exceeds the limit, add weights for its peak."""
         self._state.offer(choice)
-        return Point(choice, self._problem.objective(choice), self.usage_weights.uses(choice))
-
-    def add_choice(self, choice: IntArray) -> Point:
-        """Add a choice; if it exceeds the limit, add weights for its peak."""
-        point = self.point(choice)
-        self.points.append(point)
+        uses = self.usage_weights.uses(choice)
+        self.points.append(Point(choice, self._problem.objective(choice), uses))
         if self._problem.peak_usage(choice) > self._problem.usage_limit:
-            self.usage_weights.add(point.uses)
-        return point
+            self.usage_weights.add(uses)
 
-    def excesses(self, limit: float) -> FloatArray:
-        """Weighted usage minus a limit, by choice and weights, shape [C, D]."""
+    @property
+    def excesses(self) -> FloatArray:
+        """Weighted usage minus the limit, by choice and weights, shape [C, D]."""
         uses = np.array([point.uses for point in self.points])
-        return uses @ self.usage_weights.matrix.T - limit
-
-    def nearest(self, prices: FloatArray) -> list[Point]:
-        """The choices found, ordered by their price with priced usage."""
-        excess = self.excesses(self._problem.usage_limit)[:, : len(prices)]
-        paid = excess @ prices + [point.cost for point in self.points]
-        return [self.points[i] for i in np.argsort(paid, kind="stable")]
+        return uses @ self.usage_weights.matrix.T - self._problem.usage_limit
 
     def priced(self, prices: FloatArray, *, nudge: float = 0.0) -> list[FloatArray]:
         """Costs by node with a price for each of the weights; `nudge` is a price at all times."""
@@ -211,16 +182,6 @@ class UsageLagrangian:
         return [
             node.cost + weight * usage if weight > 0 else node.cost for node, weight, usage in given
         ]
-
-    def cheapest_choice(self) -> IntArray | None:
-        """A choice close to the best one without a price but the tiny one, which is not added.
-
-        Returns:
-            None if the tables would be too large.
-        """
-        accuracy = _GAP_SHARE * self._state.gap
-        answer = self._minimise(self.priced(np.zeros(0)), accuracy)
-        return None if answer is None else answer[1]
 
     def evaluate(self, prices: FloatArray, *, slack: float, nudge: float = 0.0) -> float | None:
         """Lower bound proven by a price for each of the weights; adds the best choice.
@@ -248,12 +209,12 @@ class UsageLagrangian:
         paid = (float(prices.sum()) + nudge + self._tie) * self._problem.usage_limit
         return total - paid - _ROUNDING * (abs(total) + paid)
 
-    def best_prices(self, limit: float, *, most: float = 0.0) -> tuple[FloatArray, float]:
+    def best_prices(self, *, most: float = 0.0) -> tuple[FloatArray, float]:
         """Maximise the least of the cutting planes; return the prices and the maximum.
 
         If the maximum is unbounded, prices end at `most`, unless that is zero.
         """
-        cost, excess = np.array([point.cost for point in self.points]), self.excesses(limit)
+        cost, excess = np.array([point.cost for point in self.points]), self.excesses
         finite = np.isfinite(cost)
         cost, excess = cost[finite], excess[finite]
         scale = float(np.abs(excess).max(initial=0.0))
@@ -269,18 +230,14 @@ class UsageLagrangian:
                 box = most
         return prices, promised
 
-    def maximise_bound(self, limit: float) -> FloatArray:
-        """Prices with a good bound for weighted usage below a limit.
-
-        A limit below that of the problem leaves slack for peaks that the weights underestimate.
-        """
-        reserve = self._problem.usage_limit - limit
+    def maximise_bound(self) -> FloatArray:
+        """Prices with a good bound."""
         accuracy = _GAP_SHARE * self._state.gap
         best, reached, num_stalled = np.zeros(0), -float("inf"), 0
         prices = np.zeros(0)
         for _ in range(_MAX_EVALUATIONS):
             most = _REACH * float(prices.max(initial=0.0))
-            target, promised = self.best_prices(limit, most=most)
+            target, promised = self.best_prices(most=most)
             small = accuracy * max(abs(promised), SAME)
             if num_stalled > _MAX_STALLED or promised - reached <= small:
                 break
@@ -291,7 +248,6 @@ class UsageLagrangian:
             bound = None if same or self._state.closed else self.evaluate(prices, slack=accuracy)
             if bound is None or np.isinf(bound):
                 break
-            bound += float(prices.sum()) * reserve
             num_stalled = 0 if bound - reached > accuracy * abs(bound) else num_stalled + 1
             if bound > reached:
                 best, reached = prices, bound
@@ -325,7 +281,7 @@ class UsageLagrangian:
                     return True
             least = min(problem.peak_usage(point.choice) for point in self.points)
             tight = steep * (least - limit) <= self.bound + _ACCURACY * steep * least
-            mixed = best_mixture(self.excesses(limit))
+            mixed = best_mixture(self.excesses)
             known = np.append(shares, np.zeros(len(mixed) - len(shares)))
             if tight or np.allclose(mixed, known):
                 break
