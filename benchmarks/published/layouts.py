@@ -27,6 +27,12 @@ _EXPERT_LAUNCH = 30e-6
 layers, with what it does around the product."""
 _RELEASE_WITH_GRAPHS = 26.06
 """Release of Megatron-Bridge from which the recipes of models of experts have full CUDA graphs."""
+_NOT_FUSED = ("layers.*.mlp.experts.clamp", "layers.*.mlp.experts.down_bias")
+"""Modules of experts that Megatron-LM leaves to PyTorch's kernels: the clamp of the activation, and
+the bias of what experts return (weighted_bias_quick_geglu_impl in
+megatron/core/fusions/fused_bias_geglu.py, TEGroupedMLP._apply_bias in
+megatron/core/transformer/moe/experts.py; 0.15 to 0.18). Operators that Transformer Engine fuses have
+them, which recipes with full CUDA graphs use (use_transformer_engine_op_fuser)."""
 _LINEAR = ("layers.*",)
 """Modules whose matrix products are in FP8; embedding and head are not among them."""
 _ATTENTION: Mapping[str, str] = {
@@ -255,6 +261,7 @@ def _megatron(row: Row, degrees: Degrees, dims: Dimensions) -> dict[str, Any]:
         "activation_overlap": _ACTIVATION_OVERLAP if has_engine else 0.0,
         "dispatch_share": _dispatch_share(row, degrees, dims),
         "expert_launch": 0.0 if _has_graphs(row) else _EXPERT_LAUNCH,
+        "eager_modules": () if _has_graphs(row) or not dims.clamp else _NOT_FUSED,
     }
 
 

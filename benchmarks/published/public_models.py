@@ -29,7 +29,8 @@ _MOE: Mapping[str, Dimensions] = {
         2048, 48, 32, 4, 768, 151_936, head_size=128, experts=128, active=8
     ),
     "openai/gpt-oss-120b": Dimensions(
-        2880, 36, 64, 8, 2880, 201_088, head_size=64, experts=128, active=4
+        2880, 36, 64, 8, 2880, 201_088, head_size=64, experts=128, active=4, biases=True,
+        clamp=7.0, expert_biases=True,
     ),
     "xai-org/grok-1": Dimensions(
         6144, 64, 48, 8, 32_768, 131_072, head_size=128, experts=8, active=2, activation="gelu"
