@@ -23,6 +23,10 @@ _ATTENTION: Mapping[str, str] = {
     "Transformer Engine": "cudnn_attention",
 }
 """Attention kernels by words of the column `compile_kernels_attn`; the first that occurs counts."""
+_FULLY_SHARDED = re.compile(
+    r"FSDP|HSDP|ZERO[- ]?(STAGE[- ]?)?[23]\b|(FULL|HYBRID)[- ]SHARD|SHARD GRAD OP", re.IGNORECASE
+)
+_KEEPS_GATHERED = re.compile(r"SHARD GRAD OP|ZERO[- ]?(STAGE[- ]?)?2\b", re.IGNORECASE)
 _PARTS: Mapping[str, int] = {"other": 2, "second": 2, "third": 3, "fourth": 4}
 _LATE_TABLE_GPUS = 128
 """Fewest GPUs of the latest table of llm-foundry."""
@@ -48,7 +52,9 @@ def attention_kernel(row: Row) -> str:
     if "llm-foundry" in row["framework"]:
         return _attention_of_llm_foundry(row)
     kernels = row["compile_kernels_attn"]
-    return next((kernel for text, kernel in _ATTENTION.items() if text in kernels), "auto")
+    found = next((kernel for text, kernel in _ATTENTION.items() if text in kernels), "auto")
+    has_engine = re.search(r"\bTE\b", kernels) is not None
+    return "cudnn_attention" if found == "auto" and has_engine else found
 
 
 def _attention_of_llm_foundry(row: Row) -> str:
@@ -89,7 +95,9 @@ def overlaps_activations(row: Row) -> bool:
     parallelism (torchtitan).
     """
     kernels = row["compile_kernels_attn"]
-    is_async = re.search(r"(?<!no )\basync[- ]?(TP|tensor)", f"{kernels} {row['dp_variant']}", re.I)
+    is_async = re.search(
+        r"(?<!no )\basync[- ]?(TP|tensor)", f"{kernels} {row['dp_variant']}", re.IGNORECASE
+    )
     return is_async is not None or (is_megatron(row) and "Transformer Engine" in kernels)
 
 
@@ -139,8 +147,7 @@ def _has_all_to_all_recipe(row: Row) -> bool:
 
 def is_fully_sharded(row: Row) -> bool:
     """True if parameters are sharded at rest, and gathered to compute: FSDP, ZeRO-2 and ZeRO-3."""
-    text = row["dp_variant"].upper().replace("_", "-")
-    return re.search(r"FSDP|HSDP|ZERO[- ]?(STAGE[- ])?[23]\b|(FULL|HYBRID)-SHARD|SHARD-GRAD-OP", text) is not None
+    return _FULLY_SHARDED.search(row["dp_variant"].replace("_", " ")) is not None
 
 
 def shards_optimizer(row: Row) -> bool:
@@ -151,8 +158,7 @@ def shards_optimizer(row: Row) -> bool:
 
 def keeps_gathered(row: Row) -> bool:
     """True if gathered parameters are kept until backward."""
-    text = row["dp_variant"].upper().replace("_", "-")
-    return re.search(r"SHARD-GRAD-OP|ZERO[- ]?(STAGE[- ])?2\b", text) is not None
+    return _KEEPS_GATHERED.search(row["dp_variant"].replace("_", " ")) is not None
 
 
 def shard_group(row: Row, ranks: int) -> int:
@@ -166,10 +172,10 @@ def shard_group(row: Row, ranks: int) -> int:
     stated = re.search(r"\b(?:group|FSDP|(?:dp_)?shard(?:_degree)?)[ =:]+(\d+)", text)
     if stated:
         return int(stated[1])
-    stated = re.search(r"\b(?:dp_)?replica\w*[ =:]+(\d+)", text, re.I)
+    stated = re.search(r"\b(?:dp_)?replica\w*[ =:]+(\d+)", text, re.IGNORECASE)
     if stated:
         return ranks // max(int(stated[1]), 1)
-    is_hybrid = re.search(r"hsdp|hybrid", text, re.I)
+    is_hybrid = re.search(r"hsdp|hybrid", text, re.IGNORECASE)
     return min(row.number("gpus_per_node") or ranks, ranks) if is_hybrid else ranks
 
 

@@ -119,7 +119,12 @@ def request_of(row: Row) -> Request:
         fused_attention=cells.has_fused_attention(row),
     )
     axes, options = _layout(row, degrees, dims)
-    mesh = make_mesh(tuple(axes.values()), axes=tuple(axes), topology=topology_of(row))
+    topology = topology_of(row)
+    assert topology is not None  # else the row would be refused
+    rates = topology.device.kernels
+    if rates is None or options.attention_kernel not in rates.attention:
+        options = options.model_copy(update={"attention_kernel": "auto"})
+    mesh = make_mesh(tuple(axes.values()), axes=tuple(axes), topology=topology)
     reduce_dtype = "bfloat16" if cells.reduces_in_bfloat16(row) else "float32"
     return Request(dims, batch, reduce_dtype, mesh, options, degrees.assumed)
 
@@ -201,7 +206,7 @@ def _batch(row: Row, data: int, pipeline: int, assumed: list[str]) -> tuple[int,
         size = sequences // (steps * data)
     is_whole = pipeline > 1 and size and sequences == size * data
     if not size or (is_whole and "torchtitan" in row["framework"].lower()):
-        # Torchtitan divides the batch of a rank for the pipeline (pipeline_parallel_microbatch_size).
+        # As torchtitan's pipeline_parallel_microbatch_size divides the batch of a rank.
         size = 1
         assumed.append("micro-batches of 1 sequence")
     return sequences, size
