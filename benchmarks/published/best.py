@@ -58,7 +58,7 @@ def largest_dense(predictions: Iterable[Prediction], number: int) -> list[Predic
     found: dict[tuple[object, ...], Prediction] = {}
     for one in sorted(dense, key=_size, reverse=True):
         request = request_of(one.row)
-        options = request.options.model_dump_json(exclude={"bucket_bytes"})
+        options = request.options.model_dump_json(exclude={"bucket_bytes", "expert_launch"})
         found.setdefault((request.dims, request.batch, request.mesh, options), one)
     return list(found.values())[:number]
 

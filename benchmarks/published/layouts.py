@@ -106,7 +106,9 @@ def request_of(row: Row) -> Request:
     _check(row)
     dims = dimensions_of(row)
     if dims is None:
-        raise InexpressibleError("the dimensions of the model are not public")
+        raise InexpressibleError(
+            "not all dimensions of the model are stated, nor is its config among the known ones"
+        )
     if row["category"] == "inference decode TP":
         return _decoding(row, dims)
     degrees = _degrees(row)

@@ -20,13 +20,21 @@ def share_of_memory(one: Prediction) -> float | None:
 def memory_table(predictions: Iterable[Prediction]) -> str:
     """How many runs of trust A are predicted to fit, by category, as a table in Markdown."""
     groups: dict[str, list[tuple[float, str]]] = defaultdict(list)
+    unknown = 0
     for one in predictions:
+        if one.row["trust"] != _TRUST or one.ratio is None:
+            continue
         share = share_of_memory(one)
-        if share is not None and one.row["trust"] == _TRUST:
+        unknown += share is None
+        if share is not None:
             groups[one.row["category"]].append((share, one.row.id))
     every = [x for group in groups.values() for x in group]
+    first = (
+        f"Predicted to exceed the memory of their GPU: {_exceeding(every)} of {len(every)} runs."
+    )
+    others = f" The peaks of {unknown} other runs were not recorded." if unknown else ""
     lines = [
-        f"Predicted to exceed the memory of their GPU: {_exceeding(every)} of {len(every)} runs.",
+        first + others,
         "",
         "| category | runs | exceed | median of memory | most | those that exceed |",
         "|---|---:|---:|---:|---:|---|",
