@@ -11,15 +11,19 @@ import pytest
 
 from autoshard.graph import graph_digest, load_graph
 from autoshard.mesh import get_topology
+from autoshard.plan.options import PlanOptions
 from autoshard.planner import make_plan
-from benchmarks.published import report
+from benchmarks.published import cells, report
 from benchmarks.published.accuracy import category_of
+from benchmarks.published.best import largest_dense, share_of_rank
 from benchmarks.published.fitted import FITTED
 from benchmarks.published.hardware import preset_of, topology_of
 from benchmarks.published.layouts import layers_of_stages, request_of
+from benchmarks.published.memory import memory_table
 from benchmarks.published.models import Batch, Dimensions, export_decoder
 from benchmarks.published.predictions import Prediction, predict
 from benchmarks.published.programs import program
+from benchmarks.published.public_models import dimensions_of
 from benchmarks.published.ranking import ranked, ranking_table
 from benchmarks.published.rows import ROWS, Row, RowError, read_rows
 
@@ -247,7 +251,8 @@ def test_error_bars_are_made_from_predictions_without_planning(
     path = tmp_path / "out.json"
     path.write_text(json.dumps(predicted), encoding="utf-8")
     document = tmp_path / "page.md"
-    tables = ("errors", "sources", "cross-validation", "ranking", "reasons", "rows", "accuracy")
+    tables = ("errors", "sources", "cross-validation", "ranking", "memory", "reasons", "rows")
+    tables = (*tables, "accuracy")
     document.write_text("\n".join(f"<!-- {name} -->\n<!-- /{name} -->" for name in tables))
     (tmp_path / "pictures").mkdir()
     done = run("--predictions", path, "--document", document)
@@ -267,3 +272,147 @@ def test_rows_have_the_category_of_the_plans_in_their_layout(rows: dict[str, Row
         plan = make_plan(graph, mesh, request.options)
         assert plan.performance is not None
         assert f"({category_of(rows[name])}, " in plan.performance.comparison
+
+
+@pytest.mark.parametrize(
+    ("texts", "group"),
+    [
+        ({"dp_variant": "FSDP2 (FSDP 8)"}, 8),
+        ({"dp_variant": "FSDP2"}, 16),
+        ({"dp_variant": "HSDP", "gpus_per_node": "4"}, 4),
+        ({"dp_variant": "FSDP HYBRID_SHARD"}, 8),
+        ({"dp_variant": "hybrid shard, replicate 2"}, 8),
+        ({"dp_variant": "DeepSpeed ZeRO stage 3"}, 16),
+    ],
+)
+def test_groups_of_ranks_share_parameters_as_stated(
+    rows: dict[str, Row], texts: dict[str, str], group: int
+) -> None:
+    row = changed(rows[FSDP], gpus="16", global_batch_seqs="192", **texts)
+    found = {axis.name: axis.size for axis in request_of(row).mesh.axes}
+    assert found == {"shard": group} | ({"replicate": 16 // group} if group < 16 else {})
+
+
+@pytest.mark.parametrize(
+    ("text", "modules"),
+    [
+        ("full AC", ()),
+        ("every block", ()),
+        ("no AC", None),
+        ("none; activations", None),
+        ("selective AC (op)", ("layers.*.mlp",)),
+        ("selective mla_up_proj,mlp,moe", ("layers.*.mlp",)),
+        ("selective layernorm,moe_act", None),
+        ("every other layer", tuple(f"layers.{i}" for i in range(1, 24, 2))),
+        ("selective, 1 of 12 blocks", ("layers.11", "layers.23")),
+    ],
+)
+def test_other_spellings_of_recomputation_are_read(
+    rows: dict[str, Row], text: str, modules: tuple[str, ...] | None
+) -> None:
+    assert cells.recomputed(changed(rows[FSDP], act_ckpt=text), 24) == modules
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("8", 8), ("1,024", 1024), ("8.0", 8), ("8192 (packed)", 8192), ("8 or 16", None), ("", None)],
+)
+def test_numbers_have_separators_and_remarks(
+    rows: dict[str, Row], text: str, number: int | None
+) -> None:
+    assert changed(rows[FSDP], gpus=text).number("gpus") == number
+
+
+@pytest.mark.parametrize(
+    ("text", "preset"),
+    [
+        ("NVIDIA H100 SXM5 80GB", "h100-sxm"),
+        ("H200-141GB", "h200-sxm"),
+        ("A100 40GB", "a100-sxm-40gb"),
+        ("GB200", "gb200-nvl72"),
+        ("H100 PCIe", None),
+        ("GH200", None),
+    ],
+)
+def test_gpus_are_found_in_other_spellings(
+    rows: dict[str, Row], text: str, preset: str | None
+) -> None:
+    assert preset_of(changed(rows[FSDP], gpu_type=text)) == preset
+
+
+@pytest.mark.parametrize(
+    ("text", "bandwidth"),
+    [
+        ("InfiniBand 4 x 400 Gb/s per node", 25e9),
+        ("RoCE 400 Gbps per GPU", 50e9),
+        ("4 Omni-Path links per node", 6.25e9),
+        ("64x400G switches", 50e9),
+    ],
+)
+def test_networks_are_as_stated(rows: dict[str, Row], text: str, bandwidth: float) -> None:
+    found = topology_of(changed(rows[FSDP], interconnect=text))
+    assert found is not None
+    assert found.levels[-1].bandwidth == bandwidth
+
+
+def test_a_mixture_of_experts_of_unknown_dimensions_is_no_dense_model(rows: dict[str, Row]) -> None:
+    unknown = changed(rows[TENSOR], category="MoE/EP", model="Other-30B-A3B", hf_config="")
+    assert dimensions_of(unknown) is None
+    small = changed(unknown, model="GPT-OSS 20B", hf_config="openai/gpt-oss-20b", layers="")
+    known = dimensions_of(small)
+    assert known is not None
+    assert (known.experts, known.layers) == (32, 24)
+
+
+def test_tensor_parallel_ranks_share_matrices_of_experts_by_default(rows: dict[str, Row]) -> None:
+    """Megatron-Core's default, which notes and the recipes of Megatron-Bridge change."""
+    shared = {name: cells.shares_matrices(rows[name]) for name in ("dgxc-071", "moezoo-2")}
+    assert shared == {"dgxc-071": True, "moezoo-2": False}
+    assert not cells.shares_matrices(rows["bridge-101"])
+    assert cells.shares_matrices(rows["dgxc-189"])
+
+
+def test_other_stacks_are_not_megatron(rows: dict[str, Row]) -> None:
+    for framework, expected in (("NeMo AutoModel", False), ("NeMo 2", True), ("torchtitan", False)):
+        assert cells.is_megatron(changed(rows[FSDP], framework=framework)) is expected
+
+
+def test_tokens_are_sent_once_to_each_node(rows: dict[str, Row]) -> None:
+    """32 ranks of 8 a node are on 4 nodes, of which a token's 8 experts are on most."""
+    found = request_of(changed(rows["moezoo-2"], compile_kernels_attn="DeepEP")).options
+    assert found.dispatch_share == pytest.approx(4 / 8 * (1 - (3 / 4) ** 8))
+
+
+def test_torchtitan_divides_the_batch_of_a_rank_for_a_pipeline(rows: dict[str, Row]) -> None:
+    row = changed(
+        rows[TENSOR],
+        framework="torchtitan",
+        sp="",
+        micro_batch_seqs_per_device="4",
+        global_batch_seqs=str(4 * int(rows[TENSOR]["gpus"]) // 32),
+        tp="8",
+        pp="4",
+        cp="1",
+        vpp="",
+    )
+    request = request_of(row)
+    assert request.options.micro_batches == 4
+    assert request.options.algo == "megatron-sp"
+    assert "micro-batches of 1 sequence" in request.assumed
+
+
+def test_the_optimizer_chooses_on_the_mesh_of_a_published_run(rows: dict[str, Row]) -> None:
+    """Llama-2-70B on 8 GPUs is planned as a pipeline rank's layers; a row counts once."""
+    row = changed(rows["dgxc-064"], layers="16", pp="8", vpp="1")
+    request = share_of_rank(request_of(row))
+    assert [axis.name for axis in request.mesh.axes] == ["dp", "tp"]
+    assert (request.dims.layers, request.options.stages) == (2, PlanOptions().stages)
+    found = [Prediction(row, 1.0, {}), Prediction(changed(row, id="same"), 1.0, {})]
+    assert [one.row.id for one in largest_dense(found, 20)] == [row.id]
+
+
+def test_memory_of_runs_is_compared_with_that_of_their_devices(rows: dict[str, Row]) -> None:
+    found = [Prediction(rows[FSDP], 1.0, {}, peak=peak) for peak in (40 * 10**9, 160 * 10**9)]
+    table = memory_table(found)
+    assert table.startswith("Predicted to exceed the memory of their GPU: 1 of 2 runs.")
+    assert "| FSDP | 2 | 1 | 200% | 200% | llmf-018 200% |" in table

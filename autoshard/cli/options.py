@@ -194,6 +194,15 @@ class Planning:
     ] = False
     foreach_optimizer: Annotated[bool, _described("foreach_optimizer", _KERNELS)] = False
     execution: Annotated[ExecutionMode, _described("execution", _KERNELS)] = "eager"
+    eager_module: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="MODULE",
+            rich_help_panel=_KERNELS,
+            help="With --execution compile, module whose operators run one by one all the same; "
+            "it may be a pattern: 'layers.*.mlp'. Repeatable.",
+        ),
+    ] = None
     float8_module: Annotated[
         list[str] | None,
         typer.Option(
@@ -289,6 +298,7 @@ class Planning:
         )
         given["cuts"] = given.pop("cut") or ()
         given["checkpointed_modules"] = given.pop("checkpointed_module") or ()
+        given["eager_modules"] = given.pop("eager_module") or ()
         given["float8_modules"] = given.pop("float8_module") or ()
         numbers = (self.balance or "").split(",")
         if all(number.isdigit() for number in numbers):

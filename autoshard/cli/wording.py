@@ -9,6 +9,7 @@ _OTHER_NAMES = {
     "pins": "--pin",
     "cuts": "--cut",
     "checkpointed_modules": "--checkpointed-module",
+    "eager_modules": "--eager-module",
     "float8_modules": "--float8-module",
     "num_devices": "--devices",
     "num_workers": "--workers",

@@ -23,13 +23,14 @@ def executions(graph: Graph, options: PlanOptions) -> tuple[Execution, ...]:
     compiled = options.execution == "compile"
     known: dict[Execution, Execution] = {}
     numbers = range(len(graph.nodes))
-    fusion = _Fusion(graph) if compiled else None
+    in_eager = [is_in_modules(node, options.eager_modules) for node in graph.nodes]
+    fusion = _Fusion(graph, in_eager) if compiled else None
     in_float8 = _in_float8(graph, options.float8_modules)
     weight_casts = 1 / options.micro_batches if options.float8_weights_once else 1.0
     found = []
     for i in numbers:
         execution = Execution(
-            is_compiled=compiled,
+            is_compiled=compiled and not in_eager[i],
             launches=fusion is None or fusion.launches(i),
             unread=fusion.unread[i] if fusion else frozenset(),
             unwritten=fusion.unwritten[i] if fusion else frozenset(),
@@ -88,13 +89,18 @@ class _Fusion:
     of connected ones is one kernel. Groups do not cross the boundaries of layers (numbered
     modules), so that equal layers are fused in the same way, as if each layer were compiled.
 
+    Args:
+        graph: the program.
+        in_eager: for each node, True if it runs by itself.
+
     Attributes:
         unread: for each node, the inputs that its kernel has made or read already.
         unwritten: for each node, the outputs that only its kernel reads.
     """
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, in_eager: Sequence[bool]) -> None:
         self._graph = graph
+        self._in_eager = in_eager
         self._roots = list(range(len(graph.nodes)))
         self._made_by: dict[str, int] = {}
         self._source: dict[str, str] = {}
@@ -119,7 +125,7 @@ class _Fusion:
                 origin = self._source.get(node.inputs[0], node.inputs[0]) if node.inputs else ""
                 self._source.update(dict.fromkeys(node.outputs, origin))
             else:
-                is_fused = self._is_fusible(node)
+                is_fused = self._is_fusible(node) and not self._in_eager[i]
                 for value in dict.fromkeys(self._source.get(v, v) for v in node.inputs):
                     self._readers[value].append(i)
                     maker = self._made_by.get(value)

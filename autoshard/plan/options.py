@@ -333,6 +333,16 @@ class PlanOptions(_Options):
             "reductions of a layer that follow each other."
         ),
     )
+    eager_modules: tuple[_Pattern, ...] = Field(
+        fail_fast=True,
+        default=(),
+        max_length=1024,
+        description=(
+            "with execution compile, modules whose operators run one by one all the same, such as "
+            "those that torch.compiler.disable leaves out: dotted paths or patterns, as in "
+            "float8_modules."
+        ),
+    )
     float8_modules: tuple[_Pattern, ...] = Field(
         fail_fast=True,
         default=(),

@@ -1,11 +1,11 @@
 """Predicted times of published training runs.
 
     python -m benchmarks.published [ROWS.csv] [--json OUT] [--predictions OUT]
-                                   [--document docs/predictions.md] [--accuracy]
+                                   [--document docs/predictions.md] [--accuracy] [--best 20]
 
 Every row is built from its dimensions, planned in its published layout, and compared with the
 published time of a step. With --predictions, nothing is planned: the predictions are those of a
-file that --json wrote.
+file that --json wrote. With --best, the optimizer chooses other layouts for the largest dense runs.
 """
 
 import argparse
@@ -18,6 +18,8 @@ from autoshard.plan.accuracy import TABLE
 from benchmarks.document import replace_table
 from benchmarks.published import report
 from benchmarks.published.accuracy import accuracy_json, accuracy_rows, accuracy_table
+from benchmarks.published.best import choice_table, choose, largest_dense
+from benchmarks.published.memory import memory_table
 from benchmarks.published.predictions import Prediction, predict
 from benchmarks.published.ranking import ranking_table
 from benchmarks.published.rows import ROWS, Row, RowError, read_rows
@@ -36,6 +38,9 @@ def main() -> int:
     parser.add_argument(
         "--accuracy", action="store_true", help=f"write the errors of predictions to {_TABLE}"
     )
+    parser.add_argument(
+        "--best", type=int, metavar="NUMBER", help="plan so many dense runs without their layout"
+    )
     parser.add_argument("--processes", type=int, default=2, help="number of processes")
     parser.add_argument(
         "--time-limit", type=float, default=600.0, help="seconds after which no row is planned"
@@ -52,8 +57,13 @@ def main() -> int:
     if options.json is not None:
         text = json.dumps([one.to_json() for one in predictions], indent=1)
         options.json.write_text(text + "\n", encoding="utf-8")
+    tables = _tables(predictions)
+    if options.best:
+        largest = largest_dense(predictions, options.best)
+        show = partial(print, flush=True)
+        tables["best"] = choice_table(choose(largest, time_limit=options.time_limit, report=show))
     if options.document is not None:
-        _write(options.document, predictions)
+        _write(options.document, tables, predictions)
     if options.accuracy:
         TABLE.write_text(accuracy_json(accuracy_rows(predictions)), encoding="utf-8")
     return 0
@@ -67,16 +77,20 @@ def _predictions(rows: list[Row], options: argparse.Namespace) -> list[Predictio
     return [Prediction.from_json(row, found[row.id]) for row in rows if row.id in found]
 
 
-def _write(document: Path, predictions: list[Prediction]) -> None:
-    tables = {
+def _tables(predictions: list[Prediction]) -> dict[str, str]:
+    return {
         "errors": report.summary_table(predictions),
         "sources": report.source_table(predictions),
         "cross-validation": report.cross_validation_table(predictions),
         "ranking": ranking_table(predictions),
+        "memory": memory_table(predictions),
         "reasons": report.reasons_table(predictions),
         "rows": report.rows_table(predictions),
         "accuracy": accuracy_table(accuracy_rows(predictions)),
     }
+
+
+def _write(document: Path, tables: dict[str, str], predictions: list[Prediction]) -> None:
     text = document.read_text(encoding="utf-8")
     for name, table in tables.items():
         text = replace_table(text, name, table)

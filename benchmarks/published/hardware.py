@@ -11,32 +11,40 @@ from benchmarks.published.rows import Row
 
 TOPOLOGIES: Mapping[str, str] = {
     "A100-40GB": "a100-sxm-40gb",
-    "A100-80GB": "a100-sxm-80gb",
-    "H100-80GB": "h100-sxm",
-    "H100-96GB": "h100-sxm",
+    "A100": "a100-sxm-80gb",
+    "H100": "h100-sxm",
     "H200": "h200-sxm",
     "B200": "b200-sxm",
     "GB200": "gb200-nvl72",
     "B300": "b300-sxm",
     "GB300": "gb300-nvl72",
 }
-"""Presets by the first part of the column `gpu_type`."""
+"""Presets by GPU."""
+_GPU = re.compile(r"\b(A100|H100|H200|G?B200|G?B300)\b")
 
 _HBM2E = 2.4e12
 """Bytes per second of the memory of the H100 with 96 GB, which is HBM2e."""
-_RACK, RACK_PART = 72, 64
+_GIGABIT = 1e9 / 8
+_OMNI_PATH = 100 * _GIGABIT
+"""Bytes per second of a link of Omni-Path of its first generation."""
+_RACK, _RACK_PART = 72, 64
 """GPUs of an NVL72 rack, and how many of them a job of several racks uses."""
 
 
 def preset_of(row: Row) -> str | None:
     """Name of the preset for the GPUs of a row; None if there is none."""
-    return next((p for gpu, p in TOPOLOGIES.items() if row["gpu_type"].startswith(gpu)), None)
+    text = row["gpu_type"].upper()
+    found = _GPU.search(text)
+    if found is None or "PCI" in text or re.search(r"\bNVL\b", text):
+        return None
+    is_small = found[1] == "A100" and re.search(r"\b40 ?GB?\b", text)
+    return TOPOLOGIES["A100-40GB" if is_small else found[1]]
 
 
-def _node_size(row: Row) -> int:
-    """GPUs that NVLink connects."""
-    if row["gpu_type"].startswith("GB"):
-        return RACK_PART
+def node_size(row: Row) -> int:
+    """GPUs that NVLink connects, of a job that fills several nodes."""
+    if "NVL72" in row["interconnect"] or re.search(r"\bGB\d", row["gpu_type"]):
+        return _RACK_PART
     return row.number("gpus_per_node") or 1
 
 
@@ -47,7 +55,7 @@ def topology_of(row: Row) -> Topology | None:
         return None
     topology = get_topology(preset)
     device = topology.device
-    if row["gpu_type"].startswith("H100-96GB"):
+    if preset == "h100-sxm" and re.search(r"\b96 ?GB\b", row["gpu_type"]):
         device = replace(device, memory_bandwidth=_HBM2E)
     watts, rates = re.search(r"\b(\d{3,4}) ?W\b", row["gpu_type"]), device.kernels
     if watts and rates is not None:
@@ -56,7 +64,7 @@ def topology_of(row: Row) -> Topology | None:
     inner, *outer = topology.levels
     gpus = row.number("gpus") or 1
     is_rack = inner.size == _RACK
-    size = inner.size if is_rack and gpus <= _RACK else _node_size(row)
+    size = inner.size if is_rack and gpus <= _RACK else node_size(row)
     if gpus >= size:
         inner = replace(inner, size=size)
     rate = _network(row)
@@ -68,5 +76,13 @@ def topology_of(row: Row) -> Topology | None:
 def _network(row: Row) -> float | None:
     """Bytes per second of a GPU's share of the network of a node; None if it is not stated."""
     text, per_node = row["interconnect"], row.number("gpus_per_node") or 1
-    found = re.search(r"(\d+) ?Gbps/node", text)
-    return float(found[1]) * 1e9 / 8 / per_node if found else None
+    adapters = re.search(r"\b(\d+) ?x ?(\d+) ?Gb(?:it|ps|/s| )", text)
+    if adapters:
+        return int(adapters[1]) * int(adapters[2]) * _GIGABIT / per_node
+    links = re.search(r"\b(\d+) Omni-Path", text)
+    if links:
+        return int(links[1]) * _OMNI_PATH / per_node
+    rate = re.search(r"\b(\d+) ?Gb(?:it)?(?:ps|/s) ?(?:/|per) ?(node|GPU)", text)
+    if rate is None:
+        return None
+    return int(rate[1]) * _GIGABIT / (per_node if rate[2] == "node" else 1)

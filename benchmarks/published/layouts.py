@@ -7,7 +7,8 @@ from typing import Any
 
 from autoshard.mesh import Mesh, make_mesh
 from autoshard.plan.options import PlanOptions
-from benchmarks.published.hardware import RACK_PART, topology_of
+from benchmarks.published import cells
+from benchmarks.published.hardware import node_size, topology_of
 from benchmarks.published.models import Batch, Dimensions
 from benchmarks.published.public_models import dimensions_of
 from benchmarks.published.rows import Row
@@ -18,7 +19,6 @@ _TIME_LIMIT = 1200.0
 _GAP = 0.02
 """Relative gap of plans: of a pinned layout little is left to decide."""
 
-_MEGATRON = ("Megatron", "NeMo", "MegaScale")
 _ACTIVATION_OVERLAP = 0.5
 """Share of the collectives of activations that Transformer Engine's userbuffers and ring attention
 hide."""
@@ -27,23 +27,17 @@ _EXPERT_LAUNCH = 30e-6
 layers, with what it does around the product."""
 _RELEASE_WITH_GRAPHS = 26.06
 """Release of Megatron-Bridge from which the recipes of models of experts have full CUDA graphs."""
+_NOT_FUSED = ("layers.*.mlp.experts.clamp", "layers.*.mlp.experts.down_bias")
+"""Modules of experts that Megatron-LM leaves to PyTorch's kernels: the clamp of the activation, and
+the bias of what experts return (weighted_bias_quick_geglu_impl in
+megatron/core/fusions/fused_bias_geglu.py, TEGroupedMLP._apply_bias in
+megatron/core/transformer/moe/experts.py; 0.15 to 0.18). Transformer Engine's fused operators have
+both; recipes with full CUDA graphs use them (use_transformer_engine_op_fuser)."""
 _LINEAR = ("layers.*",)
 """Modules whose matrix products are in FP8; embedding and head are not among them."""
-_ATTENTION: Mapping[str, str] = {
-    "FlashAttention-1": "flash_attention_1",
-    "FlashAttention-2": "flash_attention_2",
-    "FlashAttention-3": "flash_attention_3",
-    "FA3": "flash_attention_3",
-    "FlashAttention-4": "flash_attention_4",
-    "cuDNN": "cudnn_attention",
-    "TE fused attention": "cudnn_attention",
-    "Transformer Engine": "cudnn_attention",
-}
-"""Attention kernels by words of the column `compile_kernels_attn`; the first that occurs counts."""
-
+_BLANK = ("", "-", "none", "no", "n/a", "na")
+"""Texts of a degree of parallelism that is not used."""
 _BFLOAT16_BYTES = 2
-_LATE_TABLE_GPUS = 128
-"""Fewest GPUs of the latest table of llm-foundry."""
 
 
 class InexpressibleError(Exception):
@@ -112,7 +106,9 @@ def request_of(row: Row) -> Request:
     _check(row)
     dims = dimensions_of(row)
     if dims is None:
-        raise InexpressibleError("the dimensions of the model are not public")
+        raise InexpressibleError(
+            "not all dimensions of the model are stated, nor is its config among the known ones"
+        )
     if row["category"] == "inference decode TP":
         return _decoding(row, dims)
     degrees = _degrees(row)
@@ -122,13 +118,16 @@ def request_of(row: Row) -> Request:
     batch = Batch(
         degrees.micro_batch * degrees.data,
         tokens,
-        fused_attention="no FlashAttention" not in row["compile_kernels_attn"]
-        and "without FlashAttention" not in row["compile_kernels_attn"]
-        and "no flash" not in row["compile_kernels_attn"],
+        fused_attention=cells.has_fused_attention(row),
     )
     axes, options = _layout(row, degrees, dims)
-    mesh = make_mesh(tuple(axes.values()), axes=tuple(axes), topology=topology_of(row))
-    reduce_dtype = "bfloat16" if _reduces_in_bfloat16(row) else "float32"
+    topology = topology_of(row)
+    assert topology is not None  # else the row would be refused
+    rates = topology.device.kernels
+    if rates is None or options.attention_kernel not in rates.attention:
+        options = options.model_copy(update={"attention_kernel": "auto"})
+    mesh = make_mesh(tuple(axes.values()), axes=tuple(axes), topology=topology)
+    reduce_dtype = "bfloat16" if cells.reduces_in_bfloat16(row) else "float32"
     return Request(dims, batch, reduce_dtype, mesh, options, degrees.assumed)
 
 
@@ -139,17 +138,12 @@ def _check(row: Row) -> None:
         raise InexpressibleError("the source states no batch, so that a step has no time")
     if "Mamba" in category:
         raise InexpressibleError("state-space layers with a public scan kernel are not modelled")
-    if "CPU" in row["dp_variant"] or "CPU offload" in row["act_ckpt"]:
+    if cells.offloads(row):
         raise InexpressibleError("offloading to the host is not modelled")
     if "FP4" in precision.upper():
         raise InexpressibleError("matrix products in FP4 are no option of planning")
     if topology_of(row) is None:
         raise InexpressibleError(f"there is no topology preset for {row['gpu_type']}")
-
-
-def _reduces_in_bfloat16(row: Row) -> bool:
-    precision = row["precision"]
-    return "PURE" in precision or "bf16 params/grads" in precision
 
 
 def _degrees(row: Row) -> Degrees:
@@ -162,7 +156,10 @@ def _degrees(row: Row) -> Degrees:
     sizes = {}
     for column in ("tp", "cp", "pp"):
         size = row.number(column)
-        if size is None:
+        if size is None and row[column].lower() in _BLANK:
+            size = 1
+            assumed.append(f"no {column}")
+        if not size:
             raise InexpressibleError(f"{column} is not stated: {row[column]!r}")
         sizes[column] = size
     gpus = row.number("gpus") or 1
@@ -170,13 +167,7 @@ def _degrees(row: Row) -> Degrees:
     if gpus % others:
         raise InexpressibleError(f"{gpus} GPUs do not divide by tp x cp x pp = {others}")
     data = gpus // others
-    sequences = row.number("global_batch_seqs")
-    if sequences is None:
-        raise InexpressibleError("the global batch is not stated")
-    size = row.number("micro_batch_seqs_per_device")
-    if size is None:
-        size = 1
-        assumed.append("micro-batches of 1 sequence")
+    sequences, size = _batch(row, data, sizes["pp"], assumed)
     if sequences % (size * data):
         raise InexpressibleError(
             f"{sequences} sequences do not divide into micro-batches of {size} on {data} ranks"
@@ -188,6 +179,8 @@ def _degrees(row: Row) -> Degrees:
         if not text.isdigit():
             assumed.append(f"{virtual} stages a pipeline rank")
     found = re.match(r"\d+", row["ep"])
+    if not found and row["ep"].lower() not in _BLANK:
+        raise InexpressibleError(f"ep is not stated: {row['ep']!r}")
     return Degrees(
         pipeline=sizes["pp"],
         virtual=virtual,
@@ -197,10 +190,28 @@ def _degrees(row: Row) -> Degrees:
         tensor=sizes["tp"],
         micro_batch=size,
         micro_batches=sequences // (size * data),
-        by_sequence=row["sp"] == "yes",
-        experts_by_matrix="ETP" in row["ep"],
+        by_sequence=cells.is_sequence_parallel(row),
+        experts_by_matrix=cells.shares_matrices(row),
         assumed=tuple(assumed),
     )
+
+
+def _batch(row: Row, data: int, pipeline: int, assumed: list[str]) -> tuple[int, int]:
+    """Sequences of a step, and of a micro-batch of a data-parallel rank."""
+    sequences, size = row.number("global_batch_seqs"), row.number("micro_batch_seqs_per_device")
+    steps = row.number("grad_accum_steps")
+    if not sequences and size and steps:
+        sequences = size * steps * data
+    if not sequences:
+        raise InexpressibleError("the global batch is not stated")
+    if not size and steps and sequences % (steps * data) == 0:
+        size = sequences // (steps * data)
+    is_whole = pipeline > 1 and size and sequences == size * data
+    if not size or (is_whole and "torchtitan" in row["framework"].lower()):
+        # As torchtitan's pipeline_parallel_microbatch_size divides the batch of a rank.
+        size = 1
+        assumed.append("micro-batches of 1 sequence")
+    return sequences, size
 
 
 def _layout(row: Row, degrees: Degrees, dims: Dimensions) -> tuple[Mapping[str, int], PlanOptions]:
@@ -217,25 +228,21 @@ def _layout(row: Row, degrees: Degrees, dims: Dimensions) -> tuple[Mapping[str, 
         "accumulation_dtype": _accumulation_dtype(row, degrees),
         **_pipeline(degrees, dims),
         **_kernels(row),
+        "dispatch_share": _dispatch_share(row, degrees, dims),
         **_megatron(row, degrees, dims),
     }
-    variant = row["dp_variant"]
-    if "FSDP" in variant or "ZeRO-3" in variant or "ZeRO-2" in variant:
+    if cells.is_fully_sharded(row):
         return _fully_sharded(row, degrees, dims, options)
-    options["distributed_optimizer"] = "no ZeRO" not in variant and "none" not in variant
+    options["distributed_optimizer"] = cells.shards_optimizer(row)
     options["algo"] = "megatron-sp" if degrees.by_sequence else "megatron"
     return _megatron_axes(degrees), PlanOptions.model_validate(options)
 
 
 def _accumulation_dtype(row: Row, degrees: Degrees) -> str | None:
     """Element type of sums of gradients: float32, or Megatron's that are reduced in bfloat16."""
-    if degrees.micro_batches == 1 or (_is_megatron(row) and _reduces_in_bfloat16(row)):
+    if degrees.micro_batches == 1 or (cells.is_megatron(row) and cells.reduces_in_bfloat16(row)):
         return None
     return "float32"
-
-
-def _is_megatron(row: Row) -> bool:
-    return any(name in row["framework"] for name in _MEGATRON)
 
 
 def _megatron(row: Row, degrees: Degrees, dims: Dimensions) -> dict[str, Any]:
@@ -244,7 +251,7 @@ def _megatron(row: Row, degrees: Degrees, dims: Dimensions) -> dict[str, Any]:
     Megatron-LM's buckets grow with the number of data-parallel ranks, so that a ring's latency
     stays small (megatron/core/distributed/distributed_data_parallel.py).
     """
-    if not _is_megatron(row):
+    if not cells.is_megatron(row):
         return {}
     ranks = degrees.data * degrees.context
     has_engine = "Transformer Engine" in row["compile_kernels_attn"]
@@ -252,9 +259,8 @@ def _megatron(row: Row, degrees: Degrees, dims: Dimensions) -> dict[str, Any]:
         "bucket_bytes": 4 * degrees.tensor * max(40_000_000, 1_000_000 * ranks),
         "fused_gradient_accumulation": True,
         "float8_weights_once": has_engine,
-        "activation_overlap": _ACTIVATION_OVERLAP if has_engine else 0.0,
-        "dispatch_share": _dispatch_share(row, degrees, dims),
         "expert_launch": 0.0 if _has_graphs(row) else _EXPERT_LAUNCH,
+        "eager_modules": () if _has_graphs(row) or not dims.clamp else _NOT_FUSED,
     }
 
 
@@ -270,48 +276,25 @@ def _dispatch_share(row: Row, degrees: Degrees, dims: Dimensions) -> float:
     Experts are balanced, so that each choice of a token is any of them. Of what another
     micro-batch's compute hides, a part remains.
     """
-    if degrees.expert == 1 or not dims.active or "all-to-all" in row["compile_kernels_attn"]:
+    if degrees.expert == 1 or not dims.active:
         return 1.0
-    node = row.number("gpus_per_node") or 1
-    node = RACK_PART if "GB" in row["gpu_type"] else node
-    nodes = degrees.expert * degrees.tensor // node
+    exposed = 1 - _ACTIVATION_OVERLAP * cells.overlaps_dispatch(row)
+    if not cells.sends_tokens_once(row):
+        return exposed
+    ranks = degrees.expert * (degrees.tensor if degrees.experts_by_matrix else 1)
+    nodes = ranks // node_size(row)
     places = nodes if nodes > 1 else degrees.expert
-    exposed = 1 - _ACTIVATION_OVERLAP * ("EP overlap" in row["compile_kernels_attn"])
     return exposed * places / dims.active * (1 - (1 - 1 / places) ** dims.active)
 
 
 def _kernels(row: Row) -> dict[str, Any]:
     """Options about the kernels that a source ran."""
-    framework, kernels = row["framework"], row["compile_kernels_attn"]
-    precision = row["precision"].upper()
-    attention = next((kernel for text, kernel in _ATTENTION.items() if text in kernels), "auto")
-    if "llm-foundry" in framework:
-        attention = _attention_of_llm_foundry(row)
     return {
-        "execution": "compile" if _is_compiled(row) else "eager",
-        "float8_modules": _LINEAR if "FP8" in precision or "FLOAT8" in precision else (),
-        "attention_kernel": attention,
+        "execution": "compile" if cells.is_compiled(row) else "eager",
+        "float8_modules": _LINEAR if cells.is_in_float8(row) else (),
+        "attention_kernel": cells.attention_kernel(row),
+        "activation_overlap": _ACTIVATION_OVERLAP if cells.overlaps_activations(row) else 0.0,
     }
-
-
-def _is_compiled(row: Row) -> bool:
-    """True if layers run as fused kernels: those of a compiler, of XLA or of Megatron-LM."""
-    kernels = row["compile_kernels_attn"].lower()
-    if "eager" in kernels or re.search(r"\bno (torch\.)?compile", kernels):
-        return False
-    is_fused = any(word in kernels for word in ("compile", "fused", "transformer engine", "xla"))
-    return is_fused or _is_megatron(row)
-
-
-def _attention_of_llm_foundry(row: Row) -> str:
-    """The kernel by the scripts of the source's tables.
-
-    Those of May and October 2023 run FlashAttention in Triton (sweep.sh); that of January 2024, on
-    128 H100 and more, FlashAttention-2 but for the models 13b and 30b (sweep.py).
-    """
-    late = row["gpu_type"].startswith("H100") and (row.number("gpus") or 0) >= _LATE_TABLE_GPUS
-    in_triton = not late or row["model"] in {"MPT-13b", "MPT-30b"}
-    return "flash_attention_1" if in_triton else "flash_attention_2"
 
 
 def _pipeline(degrees: Degrees, dims: Dimensions) -> dict[str, Any]:
@@ -365,19 +348,16 @@ def _megatron_axes(degrees: Degrees) -> Mapping[str, int]:
 def _fully_sharded(
     row: Row, degrees: Degrees, dims: Dimensions, options: dict[str, Any]
 ) -> tuple[Mapping[str, int], PlanOptions]:
-    variant = row["dp_variant"]
-    keeps = "SHARD_GRAD_OP" in variant or "ZeRO-2" in variant
-    options["reshard_after_forward"] = "never" if keeps else "always"
-    if not _is_megatron(row):
+    options["reshard_after_forward"] = "never" if cells.keeps_gathered(row) else "always"
+    if not cells.is_megatron(row):
         options["bucket_bytes"] = _BFLOAT16_BYTES * _layer_parameters(dims)
     if degrees.pipeline * degrees.tensor * degrees.context * degrees.expert > 1:
         options["algo"] = "megatron-sp" if degrees.by_sequence else "megatron"
         options["distributed_optimizer"] = True
         return _megatron_axes(degrees), PlanOptions.model_validate(options)
-    group = re.search(r"(?:group|FSDP) (\d+)", variant)
-    inner = int(group[1]) if group else degrees.data
-    if "(256 @256 GPUs)" in variant and degrees.data == 256:  # noqa: PLR2004  as the source says
-        inner = 256
+    inner = cells.shard_group(row, degrees.data)
+    if degrees.data % inner:
+        raise InexpressibleError(f"groups of {inner} do not divide {degrees.data} ranks")
     if inner < degrees.data:
         options["algo"] = "hsdp"
         axes = {"replicate": degrees.data // inner, "shard": inner}
@@ -393,24 +373,9 @@ def _layer_parameters(dims: Dimensions) -> int:
 
 
 def _checkpointing(row: Row, dims: Dimensions) -> dict[str, Any]:
-    """Options about what is recomputed.
-
-    Blocks may all be recomputed, or a stated share of them. What is selective is inside a fused
-    attention, but for torchtitan's checkpoints of operators, which recompute every second product:
-    about as many as the MLP has.
-    """
-    text = row["act_ckpt"].lower()
-    share = re.search(r"\b(\d+)/(\d+)\b", text)
-    modules: tuple[str, ...] = ()
-    if share:
-        part, whole = int(share[1]), int(share[2])
-        layers = range(dims.layers)
-        modules = tuple(
-            f"layers.{i}" for i in layers if (i + 1) * part // whole > i * part // whole
-        )
-    elif text.startswith("selective") and re.search(r"\bop\b", text):
-        modules = ("layers.*.mlp",)
-    elif not text.startswith("full"):
+    """Options about what is recomputed."""
+    modules = cells.recomputed(row, dims.layers)
+    if modules is None:
         return {"activation_checkpointing": "never"}
     return {"activation_checkpointing": "always", "checkpointed_modules": modules}
 

@@ -37,6 +37,9 @@ class Dimensions:
         latent: ranks of the compressed queries and of the compressed keys and values, and widths
             of the part of a query head without and with positions and of a value head, of
             multi-head latent attention; empty for attention by heads.
+        clamp: what the factors of the activation of experts are clamped to; 0 if they are not.
+        expert_biases: True if what experts return has a bias, beside those of `biases`. That of
+            their first product is added by the product itself.
         norm: `rms` or `layer`.
         activation: `silu`, `gelu` or `squared_relu`.
         rotary: True if queries and keys are rotated by their positions.
@@ -59,6 +62,8 @@ class Dimensions:
     dense_layers: int = 0
     dense_ffn: int = 0
     latent: tuple[int, ...] = ()
+    clamp: float = 0.0
+    expert_biases: bool = False
     norm: str = "rms"
     activation: str = "silu"
     rotary: bool = True
@@ -203,6 +208,31 @@ class LatentAttention(nn.Module):
         return out
 
 
+class Clamp(nn.Module):
+    """The clamped gate and the clamped other half of a tensor, as one tensor again."""
+
+    def __init__(self, limit: float) -> None:
+        super().__init__()
+        self.limit = limit
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x[T, f] -> [T, f]."""
+        gate, up = x.chunk(2, dim=-1)
+        return torch.cat((gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)), dim=-1)
+
+
+class ExpertBias(nn.Module):
+    """A bias of each expert, added in float32 as Megatron-LM does."""
+
+    def __init__(self, experts: int, width: int) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.empty(experts, width))
+
+    def forward(self, rows: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        """rows[T, d], experts[T] -> [T, d]."""
+        return (rows.float() + self.bias[experts]).to(rows.dtype)
+
+
 class Experts(nn.Module):
     """Routed experts, as transformers runs them with grouped matrix products."""
 
@@ -213,6 +243,8 @@ class Experts(nn.Module):
         self.router = nn.Linear(dims.hidden, num, bias=False)
         self.up = nn.Parameter(torch.empty(num, dims.hidden, (1 + dims.gated) * width))
         self.down = nn.Parameter(torch.empty(num, width, dims.hidden))
+        self.clamp = Clamp(dims.clamp) if dims.clamp else None
+        self.down_bias = ExpertBias(num, dims.hidden) if dims.expert_biases else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x[T, d] -> [T, d]."""
@@ -224,12 +256,16 @@ class Experts(nn.Module):
         counts = torch.histc(by_expert.float(), bins=dims.experts, min=0, max=dims.experts - 1)
         ends = torch.cumsum(counts, dim=0, dtype=torch.int32)
         inner = torch._grouped_mm(rows, self.up, offs=ends)  # noqa: SLF001  its only name
+        if self.clamp is not None:
+            inner = self.clamp(inner)
         if dims.gated:
             gate, up = inner.chunk(2, dim=-1)
             inner = _activation(gate, dims.activation) * up
         else:
             inner = _activation(inner, dims.activation)
         out = torch._grouped_mm(inner, self.down, offs=ends)  # noqa: SLF001  its only name
+        if self.down_bias is not None:
+            out = self.down_bias(out, by_expert)
         out = out * weights.to(x.dtype).reshape(-1)[order].unsqueeze(-1)
         inverse = torch.empty_like(order)
         inverse[order] = torch.arange(order.size(0), device=order.device)

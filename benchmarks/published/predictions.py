@@ -37,6 +37,7 @@ class Prediction:
         parts: predicted seconds of compute, communication and so on, as in `Costs`.
         assumed: what the row does not say.
         reason: why the row cannot be expressed; empty otherwise.
+        peak: predicted bytes of a device at the peak; None if they are not known.
     """
 
     row: Row
@@ -44,6 +45,7 @@ class Prediction:
     parts: dict[str, float]
     assumed: tuple[str, ...] = ()
     reason: str = ""
+    peak: int | None = None
 
     @property
     def ratio(self) -> float | None:
@@ -56,6 +58,10 @@ class Prediction:
         row = self.row
         found: dict[str, Any] = {"id": row.id, "trust": row["trust"], "category": row["category"]}
         found |= {"predicted_s": self.seconds, "published_s": row.seconds}
+        if self.peak is not None:
+            found["peak_bytes"] = self.peak
+        if self.assumed:
+            found["assumed"] = list(self.assumed)
         if self.reason:
             found["reason"] = self.reason
         return found
@@ -63,7 +69,8 @@ class Prediction:
     @classmethod
     def from_json(cls, row: Row, found: Mapping[str, Any]) -> "Prediction":
         """The prediction of a row, from an object of the list that `--json` writes."""
-        return cls(row, found["predicted_s"], {}, reason=found.get("reason", ""))
+        assumed, reason = tuple(found.get("assumed", ())), found.get("reason", "")
+        return cls(row, found["predicted_s"], {}, assumed, reason, found.get("peak_bytes"))
 
 
 def predict(
@@ -135,7 +142,8 @@ def _predict(row: Row, known: dict[Any, Plan]) -> Prediction:
     if plan.costs is None:
         return Prediction(row, None, {}, reason=f"not planned: {plan.reason}")
     parts = plan.costs.model_dump()
-    return Prediction(row, plan.costs.total, parts, request.assumed)
+    peak = None if plan.memory is None else plan.memory.peak
+    return Prediction(row, plan.costs.total, parts, request.assumed, peak=peak)
 
 
 def _planned(request: Request, known: dict[Any, Plan]) -> Plan:

@@ -1,6 +1,7 @@
 """Rows of published runs, read from CSV."""
 
 import csv
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,9 @@ _COLUMNS = (
     *("precision", "act_ckpt", "compile_kernels_attn", "framework", "step_time_s", "trust"),
     *("source", "notes", "optimizer"),
 )
+
+
+_NUMBER = re.compile(r"(\d+|\d{1,3}(?:,\d{3})+)(?:\.0+)?(?: ?\([^()]*\))?", re.ASCII)
 
 
 class RowError(ValueError):
@@ -52,9 +56,12 @@ class Row:
         return float(text) if text else None
 
     def number(self, column: str) -> int | None:
-        """A whole number; None if the cell is empty or has other text than a number."""
-        text = self[column]
-        return int(text) if text.isdigit() else None
+        """A whole number; None if the cell is empty or has other text than a number.
+
+        Thousands may be separated, and a remark in parentheses may follow.
+        """
+        found = _NUMBER.fullmatch(self.texts.get(column, "").strip())
+        return int(found[1].replace(",", "")) if found else None
 
 
 def read_rows(path: Path) -> list[Row]:

@@ -75,6 +75,16 @@ def test_layers_are_compiled_one_by_one() -> None:
     assert not found["rms_norm_1"].unread
 
 
+def test_operators_of_named_modules_run_by_themselves() -> None:
+    graph = layers()
+    found = by_name(graph, PlanOptions(execution="compile", eager_modules=("layers.0",)))
+    inside = {n.name for n in graph.nodes if n.module.startswith("layers.0")}
+    assert "mul" in inside
+    assert all(found[name].launches and not found[name].is_compiled for name in inside)
+    assert not any(found[name].unread or found[name].unwritten for name in inside)
+    assert all(x.is_compiled for name, x in found.items() if name not in inside)
+
+
 def test_eager_operators_are_kernels_of_their_own() -> None:
     assert set(executions(layers(), PlanOptions())) == {executions(layers(), PlanOptions())[0]}
     assert all(x.launches and not x.unread for x in executions(layers(), PlanOptions()))

@@ -122,6 +122,32 @@ def test_equal_stages_multiply_in_float8_where_asked(dense: Graph) -> None:
     assert seconds[0][1] != seconds[2][1] == seconds[1][1]
 
 
+def test_equal_stages_run_eager_where_asked(dense: Graph) -> None:
+    options = {"algo": "megatron", "micro_batches": 4, "balance": (1, 1), "schedule": "1F1B"}
+    fused, first, both = (
+        make_plan(dense, "pp=2,dp=2,tp=2", execution="compile", eager_modules=modules, **options)
+        for modules in ((), ("layers.0",), ("layers.*",))
+    )
+    seconds = [
+        [stage.costs.compute for stage in plan.pipeline.stages]
+        for plan in (fused, first, both)
+        if plan.pipeline is not None
+    ]
+    assert seconds[0][0] < seconds[1][0] == seconds[2][0]
+    assert seconds[0][1] == seconds[1][1] < seconds[2][1]
+
+
+def test_experts_of_an_axis_cp_have_the_tokens_of_their_ranks(mixture: Graph) -> None:
+    """Each rank has a part of one sequence, whose tokens it sends to their experts."""
+    plan = make_plan(mixture, "dp=2,ep=4,cp=2", algo="megatron")
+    (stage,) = plan.stages
+    graph = graph_from_json(stage.program)
+    products = {node.name for node in graph.nodes if node.operator == GROUPED_MM}
+    layouts = [node.inputs[0] for node in stage.nodes if node.name in products]
+    assert layouts
+    assert all("R" not in rows.split(",") for rows in layouts)
+
+
 @pytest.mark.parametrize("algo", ["megatron-sp", "ddp", "fsdp2"])
 def test_strategies_that_constraints_forbid_are_left_out(mixture: Graph, algo: str) -> None:
     """Nothing else is left out: the same strategies and the same optimum remain."""

@@ -255,7 +255,8 @@ class _Pattern:
         found = self._constraint(batch, sharding, allowed, required)
         if self._axes.context is not None:
             sequence = self._sequence(node, rule, self._axes.context)
-            found = _with_axis(found, self._axes.context, sequence, sequence)
+            allowed = sequence or self._flattened(node)
+            found = _with_axis(found, self._axes.context, allowed, sequence)
         return self._with_experts(node, found)
 
     def _with_experts(self, node: Node, found: ShardingConstraint) -> ShardingConstraint:
@@ -305,6 +306,13 @@ class _Pattern:
         if axis is None or not dims:
             return _NONE
         return dims if shard_any(rule, self._sizes[axis], dims) is not None else _NONE
+
+    def _flattened(self, node: Node) -> frozenset[Dim]:
+        """The dims of a node's tensors with tokens of all sequences, and of what they are made of.
+
+        A rank with one sequence has consecutive tokens of it.
+        """
+        return self._origins.of_call(node, Origin.BATCH, Origin.INPUT)
 
     def sequence_parallel_node(self, node: Node) -> ShardingConstraint:
         """The constraint of a call, whose sequence is sharded if it is between sharded layers."""

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from autoshard.errors import PlanError
 from autoshard.graph import Graph, InputKind, Node, Ref, graph_digest, graph_to_json
@@ -30,8 +30,9 @@ _SHARED_NUMBERS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 with another number gets the plan for the next one."""
 _NAMED = frozenset({InputKind.PREPARED, InputKind.USER, InputKind.LITERAL})
 """Inputs that keep their targets: equal stages have the same ones."""
-FLOAT8_MODULE = "float8"
-"""Module of the operators of numbered programs that may multiply in float8."""
+FLOAT8_MODULE, EAGER_MODULE = "float8", "eager"
+"""Modules of the operators of numbered programs that may multiply in float8, and run by
+themselves; one in the other for those that do both."""
 _NO_LIMIT = 1 << 62
 """A memory budget that no stage reaches, bytes."""
 
@@ -51,13 +52,21 @@ class NumberedGraph:
     nodes: Mapping[str, str]
 
     @classmethod
-    def of(cls, graph: Graph, float8_modules: Sequence[str] = ()) -> "NumberedGraph":
+    def of(
+        cls, graph: Graph, float8_modules: Sequence[str] = (), eager_modules: Sequence[str] = ()
+    ) -> "NumberedGraph":
         """Number the names of a program. Prepared tensors keep theirs.
 
         Args:
             graph: the program.
             float8_modules: as in `PlanOptions`; operators of these modules are in one module then.
+            eager_modules: the same of those that run by themselves.
         """
+
+        def module(node: Node) -> str:
+            found = [FLOAT8_MODULE] * is_in_modules(node, float8_modules)
+            return ".".join(found + [EAGER_MODULE] * is_in_modules(node, eager_modules))
+
         values = {i.name: f"i{n}" for n, i in enumerate(graph.inputs)}
         values |= {i.name: i.name for i in graph.inputs if i.kind is InputKind.PREPARED}
         for number, node in enumerate(graph.nodes):
@@ -75,10 +84,7 @@ class NumberedGraph:
                 for n, i in enumerate(graph.inputs)
             ),
             nodes=tuple(
-                replace(
-                    _renamed(node, nodes[node.name], values),
-                    module=FLOAT8_MODULE if is_in_modules(node, float8_modules) else "",
-                )
+                replace(_renamed(node, nodes[node.name], values), module=module(node))
                 for node in graph.nodes
             ),
             outputs=tuple(
@@ -145,11 +151,14 @@ class EqualStages:
         has_names = pins.parameters or pins.buffers or pins.nodes or options.checkpointed_modules
         if has_names:
             return _with_own_bound(self._new(graph, mesh, options))
-        numbered = NumberedGraph.of(graph, options.float8_modules)
+        numbered = NumberedGraph.of(graph, options.float8_modules, options.eager_modules)
         inputs = {numbered.values.get(name, name): x for name, x in pins.inputs.items()}
         pins = Pins(inputs=inputs, outputs=pins.outputs)
-        names = (FLOAT8_MODULE,) if options.float8_modules else ()
-        update = {"pins": pins, "comparisons": False, "float8_modules": names}
+        update: dict[str, Any] = {"pins": pins, "comparisons": False}
+        if options.float8_modules:
+            update["float8_modules"] = (FLOAT8_MODULE,)
+        if options.eager_modules:
+            update["eager_modules"] = (EAGER_MODULE, f"{FLOAT8_MODULE}.{EAGER_MODULE}")
         options = options.model_copy(update=update)
         found = self._without_limit(numbered.graph, mesh, options)
         if found is None:
