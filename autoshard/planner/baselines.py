@@ -34,7 +34,8 @@ from autoshard.plan.performance import pattern_category, step_performance
 from autoshard.plan.predictions import Certificate, Performance
 from autoshard.plan.pricing import Prices
 from autoshard.plan.throughput import StepWork, program_work
-from autoshard.planner.budget_search import BudgetSearch, Outcome
+from autoshard.planner.budget_rounds import Outcome
+from autoshard.planner.budget_search import BudgetSearch
 from autoshard.planner.formulating import check_size, check_trainable, work_limits
 from autoshard.planner.formulation import Formulation
 from autoshard.planner.planner import outcome_certificate

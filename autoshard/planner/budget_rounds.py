@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from math import isinf
 
 from autoshard.arrays import BoolArray, IntArray
+from autoshard.outcome import SolveStatus
 from autoshard.plan.document import Stage
 from autoshard.plan.lowering import Lowering
 from autoshard.plan.predictions import Costs, Memory
@@ -54,6 +55,31 @@ class CountedProblem:
         return CountedProblem(
             part.problem, lambda choice: self.decisions(part.whole(choice)), self.variable_of
         )
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Result of a search.
+
+    Attributes:
+        solution: status, objective, bound and statistics; its choice belongs to `problem`.
+        problem: the last problem that was solved.
+        plan: the best plan that fits; None if none was found.
+        variable_of: maps a node of `problem` to the formulation's variable; -1 if it has none.
+    """
+
+    solution: Solution
+    problem: Problem
+    plan: StagePlan | None
+    variable_of: Callable[[int], int]
+
+    @property
+    def is_conflict(self) -> bool:
+        """True if there is no plan because of options or memory, not because of the time limit."""
+        exceeds = (
+            self.solution.status is SolveStatus.TIMED_OUT and "unfit" in self.solution.statistics
+        )
+        return self.solution.status is SolveStatus.INFEASIBLE or exceeds
 
 
 class LimitSearch:
@@ -107,8 +133,9 @@ class Rounds:
         bound: lower bound of the time of every plan that fits.
         unlimited: the best plan without recomputation, which does not fit, and its solution; None
             if there is no such plan.
-        first: a plan that fits with given layouts, and its solution; None if there is none.
-        best: the fastest plan that fits, and its solution.
+        best: the fastest plan that fits; None if none was found.
+        fits: True if a plan of the problem with all layouts fits.
+        relaxed: the last solution with the budget itself as the limit.
         points: time points of backward at which memory is counted.
         counted: the problem with these time points; None if it has to be built.
         limits: the search of the usage limit.
@@ -119,12 +146,18 @@ class Rounds:
         self.budget = budget
         self.bound = bound
         self.unlimited: tuple[Solution, StagePlan] | None = None
-        self.first: tuple[Solution, StagePlan] | None = None
-        self.best: tuple[Solution, StagePlan] | None = None
+        self.best: Outcome | None = None
+        self.fits = False
+        self.relaxed: Solution | None = None
         self.points: list[BackwardPoint] = []
         self.counted: CountedProblem | None = None
         self.num_improvements = 0
         self.limits = LimitSearch(budget)
+
+    def keep(self, outcome: Outcome) -> None:
+        """Keep an outcome with a plan that fits if it is faster than the best one."""
+        if self.best is None or outcome.solution.objective < self.best.solution.objective:
+            self.best = outcome
 
     def add_points(self, points: Iterable[BackwardPoint]) -> bool:
         """Count memory at more time points; return True if any of them is new."""

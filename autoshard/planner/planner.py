@@ -31,7 +31,8 @@ from autoshard.plan.lowering import summed_collectives
 from autoshard.plan.options import PlanOptions
 from autoshard.plan.predictions import Certificate
 from autoshard.plan.problem_size import ProblemSize
-from autoshard.planner.budget_search import BudgetSearch, Outcome
+from autoshard.planner.budget_rounds import Outcome
+from autoshard.planner.budget_search import BudgetSearch
 from autoshard.planner.conflicts import conflict_text, find_conflict
 from autoshard.planner.formulating import check_mode, formulated, unfinished_reason, work_limits
 from autoshard.planner.formulation import Formulation, Role
