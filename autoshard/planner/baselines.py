@@ -228,11 +228,10 @@ class _Baselines:
             formulation,
             own,
             seconds=seconds,
-            quick=True,
             cancel=self.limits.cancel,
             block_cache=self.limits.block_cache,
         )
-        outcome = search.run(formulation.prices.memory_budget)
+        outcome = search.run(formulation.prices.memory_budget, quick=True)
         if outcome.plan is None:
             return self._not_found(pattern, search, formulation, outcome)
         stage = outcome.plan.stage

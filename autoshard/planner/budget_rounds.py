@@ -131,6 +131,8 @@ class Rounds:
     Attributes:
         budget: bytes per device.
         bound: lower bound of the time of every plan that fits.
+        quick: True if the first plan that fits is returned.
+        layouts: strategies of the variables of that plan; None if no layouts have a plan that fits.
         unlimited: the best plan without recomputation, which does not fit, and its solution; None
             if there is no such plan.
         best: the fastest plan that fits; None if none was found.
@@ -142,9 +144,11 @@ class Rounds:
         num_improvements: number of rounds since the first plan that fits.
     """
 
-    def __init__(self, budget: int, bound: float) -> None:
+    def __init__(self, budget: int, bound: float, *, quick: bool = False) -> None:
         self.budget = budget
         self.bound = bound
+        self.quick = quick
+        self.layouts: IntArray | None = None
         self.unlimited: tuple[Solution, StagePlan] | None = None
         self.best: Outcome | None = None
         self.fits = False

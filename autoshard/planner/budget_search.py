@@ -16,7 +16,7 @@ runs when it is over ends there, and the search says so.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 from math import isfinite
@@ -27,21 +27,15 @@ from autoshard.arrays import BoolArray, FloatArray, IntArray
 from autoshard.costs import Frequency
 from autoshard.limits import LimitReached, Limits, limited
 from autoshard.outcome import TIME_LIMIT_REACHED, SolveStatus
-from autoshard.plan.options import PlanOptions
 from autoshard.planner.budget_rounds import CountedProblem, Outcome, Rounds, StagePlan
 from autoshard.planner.budget_solver import BudgetSolver
-from autoshard.planner.formulation import Formulation
 from autoshard.planner.frequencies import Frequencies, most_savings
 from autoshard.planner.saved_tensors import SavedTensors
 from autoshard.planner.stage_builder import Decisions
 from autoshard.solve import (
-    CancelToken,
-    KeyValueStore,
     Node,
     Problem,
-    Progress,
     Solution,
-    WarmStart,
 )
 
 _MAX_ROUNDS = 8
@@ -61,65 +55,30 @@ _ELASTICITIES = (0.4, 3.0)
 """Costs of using the whole budget, relative to the time of a step, for which layouts are tried."""
 
 
-class BudgetSearch:
-    """Searches the best plan of a formulation under a memory budget.
+class BudgetSearch(BudgetSolver):
+    """Searches the best plan of a formulation under a memory budget; see `BudgetSolver`."""
 
-    Args:
-        formulation: the problem without memory.
-        options: limits of the solver, and the options for recomputation.
-        seconds: time limit of the search; by default that of the options.
-        on_progress: called while the solver runs; the bound is one of all plans that fit.
-        cancel: an event; setting it stops the solver.
-        block_cache: a store of solved blocks.
-        alike: True to consider only plans whose repeated blocks are all alike, for small problems.
-        quick: True to return the first plan that fits, with the layouts of the fastest plan
-            without recomputation. If every parameter must be re-gathered, other tensors are not.
-    """
+    def run(self, memory_budget: int, *, quick: bool = False) -> Outcome:
+        """Search the fastest plan whose peak is within a budget.
 
-    def __init__(
-        self,
-        formulation: Formulation,
-        options: PlanOptions,
-        *,
-        seconds: float | None = None,
-        alike: bool = False,
-        quick: bool = False,
-        on_progress: Callable[[Progress], None] | None = None,
-        cancel: CancelToken | None = None,
-        block_cache: KeyValueStore | None = None,
-    ) -> None:
-        self._formulation = formulation
-        self._options = options
-        self._quick = quick
-        self._cancel = cancel
-        self._solver = BudgetSolver(
-            formulation,
-            options,
-            seconds=seconds,
-            alike=alike,
-            on_progress=on_progress,
-            cancel=cancel,
-            block_cache=block_cache,
-        )
-        self.build = self._solver.build
-        self.must_recompute = self._solver.must_recompute
-        self._unlimited = WarmStart()  # for the problem without memory
-        self._first_layouts: IntArray | None = None  # of the first plan that fits
-
-    def run(self, memory_budget: int) -> Outcome:
-        """Search the fastest plan whose peak is within a budget, in bytes per device."""
-        self._solver.bound = -float("inf")
+        Args:
+            memory_budget: bytes per device.
+            quick: True to return the first plan that fits, with the layouts of the fastest plan
+                without recomputation. If every parameter must be re-gathered, other tensors are
+                not.
+        """
+        self.bound = -float("inf")
         if self._formulation.min_input_bytes > memory_budget:
             return self._of_variables(Solution(SolveStatus.INFEASIBLE, None, np.inf, np.inf, 0.0))
-        rounds = Rounds(memory_budget, -float("inf"))
+        rounds = Rounds(memory_budget, -float("inf"), quick=quick)
         try:
             # The last solves may begin after the deadline, and so may the problems that they need.
-            latest = time.perf_counter() + 2 * self._solver.remaining + _LATE_SECONDS
+            latest = time.perf_counter() + 2 * self.remaining + _LATE_SECONDS
             with limited(Limits(latest, self._cancel)):
                 outcome = self._searched(rounds)
         except LimitReached as reached:
             return self._stopped(rounds, reached)
-        if not (self._solver.cut_short or self._solver.is_late):
+        if not (self.cut_short or self.is_late):
             return outcome
         statistics = {**outcome.solution.statistics, TIME_LIMIT_REACHED: 1.0}
         return replace(outcome, solution=replace(outcome.solution, statistics=statistics))
@@ -140,13 +99,11 @@ class BudgetSearch:
         if not self._formulation.prices.training:
             return self._fit(rounds)
         problem = self._formulation.problem
-        seconds = max(self._solver.remaining - _FIRST_SECONDS, _FIRST_SECONDS)
-        solution = self._solver.solve(
-            problem, warm_start=self._unlimited, seconds=seconds, proves=True
-        )
+        seconds = max(self.remaining - _FIRST_SECONDS, _FIRST_SECONDS)
+        solution = self.solve(problem, warm_start=self._unlimited, seconds=seconds, proves=True)
         plan = None if solution.choice is None else self.build(Decisions(solution.choice))
         rounds.bound = solution.bound
-        if self._quick and plan is not None:
+        if rounds.quick and plan is not None:
             regathering = self._all_regathered(solution)
             if regathering is not None and regathering.memory.peak <= memory_budget:
                 solution = replace(solution, objective=regathering.costs.total)
@@ -177,28 +134,28 @@ class BudgetSearch:
             unlimited: the solution without memory.
         """
         if unlimited.choice is not None:
-            rounds.best = self._first_plan(unlimited, rounds.budget)
+            rounds.best = self._first_plan(unlimited, rounds)
         if rounds.best is not None:
             is_optimal = rounds.best.solution.status is SolveStatus.OPTIMAL
-            if self._quick or self._solver.is_late or is_optimal:
+            if rounds.quick or self.is_late or is_optimal:
                 return rounds.best
         return self._fit(rounds)
 
-    def _first_plan(self, unlimited: Solution, memory_budget: int) -> Outcome | None:
+    def _first_plan(self, unlimited: Solution, rounds: Rounds) -> Outcome | None:
         """A plan that fits with the layouts of the best plan, or of one that is small.
 
         Args:
             unlimited: the solution without memory.
-            memory_budget: bytes per device.
+            rounds: the initial state, which gets the layouts.
         """
-        found = []
+        found, memory_budget = [], rounds.budget
         if self._formulation.prices.micro_batches > 1 and not self.must_recompute:
             found.append(self._with_frequencies(unlimited, memory_budget))
         assert unlimited.choice is not None
         layouts = unlimited.choice
         found.append(self._with_layouts(layouts, memory_budget))
         # All strategies of a problem that is not wide take little more time than these layouts.
-        tried = self._quick or self._unlimited.strategy_bounds
+        tried = rounds.quick or self._unlimited.strategy_bounds
         for elasticity in _ELASTICITIES if tried else ():
             if any(found):
                 break
@@ -210,7 +167,7 @@ class BudgetSearch:
         if not outcomes:
             return None
         first = min(outcomes, key=lambda outcome: outcome.solution.objective)
-        self._first_layouts = layouts
+        rounds.layouts = layouts
         # Its blocks are those of the problem without memory, as its layouts.
         solution = self._with_bound(first.solution, unlimited.bound)
         return self._of_variables(replace(solution, blocks=unlimited.blocks), first.plan)
@@ -219,26 +176,26 @@ class BudgetSearch:
         """A plan that fits with given strategies of all variables; None if none was found."""
         masks = self._only(strategies)
         rounds = Rounds(memory_budget, -float("inf"))
-        rounds.add_points(self._solver.block_points())
+        rounds.add_points(self.block_points())
         for _ in range(_FIRST_ROUNDS):
             if rounds.counted is None:
                 rounds.counted = self._counted(rounds).restricted(masks)
             solution = self._solve_round(
                 rounds,
                 gap=max(self._loose_gap, _FIRST_GAP),
-                seconds=max(self._solver.remaining, _FIRST_SECONDS),
+                seconds=max(self.remaining, _FIRST_SECONDS),
             )
             if solution is None or rounds.limits.is_over:
                 break
             if rounds.best is not None:
                 objective = rounds.best.solution.objective
-                if self._solver.is_late or objective - rounds.bound <= _FIRST_GAP * objective:
+                if self.is_late or objective - rounds.bound <= _FIRST_GAP * objective:
                     break
         return rounds.best
 
     def _counted(self, rounds: Rounds) -> CountedProblem:
         """The problem that counts memory at the time points so far."""
-        return self._solver.count(self._solver.negligible(rounds.budget), rounds.points)
+        return self.count(self.negligible(rounds.budget), rounds.points)
 
     def _solve_round(
         self,
@@ -263,7 +220,7 @@ class BudgetSearch:
         assert counted is not None
         is_budget = limit == rounds.budget
         limited = replace(counted.problem, usage_limit=limit)
-        solution = self._solver.solve(
+        solution = self.solve(
             limited,
             gap=gap,
             warm_start=counted.warm_start,
@@ -302,18 +259,18 @@ class BudgetSearch:
 
     def min_usage_plan(self) -> tuple[float, StagePlan | None]:
         """The minimum counted usage, and the fastest plan with it, whose peak may be larger."""
-        counted = self._solver.count(0.0)
-        least = self._solver.min_usage(counted.problem)
+        counted = self.count(0.0)
+        least = self.least_usage(counted.problem)
         if not isfinite(least):
             return least, None
-        solution = self._solver.solve(replace(counted.problem, usage_limit=least))
+        solution = self.solve(replace(counted.problem, usage_limit=least))
         if solution.choice is None:
             return least, None
         return least, self.build(counted.decisions(solution.choice))
 
     def min_usage(self) -> float:
         """Lower bound of the peak memory of any plan, bytes; inf if there is no plan."""
-        return self._solver.min_usage(self._solver.count(0.0).problem)
+        return self.least_usage(self.count(0.0).problem)
 
     def _only(self, strategies: IntArray) -> list[BoolArray]:
         """Masks of given strategies of all variables, shape [S] each."""
@@ -330,8 +287,8 @@ class BudgetSearch:
             rounds: the initial state.
         """
         unlimited = rounds.unlimited
-        points = self._solver.peak_points(unlimited[1]) if unlimited else iter(())
-        rounds.add_points(chain(points, self._solver.block_points()))
+        points = self.peak_points(unlimited[1]) if unlimited else iter(())
+        rounds.add_points(chain(points, self.block_points()))
         candidates, bound_of_unlimited = self._candidates(rounds), rounds.bound
         for _ in range(_MAX_ROUNDS):
             if rounds.counted is None:
@@ -358,33 +315,23 @@ class BudgetSearch:
             rounds.fits = True
             priced = replace(solution, objective=plan.costs.total)
             rounds.keep(Outcome(priced, counted.problem, plan, counted.variable_of))
-        elif rounds.add_points(self._solver.peak_points(plan)):
+        elif rounds.add_points(self.peak_points(plan)):
             return
         rounds.limits.record(limited.peak_usage(solution.choice), plan.memory.peak)
 
     def _outcome(self, rounds: Rounds) -> Outcome:
-        """The result of the search; if no plan fits yet, plans with little memory are tried."""
+        """The result of the search; if no plan fits yet, that with the least usage is tried."""
         relaxed = rounds.relaxed
         assert relaxed is not None
         if rounds.best is None and relaxed.status is not SolveStatus.INFEASIBLE:
-            fitting = (p for p in self._small_plans() if p and p.memory.peak <= rounds.budget)
-            plan = next(fitting, None)
-            if plan is not None:
+            plan = self.min_usage_plan()[1]
+            if plan is not None and plan.memory.peak <= rounds.budget:
                 status, objective = SolveStatus.FEASIBLE, plan.costs.total
                 solution = replace(relaxed, status=status, objective=objective, blocks=())
                 rounds.best = self._of_variables(solution, plan)
         if rounds.best is None:
             return self._of_variables(_without_plan(relaxed, rounds.bound))
         return self._bounded(rounds.best, rounds.bound)
-
-    def _small_plans(self) -> Iterator[StagePlan | None]:
-        """Plans with little memory, regardless of their cost."""
-        if self._formulation.prices.training:
-            counted = self._solver.count(0.0, recompute_all=True)
-            solution = self._solver.solve(counted.problem)
-            if solution.choice is not None:
-                yield self.build(counted.decisions(solution.choice))
-        yield self.min_usage_plan()[1]
 
     @property
     def _loose_gap(self) -> float:
@@ -401,7 +348,7 @@ class BudgetSearch:
         """
         if not self._formulation.prices.training or rounds.unlimited is None:
             return []
-        layouts = self._first_layouts
+        layouts = rounds.layouts
         if layouts is None and not self._unlimited.strategy_bounds:
             layouts = rounds.unlimited[0].choice
         return [] if layouts is None else self._only(layouts)
@@ -410,16 +357,16 @@ class BudgetSearch:
         """The solution with a price per byte of memory, and without recomputation."""
         usage = SavedTensors(self._formulation, checkpoints=False, negligible=0.0).bytes_as_made()
         priced = _with_memory_cost(self._formulation.problem, usage, cost)
-        return self._solver.solve(priced, gap=self._loose_gap)
+        return self.solve(priced, gap=self._loose_gap)
 
     def _is_over(self, rounds: Rounds) -> bool:
         """True if the search is cancelled, the plan is good enough, or time is up with a plan."""
-        if self._solver.is_cancelled or self._is_good(rounds):
+        if self.is_cancelled or self._is_good(rounds):
             return True
         if not rounds.fits:
-            return self._solver.is_late and rounds.best is not None
+            return self.is_late and rounds.best is not None
         rounds.num_improvements += 1
-        return self._solver.is_late or rounds.num_improvements > _MAX_IMPROVEMENTS
+        return self.is_late or rounds.num_improvements > _MAX_IMPROVEMENTS
 
     def _is_good(self, rounds: Rounds) -> bool:
         """True if the best plan that fits has at most the requested gap."""

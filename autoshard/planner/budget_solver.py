@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from autoshard.collection import collection_paused
-from autoshard.plan.options import PlanOptions, Recomputing
+from autoshard.plan.options import PlanOptions
 from autoshard.plan.timeline import timeline
 from autoshard.planner.budget_rounds import CountedProblem, StagePlan
 from autoshard.planner.formulation import Formulation, Role
@@ -68,6 +68,7 @@ class BudgetSolver:
         self._block_cache = block_cache
         self.bound = -float("inf")
         self.cut_short = False
+        self._unlimited = WarmStart()  # for the problem without memory
         self.must_recompute = "always" in (
             options.reshard_after_forward,
             options.activation_checkpointing,
@@ -142,32 +143,21 @@ class BudgetSolver:
             return self.build(replace(decisions, regathered=decisions.regathered - idle))
         return StagePlan(stage, memory.lowering, builder.costs(stage), builder.memory(memory))
 
-    def count(
-        self,
-        negligible: float,
-        points: Sequence[BackwardPoint] = (),
-        *,
-        recompute_all: bool = False,
-    ) -> CountedProblem:
+    def count(self, negligible: float, points: Sequence[BackwardPoint] = ()) -> CountedProblem:
         """The problem that counts memory as usage.
 
         Args:
             negligible: maximum total bytes of the small values that are not counted.
             points: time points of backward at which memory is counted.
-            recompute_all: True to recompute as much as the options allow.
         """
-        formulation = self._formulation
+        formulation, options = self._formulation, self._options
         if not formulation.prices.training:
             return CountedProblem(formulation.problem, Decisions, lambda v: v)
-
-        def allowed(option: Recomputing) -> Recomputing:
-            return "always" if recompute_all and option == "auto" else option
-
         with collection_paused():
             memory = MemoryProblem(
                 formulation,
-                reshard_after_forward=allowed(self._options.reshard_after_forward),
-                activation_checkpointing=allowed(self._options.activation_checkpointing),
+                reshard_after_forward=options.reshard_after_forward,
+                activation_checkpointing=options.activation_checkpointing,
                 negligible=negligible,
                 points=points,
             )
@@ -175,7 +165,7 @@ class BudgetSolver:
                 memory.problem, memory.decisions, memory.variable_of, memory.nodes_with
             )
 
-    def min_usage(self, problem: Problem) -> float:
+    def least_usage(self, problem: Problem) -> float:
         """The least limit for which a problem has a choice; inf if there is none."""
         return minimum_usage(problem, time_limit=self.remaining, cancel=self._cancel)
 

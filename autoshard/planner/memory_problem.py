@@ -165,10 +165,7 @@ class MemoryProblem:
             uses.setdefault(use.target, []).append(number)
         for i, variable in enumerate(self._formulation.variables):
             self._groups.append([])
-            in_place = self._copy_in_place(variable, uses.get(i, ()))
-            if in_place is not None:
-                self._in_place[i] = in_place
-            self._add_variable(i, variable)
+            self._add_variable(i, variable, uses.get(i, ()))
             for number in uses.get(i, ()):
                 self._add_use(number, self._formulation.uses[number])
         for first, second, rows, cols in self._formulation.ties:
@@ -184,11 +181,12 @@ class MemoryProblem:
     def _spans(self) -> tuple[CheckpointSpan, ...]:
         return tuple(dict.fromkeys(span for span in self._saved.spans if span is not None))
 
-    def _add_variable(self, i: int, variable: Variable) -> None:
-        states = self._states(variable)
-        use = self._formulation.uses[self._in_place[i]] if i in self._in_place else None
-        if use is not None:
-            states = self._states_in_place(use, variable)
+    def _add_variable(self, i: int, variable: Variable, uses: Sequence[int]) -> None:
+        states, use = self._states(variable), None
+        replaced = self._replaced_copy(variable, uses)
+        if replaced is not None:
+            self._in_place[i], states = replaced
+            use = self._formulation.uses[replaced[0]]
         time, usage = self._variable_costs(variable, states)
         interval = self._time.always
         if use is not None:
@@ -307,17 +305,22 @@ class MemoryProblem:
         is_forced = self._checkpointing == "always"
         return (Residency.RECOMPUTED,) if is_forced else (*states, Residency.RECOMPUTED)
 
-    def _copy_in_place(self, variable: Variable, uses: Sequence[int]) -> int | None:
-        """The use whose copy a variable takes the place of, to save a node; None without one.
+    def _replaced_copy(self, variable: Variable, uses: Sequence[int]) -> tuple[int, _States] | None:
+        """The use whose copy a variable takes the place of, to save a node, and its residencies.
 
         Not a copy that may keep the source of a resharding, or may be gathered once per step.
         """
+        ends = self._states(variable)
+        own = tuple(state for state in ends if state is not Residency.RECOMPUTED)
         for number in uses if variable.role in (Role.OPERATOR, Role.SHARED) else ():
             use = self._formulation.uses[number]
             if not self._needs_copy(use, variable) or self._may_run_once(use):
                 continue
-            if Residency.SOURCE_KEPT not in self._states_of_copy(use, variable):
-                return number
+            start = self._source_end(use, self._formulation.variables[use.source])
+            residency = self._use_residency(use, variable)
+            if Residency.SOURCE_KEPT not in _copy_states(residency, start.states, ends):
+                states = _copy_states(residency, start.states, own)
+                return number, (*states, *ends[len(own) :])
         return None
 
     def _needs_copy(self, use: Use, variable: Variable) -> bool:
@@ -325,21 +328,6 @@ class MemoryProblem:
         if variable.role is Role.SHARED:
             return {Residency.KEPT, Residency.FREED} <= {*self._states(variable)}
         return self._use_residency(use, variable).needed
-
-    def _states_of_copy(self, use: Use, variable: Variable) -> _States:
-        """The residencies of the copy between the producer of a value and a variable."""
-        start = self._source_end(use, self._formulation.variables[use.source])
-        residency = self._use_residency(use, variable)
-        return _copy_states(residency, start.states, self._states(variable))
-
-    def _states_in_place(self, use: Use, variable: Variable) -> _States:
-        """The residencies of a variable that takes the place of a copy: those of the copy."""
-        recomputed = Residency.RECOMPUTED
-        own = tuple(s for s in self._states_of_copy(use, variable) if s is not recomputed)
-        ends = self._states(variable)
-        if recomputed not in ends:
-            return own
-        return (*own, recomputed) if len(ends) > 1 else (recomputed,)
 
     def _with_copy(self, usage: FloatArray, use: Use, states: _States) -> FloatArray:
         """The usage of a variable and of the copy that it takes the place of."""

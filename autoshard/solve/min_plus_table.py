@@ -4,18 +4,18 @@ The matrices of a problem that counts memory consist of blocks, one for each sta
 block is infinite, a diagonal, or equal to another one.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
-from autoshard.arrays import FloatArray, IntArray
+from autoshard.arrays import BoolArray, FloatArray, IntArray
 
 _SPARSE = 16
 """A row or column with at most one finite entry in so many is stored entry by entry."""
 _MOST_BLOCKS = 16
 """Largest number of dense blocks; a matrix with more distinct rows is stored as one block."""
-
 _CHUNK = 1 << 14
 """Entries that are added at once, so that the sums stay in the processor's cache."""
 
@@ -26,13 +26,15 @@ class _Block:
 
     Attributes:
         rows: index of each of R rows, shape [R].
-        order: the columns, equal ones next to each other.
-        starts: offset in `order` of the first of each of C distinct columns, shape [C].
+        columns: the columns, equal ones next to each other, shape [A].
+        labels: number of the distinct column of each of these, ascending, shape [A].
+        starts: offset in `columns` of the first of each of C distinct columns, shape [C].
         values: shape [R, C].
     """
 
     rows: IntArray
-    order: IntArray
+    columns: IntArray
+    labels: IntArray
     starts: IntArray
     values: FloatArray
 
@@ -43,55 +45,31 @@ class _Block:
         known: dict[bytes, int] = {}
         labels = np.array([known.setdefault(column.tobytes(), len(known)) for column in part])
         order = np.argsort(labels, kind="stable")
-        starts = np.searchsorted(labels[order], np.arange(len(known)))
-        return cls(rows, columns[order], starts, np.ascontiguousarray(part[order[starts]].T))
+        labels = labels[order]
+        starts = np.searchsorted(labels, np.arange(len(known)))
+        values = np.ascontiguousarray(part[order[starts]].T)
+        return cls(rows, columns[order], labels, starts, values)
 
-    def least(self, prices: FloatArray) -> FloatArray:
-        """Least of each row plus the prices of columns, shape [R]."""
-        each: FloatArray = np.minimum.reduceat(prices[self.order], self.starts)
+    @property
+    def _chunks(self) -> Iterator[slice]:
+        """Slices of rows with at most `_CHUNK` entries, or single rows."""
+        step = max(_CHUNK // self.values.shape[1], 1)
+        return (slice(i, i + step) for i in range(0, len(self.values), step))
+
+    def by_row(self, prices: FloatArray) -> FloatArray:
+        """Least of each row plus the prices of all columns of the matrix, shape [R]."""
+        each: FloatArray = np.minimum.reduceat(prices[self.columns], self.starts)
         least = np.empty(len(self.values))
-        step = max(_CHUNK // max(len(each), 1), 1)
-        for i in range(0, len(least), step):
-            (self.values[i : i + step] + each).min(axis=1, out=least[i : i + step])
+        for chunk in self._chunks:
+            (self.values[chunk] + each).min(axis=1, out=least[chunk])
         return least
 
-
-class _Rows:
-    """The rows of a matrix: a sparse part, and blocks."""
-
-    def __init__(self, matrix: FloatArray) -> None:
-        self._size = len(matrix)
-        finite = np.isfinite(matrix)
-        in_row, in_column = finite.sum(axis=1), finite.sum(axis=0)
-        dense_rows = in_row * _SPARSE > matrix.shape[1]
-        dense_columns = in_column * _SPARSE > matrix.shape[0]
-        dense = np.ix_(dense_rows, dense_columns)
-        rest = finite.copy()
-        rest[dense] = False
-        rows, self._columns = np.nonzero(rest)
-        self._values = matrix[rows, self._columns]
-        self._sparse_rows, self._starts = np.unique(rows, return_index=True)
-        groups: dict[bytes, list[int]] = {}
-        for row, mask in zip(np.flatnonzero(dense_rows).tolist(), finite[dense], strict=True):
-            groups.setdefault(mask.tobytes(), []).append(row)
-        columns = np.flatnonzero(dense_columns)
-        if len(groups) > _MOST_BLOCKS:
-            groups = {np.ones(len(columns), dtype=np.bool_).tobytes(): [*range(len(matrix))]}
-        parts = (
-            (np.array(found), columns[np.frombuffer(mask, dtype=np.bool_)])
-            for mask, found in groups.items()
-        )
-        self._blocks = [_Block.of(matrix, *part) for part in parts if len(part[1])]
-
-    def least(self, prices: FloatArray) -> FloatArray:
-        """Least of each row plus the prices of columns."""
-        least = np.full(self._size, np.inf)
-        if len(self._starts):
-            paid = self._values + prices[self._columns]
-            least[self._sparse_rows] = np.minimum.reduceat(paid, self._starts)
-        for block in self._blocks:
-            least[block.rows] = np.minimum(least[block.rows], block.least(prices))
-        return least
+    def by_column(self, prices: FloatArray) -> FloatArray:
+        """Least of each column plus the prices of all rows of the matrix, shape [A]."""
+        each, least = prices[self.rows, None], np.full(self.values.shape[1], np.inf)
+        for chunk in self._chunks:
+            np.minimum(least, (self.values[chunk] + each[chunk]).min(axis=0), out=least)
+        return least[self.labels]
 
 
 class MinPlusTable:
@@ -106,16 +84,49 @@ class MinPlusTable:
 
     def rows(self, prices: FloatArray) -> FloatArray:
         """Least of each row plus the prices of columns, shape [R]."""
-        return self._by_row.least(prices)
+        (rows, columns), values = self._scattered
+        least = np.full(len(self._matrix), np.inf)
+        np.minimum.at(least, rows, values + prices[columns])
+        for block in self._blocks:
+            least[block.rows] = np.minimum(least[block.rows], block.by_row(prices))
+        return least
 
     def columns(self, prices: FloatArray) -> FloatArray:
         """Least of each column plus the prices of rows, shape [C]."""
-        return self._by_column.least(prices)
+        (rows, columns), values = self._scattered
+        least = np.full(self._matrix.shape[1], np.inf)
+        np.minimum.at(least, columns, values + prices[rows])
+        for block in self._blocks:
+            least[block.columns] = np.minimum(least[block.columns], block.by_column(prices))
+        return least
 
     @cached_property
-    def _by_row(self) -> _Rows:
-        return _Rows(self._matrix)
+    def _dense(self) -> tuple[BoolArray, BoolArray]:
+        """Masks of the rows and of the columns with many finite entries."""
+        finite = np.isfinite(self._matrix)
+        counts = zip((1, 0), self._matrix.shape[::-1], strict=True)
+        rows, columns = (finite.sum(axis=axis) * _SPARSE > length for axis, length in counts)
+        return rows, columns
 
     @cached_property
-    def _by_column(self) -> _Rows:
-        return _Rows(self._matrix.T)
+    def _scattered(self) -> tuple[tuple[IntArray, IntArray], FloatArray]:
+        """Rows and columns of the finite entries outside of blocks, and these entries."""
+        rest = np.isfinite(self._matrix)
+        rest[np.ix_(*self._dense)] = False
+        rows, columns = np.nonzero(rest)
+        return (rows, columns), self._matrix[rows, columns]
+
+    @cached_property
+    def _blocks(self) -> list[_Block]:
+        """The blocks of all rows with many finite entries."""
+        rows, columns = map(np.flatnonzero, self._dense)
+        if not len(columns):
+            return []
+        groups: dict[bytes, list[int]] = {}
+        finite = np.isfinite(self._matrix[np.ix_(rows, columns)])
+        for row, mask in zip(rows.tolist(), finite, strict=True):
+            groups.setdefault(mask.tobytes(), []).append(row)
+        if len(groups) > _MOST_BLOCKS:
+            return [_Block.of(self._matrix, rows, columns)]
+        parts = ((np.array(g), columns[np.frombuffer(m, np.bool_)]) for m, g in groups.items())
+        return [_Block.of(self._matrix, *part) for part in parts if len(part[1])]
