@@ -1,6 +1,6 @@
 """State of a search under a memory budget: what is counted, the usage limit, the plans found."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isinf
 
@@ -57,19 +57,28 @@ class CountedProblem:
         )
 
 
+def problem_sizes(problem: Problem) -> dict[str, float]:
+    """The numbers of nodes, edges and strategies of a problem."""
+    return {
+        "nodes": float(len(problem.nodes)),
+        "edges": float(len(problem.edges)),
+        "strategies": float(sum(node.num_strategies for node in problem.nodes)),
+    }
+
+
 @dataclass(frozen=True)
 class Outcome:
     """Result of a search.
 
     Attributes:
-        solution: status, objective, bound and statistics; its choice belongs to `problem`.
-        problem: the last problem that was solved.
+        solution: status, objective, bound and statistics of the problem that was solved.
+        sizes: the numbers of nodes, edges and strategies of that problem.
         plan: the best plan that fits; None if none was found.
-        variable_of: maps a node of `problem` to the formulation's variable; -1 if it has none.
+        variable_of: maps a node of the problem to the formulation's variable; -1 if it has none.
     """
 
     solution: Solution
-    problem: Problem
+    sizes: Mapping[str, float]
     plan: StagePlan | None
     variable_of: Callable[[int], int]
 

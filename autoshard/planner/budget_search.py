@@ -27,7 +27,13 @@ from autoshard.arrays import BoolArray, FloatArray, IntArray
 from autoshard.costs import Frequency
 from autoshard.limits import LimitReached, Limits, limited
 from autoshard.outcome import TIME_LIMIT_REACHED, SolveStatus
-from autoshard.planner.budget_rounds import CountedProblem, Outcome, Rounds, StagePlan
+from autoshard.planner.budget_rounds import (
+    CountedProblem,
+    Outcome,
+    Rounds,
+    StagePlan,
+    problem_sizes,
+)
 from autoshard.planner.budget_solver import BudgetSolver
 from autoshard.planner.frequencies import Frequencies, most_savings
 from autoshard.planner.saved_tensors import SavedTensors
@@ -92,7 +98,7 @@ class BudgetSearch(BudgetSolver):
 
     def _of_variables(self, solution: Solution, plan: StagePlan | None = None) -> Outcome:
         """An outcome whose nodes are the formulation's variables."""
-        return Outcome(solution, self._formulation.problem, plan, lambda v: v)
+        return Outcome(solution, problem_sizes(self._formulation.problem), plan, lambda v: v)
 
     def _searched(self, rounds: Rounds) -> Outcome:
         memory_budget = rounds.budget
@@ -314,7 +320,7 @@ class BudgetSearch(BudgetSolver):
         if plan.memory.peak <= rounds.budget:
             rounds.fits = True
             priced = replace(solution, objective=plan.costs.total)
-            rounds.keep(Outcome(priced, counted.problem, plan, counted.variable_of))
+            rounds.keep(Outcome(priced, problem_sizes(limited), plan, counted.variable_of))
         elif rounds.add_points(self.peak_points(plan)):
             return
         rounds.limits.record(limited.peak_usage(solution.choice), plan.memory.peak)

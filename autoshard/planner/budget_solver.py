@@ -161,8 +161,12 @@ class BudgetSolver:
                 negligible=negligible,
                 points=points,
             )
+            variables = memory.variables
             return CountedProblem(
-                memory.problem, memory.decisions, memory.variable_of, memory.nodes_with
+                memory.problem,
+                memory.decisions,
+                lambda v: variables.get(v, -1),
+                memory.nodes_with,
             )
 
     def least_usage(self, problem: Problem) -> float:

@@ -100,12 +100,9 @@ class MemoryProblem:
             repeats=self._formulation.repeats(self._nodes_of),
         )
 
-    def variable_of(self, node: int) -> int:
-        """The formulation's variable of a node of the problem; -1 if it has none."""
-        return self._variable_of.get(node, -1)
-
-    @cached_property
-    def _variable_of(self) -> dict[int, int]:
+    @property
+    def variables(self) -> dict[int, int]:
+        """The formulation's variable of each node of the problem that has one."""
         return {end.node: i for i, end in enumerate(self._ends)}
 
     def nodes_with(self, masks: Sequence[BoolArray]) -> list[BoolArray]:

@@ -15,7 +15,7 @@ from autoshard.mesh import Mesh
 from autoshard.outcome import SolveStatus
 from autoshard.plan.document import Plan
 from autoshard.plan.options import PlanOptions
-from autoshard.planner.budget_rounds import Outcome, StagePlan
+from autoshard.planner.budget_rounds import Outcome, StagePlan, problem_sizes
 from autoshard.planner.budget_search import BudgetSearch
 from autoshard.planner.formulation import Formulation
 from autoshard.planner.pipeline.limits import SearchLimits, Stopped
@@ -72,7 +72,7 @@ class QuickPlanner:
         best = min(found, key=lambda plan: plan.costs.total)
         outcome = Outcome(
             replace(solution, status=SolveStatus.FEASIBLE, objective=best.costs.total),
-            formulation.problem,
+            problem_sizes(formulation.problem),
             best,
             lambda variable: variable,
         )
