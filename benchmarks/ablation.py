@@ -23,7 +23,7 @@ from typing import Any, get_args
 
 from autoshard import PlanOptions, load_graph, make_mesh, make_plan
 from autoshard.plan.options import Mode
-from autoshard.planner import budget_search
+from autoshard.planner import budget_solver
 from autoshard.planner.formulation import Formulation
 from autoshard.solve import Problem, Solution, SolverSettings, read_iopddl, solve_problem, solver
 from autoshard.solve.local_search import CoordinateDescent
@@ -226,12 +226,12 @@ def search(path: Path, mesh: tuple[int, ...], memory_budget: float) -> Case:
     options = PlanOptions(memory_budget=int(memory_budget), relative_gap=_GAP, time_limit=600.0)
 
     def case(solve: Solve) -> float:
-        old = budget_search.solve_problem
-        budget_search.solve_problem = solve
+        old = budget_solver.solve_problem
+        budget_solver.solve_problem = solve
         try:
             gap = make_plan(graph, make_mesh(mesh), options).certificate.gap
         finally:
-            budget_search.solve_problem = old
+            budget_solver.solve_problem = old
         return float("inf") if gap is None else gap
 
     return case

@@ -34,7 +34,8 @@ from autoshard.plan.performance import pattern_category, step_performance
 from autoshard.plan.predictions import Certificate, Performance
 from autoshard.plan.pricing import Prices
 from autoshard.plan.throughput import StepWork, program_work
-from autoshard.planner.budget_search import BudgetSearch, Outcome
+from autoshard.planner.budget_rounds import Outcome
+from autoshard.planner.budget_search import BudgetSearch
 from autoshard.planner.formulating import check_size, check_trainable, work_limits
 from autoshard.planner.formulation import Formulation
 from autoshard.planner.planner import outcome_certificate
@@ -227,11 +228,10 @@ class _Baselines:
             formulation,
             own,
             seconds=seconds,
-            quick=True,
             cancel=self.limits.cancel,
             block_cache=self.limits.block_cache,
         )
-        outcome = search.run(formulation.prices.memory_budget)
+        outcome = search.run(formulation.prices.memory_budget, quick=True)
         if outcome.plan is None:
             return self._not_found(pattern, search, formulation, outcome)
         stage = outcome.plan.stage

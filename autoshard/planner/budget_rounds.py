@@ -1,10 +1,11 @@
 """State of a search under a memory budget: what is counted, the usage limit, the plans found."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isinf
 
 from autoshard.arrays import BoolArray, IntArray
+from autoshard.outcome import SolveStatus
 from autoshard.plan.document import Stage
 from autoshard.plan.lowering import Lowering
 from autoshard.plan.predictions import Costs, Memory
@@ -56,6 +57,40 @@ class CountedProblem:
         )
 
 
+def problem_sizes(problem: Problem) -> dict[str, float]:
+    """The numbers of nodes, edges and strategies of a problem."""
+    return {
+        "nodes": float(len(problem.nodes)),
+        "edges": float(len(problem.edges)),
+        "strategies": float(sum(node.num_strategies for node in problem.nodes)),
+    }
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Result of a search.
+
+    Attributes:
+        solution: status, objective, bound and statistics of the problem that was solved.
+        sizes: the numbers of nodes, edges and strategies of that problem.
+        plan: the best plan that fits; None if none was found.
+        variable_of: maps a node of the problem to the formulation's variable; -1 if it has none.
+    """
+
+    solution: Solution
+    sizes: Mapping[str, float]
+    plan: StagePlan | None
+    variable_of: Callable[[int], int]
+
+    @property
+    def is_conflict(self) -> bool:
+        """True if there is no plan because of options or memory, not because of the time limit."""
+        exceeds = (
+            self.solution.status is SolveStatus.TIMED_OUT and "unfit" in self.solution.statistics
+        )
+        return self.solution.status is SolveStatus.INFEASIBLE or exceeds
+
+
 class LimitSearch:
     """Searches the largest usage limit for which the peak of the plan is within the budget.
 
@@ -105,26 +140,37 @@ class Rounds:
     Attributes:
         budget: bytes per device.
         bound: lower bound of the time of every plan that fits.
+        quick: True if the first plan that fits is returned.
+        layouts: strategies of the variables of that plan; None if no layouts have a plan that fits.
         unlimited: the best plan without recomputation, which does not fit, and its solution; None
             if there is no such plan.
-        first: a plan that fits with given layouts, and its solution; None if there is none.
-        best: the fastest plan that fits, and its solution.
+        best: the fastest plan that fits; None if none was found.
+        fits: True if a plan of the problem with all layouts fits.
+        relaxed: the last solution with the budget itself as the limit.
         points: time points of backward at which memory is counted.
         counted: the problem with these time points; None if it has to be built.
         limits: the search of the usage limit.
         num_improvements: number of rounds since the first plan that fits.
     """
 
-    def __init__(self, budget: int, bound: float) -> None:
+    def __init__(self, budget: int, bound: float, *, quick: bool = False) -> None:
         self.budget = budget
         self.bound = bound
+        self.quick = quick
+        self.layouts: IntArray | None = None
         self.unlimited: tuple[Solution, StagePlan] | None = None
-        self.first: tuple[Solution, StagePlan] | None = None
-        self.best: tuple[Solution, StagePlan] | None = None
+        self.best: Outcome | None = None
+        self.fits = False
+        self.relaxed: Solution | None = None
         self.points: list[BackwardPoint] = []
         self.counted: CountedProblem | None = None
         self.num_improvements = 0
         self.limits = LimitSearch(budget)
+
+    def keep(self, outcome: Outcome) -> None:
+        """Keep an outcome with a plan that fits if it is faster than the best one."""
+        if self.best is None or outcome.solution.objective < self.best.solution.objective:
+            self.best = outcome
 
     def add_points(self, points: Iterable[BackwardPoint]) -> bool:
         """Count memory at more time points; return True if any of them is new."""

@@ -42,6 +42,8 @@ _COPY_STATES: _States = (
     Residency.FREED,
     Residency.RECOMPUTED,
 )
+_HELD = frozenset({Residency.MADE, Residency.KEPT, Residency.REGATHERED, Residency.FREED})
+"""Residencies of an operator that runs once, with what it keeps of an input in place of a copy."""
 
 
 class MemoryProblem:
@@ -79,6 +81,7 @@ class MemoryProblem:
         self._edges: list[Edge] = []
         self._ends: list[EdgeEnd] = []  # by variable
         self._copies: dict[int, EdgeEnd] = {}  # by use
+        self._in_place: dict[int, int] = {}  # use whose copy a variable replaces, by variable
         self._rare: dict[int, RareGathers] = {}  # of parameters, by use
         self._groups: list[list[int]] = []  # nodes of the problem by variable
         self._switches: dict[int, int] = {}  # node that checkpoints a span, by its first node
@@ -97,12 +100,9 @@ class MemoryProblem:
             repeats=self._formulation.repeats(self._nodes_of),
         )
 
-    def variable_of(self, node: int) -> int:
-        """The formulation's variable of a node of the problem; -1 if it has none."""
-        return self._variable_of.get(node, -1)
-
-    @cached_property
-    def _variable_of(self) -> dict[int, int]:
+    @property
+    def variables(self) -> dict[int, int]:
+        """The formulation's variable of each node of the problem that has one."""
         return {end.node: i for i, end in enumerate(self._ends)}
 
     def nodes_with(self, masks: Sequence[BoolArray]) -> list[BoolArray]:
@@ -138,6 +138,8 @@ class MemoryProblem:
                     continue
             if number in self._copies and state is not Residency.RECOMPUTED:
                 state = self._copy_state(self._copies[number], use, choice)
+            elif self._in_place.get(use.target) != number:
+                continue
             if state in (Residency.REGATHERED, Residency.SOURCE_KEPT):
                 regathered.add(number)
         checkpoints = (
@@ -160,7 +162,7 @@ class MemoryProblem:
             uses.setdefault(use.target, []).append(number)
         for i, variable in enumerate(self._formulation.variables):
             self._groups.append([])
-            self._add_variable(i, variable)
+            self._add_variable(i, variable, uses.get(i, ()))
             for number in uses.get(i, ()):
                 self._add_use(number, self._formulation.uses[number])
         for first, second, rows, cols in self._formulation.ties:
@@ -176,14 +178,20 @@ class MemoryProblem:
     def _spans(self) -> tuple[CheckpointSpan, ...]:
         return tuple(dict.fromkeys(span for span in self._saved.spans if span is not None))
 
-    def _add_variable(self, i: int, variable: Variable) -> None:
-        states = self._states(variable)
+    def _add_variable(self, i: int, variable: Variable, uses: Sequence[int]) -> None:
+        states, use = self._states(variable), None
+        replaced = self._replaced_copy(variable, uses)
+        if replaced is not None:
+            self._in_place[i], states = replaced
+            use = self._formulation.uses[replaced[0]]
         time, usage = self._variable_costs(variable, states)
         interval = self._time.always
-        if variable.role is Role.OPERATOR:
+        if use is not None:
+            usage, interval = self._with_copy(usage, use, states), self._copy_interval(use)
+        elif variable.role is Role.OPERATOR:
             interval = self._time.until(self._graph.numbers[variable.name])
         node = self._add(time, usage, interval)
-        if variable.role is Role.OPERATOR:
+        if variable.role is Role.OPERATOR or use is not None:
             self._add_waiting(node, i)
         self._ends.append(EdgeEnd(node, states, (False,) * len(states)))
         self._groups[i].append(node)
@@ -277,7 +285,7 @@ class MemoryProblem:
         if variable.role is Role.INPUT:
             return (Residency.AT_REST,)
         if variable.role is Role.OUTPUT:
-            return (Residency.FREED,)
+            return (Residency.KEPT,)
         if variable.role is Role.SHARED:
             if variable.name in self._saved.needed_in_backward:
                 return (Residency.KEPT, Residency.FREED)
@@ -288,12 +296,45 @@ class MemoryProblem:
         if self._saved.is_view[number]:
             outputs = self._graph.nodes[number].outputs
             needed = not self._saved.needed_in_backward.isdisjoint(outputs)
-            freed = Residency.FREED_VIEW
-            states = (Residency.LIVE_VIEW, freed) if needed else (freed,)
+            states = (Residency.KEPT, Residency.FREED) if needed else (Residency.FREED,)
         if self._span(variable) is None:
             return states
         is_forced = self._checkpointing == "always"
         return (Residency.RECOMPUTED,) if is_forced else (*states, Residency.RECOMPUTED)
+
+    def _replaced_copy(self, variable: Variable, uses: Sequence[int]) -> tuple[int, _States] | None:
+        """The use whose copy a variable takes the place of, to save a node, and its residencies.
+
+        Not a copy that may keep the source of a resharding, or may be gathered once per step.
+        """
+        ends = self._states(variable)
+        own = tuple(state for state in ends if state is not Residency.RECOMPUTED)
+        for number in uses if variable.role in (Role.OPERATOR, Role.SHARED) else ():
+            use = self._formulation.uses[number]
+            if not self._needs_copy(use, variable) or self._may_run_once(use):
+                continue
+            start = self._source_end(use, self._formulation.variables[use.source])
+            residency = self._use_residency(use, variable)
+            if Residency.SOURCE_KEPT not in _copy_states(residency, start.states, ends):
+                states = _copy_states(residency, start.states, own)
+                return number, (*states, *ends[len(own) :])
+        return None
+
+    def _needs_copy(self, use: Use, variable: Variable) -> bool:
+        """True if backward needs what a variable reads, so that there is a residency to choose."""
+        if variable.role is Role.SHARED:
+            return {Residency.KEPT, Residency.FREED} <= {*self._states(variable)}
+        return self._use_residency(use, variable).needed
+
+    def _with_copy(self, usage: FloatArray, use: Use, states: _States) -> FloatArray:
+        """The usage of a variable and of the copy that it takes the place of."""
+        costs = self._formulation.edge_costs(use)
+        key = (id(usage), id(costs), states)
+        if key not in self._arrays:
+            kept, nothing = costs.target_bytes[costs.cols], np.zeros(len(costs.cols))
+            nbytes = [kept if state is Residency.KEPT else nothing for state in states]
+            self._arrays[key] = usage, usage + np.concatenate(nbytes)
+        return self._arrays[key][1]
 
     def _variable_costs(self, variable: Variable, states: _States) -> tuple[FloatArray, FloatArray]:
         """Seconds and bytes of a variable's strategies in each of its residencies."""
@@ -307,7 +348,7 @@ class MemoryProblem:
                 if state is Residency.AT_REST:
                     kinds = (nbytes for k, nbytes in variable.usage.items() if k != "gradients")
                     usage = sum(kinds, usage)
-                elif state is Residency.MADE:
+                elif state in _HELD and self._is_made(variable):
                     usage = sum(variable.usage.values(), usage)
                 elif state is Residency.RECOMPUTED and runs_again:
                     node = self._formulation.node_of(variable)
@@ -323,19 +364,15 @@ class MemoryProblem:
         residency = self._use_residency(use, target)
         start, end = self._source_end(use, source), self._ends[use.target]
         is_made = source.role is Role.OPERATOR and Residency.SAVED not in start.states
-        if self._may_run_once(use):
-            is_shared = target.role is Role.SHARED
-            rule = UseResidency.to_shared if is_shared else UseResidency.from_copy
-            self._add_copy(number, residency, start, end, rule)
-        elif target.role is Role.SHARED:
-            if Residency.FREED in end.states and Residency.KEPT in end.states:
-                self._add_copy(number, residency, start, end, UseResidency.to_shared)
-            else:
-                self._add_edge(use, start, end, residency, UseResidency.to_copy)
-        elif residency.needed or (is_made and residency.recomputed and not residency.inside):
-            self._add_copy(number, residency, start, end, UseResidency.from_copy)
+        is_shared = target.role is Role.SHARED
+        reread = is_made and residency.recomputed and not residency.inside and not is_shared
+        if self._in_place.get(use.target) == number:
+            self._add_edge(use, start, end, residency, UseResidency.in_place)
+        elif self._may_run_once(use) or self._needs_copy(use, target) or reread:
+            self._add_copy(number, residency, start, end)
         else:
-            self._add_edge(use, start, end, residency, UseResidency.direct)
+            rule = UseResidency.to_copy if is_shared else UseResidency.direct
+            self._add_edge(use, start, end, residency, rule)
 
     def _may_run_once(self, use: Use) -> bool:
         """True if a parameter may stay gathered from one micro-batch to the next."""
@@ -347,6 +384,8 @@ class MemoryProblem:
         end = self._ends[use.source]
         states = end.states
         if source.role is Role.OPERATOR:
+            if use.source in self._in_place and self._is_made(source):
+                states = tuple(Residency.MADE if s in _HELD else s for s in states)
             saved = self._saved.saved[self._graph.numbers[source.name]].outputs
             recomputed = Residency.RECOMPUTED
             if use.value in self._saved.negligible:
@@ -354,6 +393,12 @@ class MemoryProblem:
             elif use.output in saved:
                 states = tuple(Residency.SAVED if s is Residency.MADE else s for s in states)
         return EdgeEnd(end.node, states, (True,) * len(states))
+
+    def _is_made(self, variable: Variable) -> bool:
+        """True for an operator whose results have memory of their own."""
+        if variable.role is not Role.OPERATOR:
+            return False
+        return not self._saved.is_view[self._graph.numbers[variable.name]]
 
     def _use_residency(self, use: Use, target: Variable) -> UseResidency:
         saved, value = self._saved, use.value
@@ -367,6 +412,7 @@ class MemoryProblem:
         if target.role is Role.SHARED:
             first = saved.first_reader_inside(value)
             return UseResidency(
+                needed=Residency.KEPT in self._states(target),
                 inside=first is not None,
                 recomputed=made_in is not None and first is not None and first in made_in.reading,
                 leaves=saved.leaves(value) or value in saved.negligible,
@@ -381,17 +427,10 @@ class MemoryProblem:
             reshard_after_forward=self._reshard_after_forward,
         )
 
-    def _add_copy(
-        self, number: int, residency: UseResidency, start: EdgeEnd, end: EdgeEnd, rule: Rule
-    ) -> None:
+    def _add_copy(self, number: int, residency: UseResidency, start: EdgeEnd, end: EdgeEnd) -> None:
         """Add a node for the residency of a resharded tensor, between producer and readers."""
-        use, impossible = self._formulation.uses[number], Transition.IMPOSSIBLE
-        states = tuple(
-            state
-            for state in _COPY_STATES
-            if any(residency.to_copy(s, state) is not impossible for s in start.states)
-            and any(rule(residency, state, t) is not impossible for t in end.states)
-        )
+        use = self._formulation.uses[number]
+        states = _copy_states(residency, start.states, end.states)
         at_source = tuple(state is Residency.SOURCE_KEPT for state in states)
         rare = None
         if self._may_run_once(use):
@@ -402,7 +441,7 @@ class MemoryProblem:
         copy = self._copies[number] = EdgeEnd(node, states, at_source, by_layout=True, rare=rare)
         self._groups[use.target].append(node)
         self._add_edge(use, start, copy, residency, UseResidency.to_copy)
-        self._add_edge(use, copy, end, residency, rule)
+        self._add_edge(use, copy, end, residency, UseResidency.from_copy)
         if rare is not None:
             self._rare[number] = rare
             self._add_kept(use, node, rare)
@@ -452,17 +491,24 @@ class MemoryProblem:
         costs = self._formulation.edge_costs(use)
         key = (id(costs), start.states, end.states, residency, rule)
         if key not in self._matrices:
-            self._matrices[key] = (
-                transition_costs(costs, start, end, residency, rule),
-                start.labels(costs),
-                end.labels(costs),
-            )
+            self._matrices[key] = transition_costs(costs, start, end, residency, rule)
         self._edges.append(Edge(start.node, end.node, *self._matrices[key]))
 
     def _nodes_of(self, nodes: range) -> tuple[int, ...]:
         """The nodes of the problem that belong to an instance of a block."""
         found = [v for i in self._formulation.variables_of(nodes) for v in self._groups[i]]
         return (*found, *(self._switches[i] for i in nodes if i in self._switches))
+
+
+def _copy_states(residency: UseResidency, starts: _States, ends: _States) -> _States:
+    """The residencies that a copy can have, given those of the producer and the readers."""
+    impossible = Transition.IMPOSSIBLE
+    return tuple(
+        state
+        for state in _COPY_STATES
+        if any(residency.to_copy(s, state) is not impossible for s in starts)
+        and any(residency.from_copy(state, t) is not impossible for t in ends)
+    )
 
 
 def _compatible(problem: Problem, kept: Mapping[int, BoolArray]) -> list[BoolArray]:

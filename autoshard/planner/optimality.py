@@ -15,7 +15,8 @@ from autoshard.plan.certificate import milliseconds, percent
 from autoshard.plan.document import Plan
 from autoshard.plan.options import PlanOptions
 from autoshard.plan.stage_plans import stage_plan
-from autoshard.planner.budget_search import BudgetSearch, Outcome
+from autoshard.planner.budget_rounds import Outcome
+from autoshard.planner.budget_search import BudgetSearch
 from autoshard.planner.formulating import formulated, unfinished_reason, work_limits
 from autoshard.planner.formulation import Formulation
 from autoshard.solve import ProgramSize, ProgramTooLargeError, program_size, with_equal_groups

@@ -31,7 +31,8 @@ from autoshard.plan.lowering import summed_collectives
 from autoshard.plan.options import PlanOptions
 from autoshard.plan.predictions import Certificate
 from autoshard.plan.problem_size import ProblemSize
-from autoshard.planner.budget_search import BudgetSearch, Outcome
+from autoshard.planner.budget_rounds import Outcome
+from autoshard.planner.budget_search import BudgetSearch
 from autoshard.planner.conflicts import conflict_text, find_conflict
 from autoshard.planner.formulating import check_mode, formulated, unfinished_reason, work_limits
 from autoshard.planner.formulation import Formulation, Role
@@ -298,7 +299,7 @@ def plan_document(
         stages=stages,
         provenance=provenance(
             seconds,
-            statistics=_statistics(outcome),
+            statistics={**outcome.sizes, **outcome.solution.statistics},
             blocks=tuple(_blocks(formulation, outcome)),
         ),
     )
@@ -323,16 +324,6 @@ def _reason(status: SolveStatus, conflict: Conflict | None) -> str:
     if status is SolveStatus.CANCELLED:
         return "planning was cancelled before a plan was found"
     return "the time limit ended before a plan was found; raise time_limit"
-
-
-def _statistics(outcome: Outcome) -> dict[str, float]:
-    problem = outcome.problem
-    sizes = {
-        "nodes": float(len(problem.nodes)),
-        "edges": float(len(problem.edges)),
-        "strategies": float(sum(node.num_strategies for node in problem.nodes)),
-    }
-    return {**sizes, **outcome.solution.statistics}
 
 
 def _blocks(formulation: Formulation, outcome: Outcome) -> Iterator[RepeatedBlock]:

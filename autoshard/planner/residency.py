@@ -5,11 +5,10 @@ resharding between them: nothing, the resharding, the resharding with its forwar
 infinity.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
-from itertools import pairwise
 
 import numpy as np
 
@@ -28,14 +27,10 @@ class Residency(StrEnum):
     """A result of an operator, freed unless a copy is kept."""
     SAVED = "saved"
     """A result that its producer saves for backward."""
-    LIVE_VIEW = "live view"
-    """A view of a tensor that is available in backward."""
-    FREED_VIEW = "freed view"
-    """A view of a tensor that may be freed."""
     RECOMPUTED = "recomputed"
     """A tensor inside a checkpoint, recomputed in backward."""
     KEPT = "kept"
-    """A copy with its own memory is kept."""
+    """Available in backward: a copy with its own memory, or a view of a tensor that is kept."""
     SOURCE_KEPT = "source kept"
     """The result of the producer is kept before resharding, and resharded again in backward."""
     REGATHERED = "regathered"
@@ -62,7 +57,6 @@ _AVAILABLE = frozenset(
     {
         Residency.AT_REST,
         Residency.SAVED,
-        Residency.LIVE_VIEW,
         Residency.KEPT,
         Residency.REGATHERED,
     }
@@ -120,25 +114,22 @@ class UseResidency:
         must_regather = keeps and self.reshard_after_forward == "always"
         return Transition.NOOP if must_regather else Transition.ONCE
 
+    def in_place(self, source: Residency, target: Residency) -> Transition:
+        """Transition from the producer to a reader that takes the place of the copy."""
+        if target is Residency.RECOMPUTED and not self.recomputed:
+            return Transition.ONCE
+        return self.to_copy(source, target)
+
     def from_copy(self, source: Residency, target: Residency) -> Transition:
-        """Transition from the copy to its only reader."""
+        """Transition from the copy to its only reader, or to the layout that several share."""
         if target is Residency.RECOMPUTED:
             if source is Residency.SOURCE_KEPT:
                 return Transition.IMPOSSIBLE if self.inside else self._recompute
             unused = source is Residency.FREED and not self.recomputed
             fits = source is Residency.RECOMPUTED or unused
             return Transition.SAME if fits else Transition.IMPOSSIBLE
-        if target is Residency.FREED_VIEW or not self.needed:
+        if target is Residency.FREED or not self.needed:
             return Transition.SAME if source is Residency.FREED else Transition.IMPOSSIBLE
-        return self._from_available(source)
-
-    def to_shared(self, source: Residency, target: Residency) -> Transition:
-        """Transition from the copy to the layout that several readers share."""
-        if target is Residency.FREED:
-            return Transition.SAME if source is Residency.FREED else Transition.IMPOSSIBLE
-        return self._from_available(source)
-
-    def _from_available(self, source: Residency) -> Transition:
         if source is Residency.SOURCE_KEPT:
             return self._regather
         return Transition.SAME if source in _AVAILABLE else Transition.IMPOSSIBLE
@@ -237,45 +228,73 @@ class EdgeEnd:
         """Number of layouts in each residency."""
         return [len(costs.sources if source else costs.targets) for source in self.at_source]
 
-    def labels(self, costs: EdgeCosts) -> IntArray:
-        """For each strategy, the combined index of its residency and layout."""
-        sizes = self.sizes(costs)
-        if self.by_layout:
-            return np.arange(sum(sizes) + len(self.rare or ()))
-        layouts = [costs.rows if source else costs.cols for source in self.at_source]
-        starts = np.cumsum([0, *sizes[:-1]])
-        return np.concatenate([start + x for start, x in zip(starts, layouts, strict=True)])
+    def labels(self, costs: EdgeCosts, offsets: Sequence[int], rare: int) -> IntArray:
+        """The label of each strategy: that of its layout, moved by the offset of its residency.
+
+        Args:
+            costs: costs of the use.
+            offsets: first label of each residency.
+            rare: first label of the further strategies.
+        """
+        found = []
+        for offset, size, source in zip(offsets, self.sizes(costs), self.at_source, strict=True):
+            layouts = costs.rows if source else costs.cols
+            found.append(offset + (np.arange(size) if self.by_layout else layouts))
+        return np.concatenate([*found, rare + np.arange(len(self.rare or ()))])
 
 
 def transition_costs(
     costs: EdgeCosts, start: EdgeEnd, end: EdgeEnd, use: UseResidency, rule: Rule
-) -> FloatArray:
-    """Cost matrix of an edge over the residencies and layouts of both ends.
+) -> tuple[FloatArray, IntArray, IntArray]:
+    """Cost matrix of an edge, and the labels of the strategies at both ends.
+
+    A label is a layout in one of some residencies with equal costs.
 
     Returns:
-        Seconds, one row per label of the start and one column per label of the end.
+        Seconds, one row per label of the start and one column per label of the end; the row of
+        each strategy of the start, and the column of each strategy of the end.
     """
+    transitions = [[rule(use, s, t) for t in end.states] for s in start.states]
+    rows, height = _offsets(transitions, start, costs)
+    cols, width = _offsets(list(zip(*transitions, strict=True)), end, costs)
+    seconds = np.full((height + len(start.rare or ()), width + len(end.rare or ())), np.inf)
     heights, widths = start.sizes(costs), end.sizes(costs)
-    num_rare = len(start.rare or ()), len(end.rare or ())
-    seconds = np.full((sum(heights) + num_rare[0], sum(widths) + num_rare[1]), np.inf)
-    rows, cols = (list(pairwise(np.cumsum([0, *x]).tolist())) for x in (heights, widths))
-    for source, (top, bottom) in zip(start.states, rows, strict=True):
-        for target, (left, right) in zip(end.states, cols, strict=True):
-            transition = rule(use, source, target)
-            part = seconds[top:bottom, left:right]
-            if transition is Transition.SAME:
-                np.fill_diagonal(part, 0.0)
-            elif transition is Transition.ONCE:
-                part[:] = costs.seconds
-            elif transition is Transition.TWICE:
-                part[:] = costs.seconds + costs.regather_seconds
-            elif transition is Transition.NOOP:
-                part[:] = np.where(costs.is_noop, costs.seconds, np.inf)
+    for i, top in enumerate(rows):
+        for j, left in enumerate(cols):
+            part = seconds[top : top + heights[i], left : left + widths[j]]
+            _write(part, transitions[i][j], costs)
     if end.rare:
         gathers = end.rare
-        seconds[gathers.rows, sum(widths) + np.arange(len(gathers))] = gathers.seconds
+        seconds[gathers.rows, width + np.arange(len(gathers))] = gathers.seconds
     if start.rare:
-        for left, _ in cols:
-            gathered = sum(heights) + np.arange(len(start.rare)), left + start.rare.cols
+        for left in set(cols):
+            gathered = height + np.arange(len(start.rare)), left + start.rare.cols
             seconds[gathered] = 0.0
-    return seconds
+    return seconds, start.labels(costs, rows, height), end.labels(costs, cols, width)
+
+
+def _offsets(
+    transitions: Sequence[Sequence[Transition]], end: EdgeEnd, costs: EdgeCosts
+) -> tuple[list[int], int]:
+    """First label of each residency of one end, and the number of labels without `rare` ones."""
+    known: dict[tuple[object, ...], int] = {}
+    offsets, total = [], 0
+    for row, size, source in zip(transitions, end.sizes(costs), end.at_source, strict=True):
+        key = (*row, source)
+        if key not in known:
+            known[key] = total
+            total += size
+        offsets.append(known[key])
+    return offsets, total
+
+
+def _write(part: FloatArray, transition: Transition, costs: EdgeCosts) -> None:
+    """Write the costs of a transition between all layouts of two residencies."""
+    if transition is Transition.SAME:
+        np.fill_diagonal(part, 0.0)
+    elif transition is Transition.ONCE:
+        part[:] = costs.seconds
+    elif transition is Transition.TWICE:
+        part[:] = costs.seconds + costs.regather_seconds
+    elif transition is Transition.NOOP:
+        part[:] = np.where(costs.is_noop, costs.seconds, np.inf)

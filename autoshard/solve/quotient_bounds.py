@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoshard.arrays import FloatArray, IntArray
+from autoshard.solve.min_plus_table import MinPlusTable
 from autoshard.solve.path_costs import ShortestPathCost
 from autoshard.solve.quotient_graph import QuotientGraph
 from autoshard.solve.settings import DEFAULT_EFFORT, Effort
@@ -129,10 +130,8 @@ class QuotientMessages:
             is_source: true for prices by class of the source, false for those of the target.
         """
         table = self._tables[edge_class]
-        if not isinstance(table, ShortestPathCost):
-            prices = table + beyond if is_source else table + beyond[:, None]
-            least: FloatArray = prices.min(axis=1 if is_source else 0)
-            return least
+        if isinstance(table, MinPlusTable):
+            return table.rows(beyond) if is_source else table.columns(beyond)
         far, here = (
             self.graph.far_end(edge_class, is_source=x) for x in (is_source, not is_source)
         )
@@ -176,9 +175,9 @@ def _views(graph: QuotientGraph) -> list[View]:
     return views
 
 
-def _tables(graph: QuotientGraph, views: Sequence[View]) -> list[FloatArray | ShortestPathCost]:
+def _tables(graph: QuotientGraph, views: Sequence[View]) -> list[MinPlusTable | ShortestPathCost]:
     """Prices of each edge class by strategy classes of both ends, shape [C, D], or by state."""
-    known: dict[tuple[int, int, int], FloatArray | ShortestPathCost] = {}
+    known: dict[tuple[int, int, int], MinPlusTable | ShortestPathCost] = {}
     tables = []
     for edge_class in graph.edge_classes:
         prices, rows, cols = (
@@ -188,9 +187,13 @@ def _tables(graph: QuotientGraph, views: Sequence[View]) -> list[FloatArray | Sh
         )
         key, shape = (id(prices), id(rows), id(cols)), (len(rows.labels), len(cols.labels))
         if key not in known:
-            known[key] = prices
-            if not isinstance(prices, ShortestPathCost) and prices.shape != shape:
-                known[key] = prices[np.ix_(rows.labels, cols.labels)]
+            if isinstance(prices, ShortestPathCost):
+                known[key] = prices
+            else:
+                same = prices.shape == shape
+                known[key] = MinPlusTable(
+                    prices if same else prices[np.ix_(rows.labels, cols.labels)]
+                )
         tables.append(known[key])
     return tables
 

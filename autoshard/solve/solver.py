@@ -34,7 +34,7 @@ from autoshard.solve.state import (
 from autoshard.solve.trws import ascend, is_huge
 
 _MINIMUM_USAGE_SECONDS = 20.0
-_PLAIN_ENTRIES = 200_000
+_PLAIN_ENTRIES = 50_000
 """Entries of matrices up to which plain methods close what run contraction leaves."""
 
 _LEAST_SECONDS = 1e-3

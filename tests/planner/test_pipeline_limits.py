@@ -13,7 +13,8 @@ from autoshard.mesh import make_mesh
 from autoshard.outcome import SolveStatus
 from autoshard.plan import PlanOptions, check_plan
 from autoshard.planner import make_plan, plan_id, problem_size
-from autoshard.planner.budget_search import BudgetSearch, Outcome
+from autoshard.planner.budget_rounds import Outcome
+from autoshard.planner.budget_search import BudgetSearch
 from autoshard.planner.pipeline.quick_plans import QuickPlanner
 from autoshard.solve import Progress
 

@@ -15,8 +15,8 @@ from autoshard.mesh import Mesh
 from autoshard.outcome import SolveStatus
 from autoshard.plan.document import Plan
 from autoshard.plan.options import PlanOptions
-from autoshard.planner.budget_rounds import StagePlan
-from autoshard.planner.budget_search import BudgetSearch, Outcome
+from autoshard.planner.budget_rounds import Outcome, StagePlan, problem_sizes
+from autoshard.planner.budget_search import BudgetSearch
 from autoshard.planner.formulation import Formulation
 from autoshard.planner.pipeline.limits import SearchLimits, Stopped
 from autoshard.planner.pipeline.range_costs import SHARES_OF_TIME, fastest, frugal
@@ -72,7 +72,7 @@ class QuickPlanner:
         best = min(found, key=lambda plan: plan.costs.total)
         outcome = Outcome(
             replace(solution, status=SolveStatus.FEASIBLE, objective=best.costs.total),
-            formulation.problem,
+            problem_sizes(formulation.problem),
             best,
             lambda variable: variable,
         )
