@@ -222,6 +222,7 @@ class Planning:
         float, _described("activation_overlap", _KERNELS, metavar="SHARE")
     ] = 0.0
     dispatch_share: Annotated[float, _described("dispatch_share", _KERNELS, metavar="SHARE")] = 1.0
+    balanced_attention: Annotated[bool, _described("balanced_attention", _KERNELS)] = False
     overlap: Annotated[bool | None, _described("overlap", _TRAINING)] = None
     time_limit: Annotated[float, _described("time_limit", _SOLVER, metavar="SECONDS")] = 60.0
     solver: Annotated[str, _described("solver", _SOLVER, metavar="autoshard|ilp|NAME")] = OWN_SOLVER

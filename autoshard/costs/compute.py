@@ -68,6 +68,7 @@ class Execution:
         weight_casts: share of its runs before which the second factor, a weight, is cast.
         expert_launch: seconds in which the host launches each of the batched products; 0 if one
             kernel computes all.
+        balanced: True if ranks that share the queries of causal attention have equal work.
     """
 
     is_compiled: bool = False
@@ -77,6 +78,7 @@ class Execution:
     in_float8: bool = False
     weight_casts: float = 1.0
     expert_launch: float = 0.0
+    balanced: bool = False
 
 
 EAGER = Execution()
@@ -292,7 +294,7 @@ class _Operator:
         self.sizes = sizes
         self.contraction = _Contraction.of(rule, inputs)
         self.all_flops = rule.flops_per_point * sizes.product(rule.sizes)
-        share = _computed(rule, sizes)
+        share = _computed(rule, sizes, balanced=execution.balanced)
         self.flops = self.all_flops * share
         self.needed = [i for i, tensor in enumerate(inputs) if tensor.requires_grad]
         self.dtype = _widest([inputs[i] for i in self.contraction.factors] or inputs)
@@ -373,17 +375,24 @@ class _Operator:
         return product_seconds(extents, self.dtype, self.device, kernels, read=read, written=output)
 
 
-def _computed(rule: OperatorRule, sizes: LocalSizes) -> FloatArray | float:
+def _computed(rule: OperatorRule, sizes: LocalSizes, *, balanced: bool) -> FloatArray | float:
     """Fraction of its points that a rank computes, for the rank with most work, shape [S].
 
     With a causal mask, each row uses the columns up to its own index, so the rank with the last
-    rows and the first columns has most work: with rows first..last and s columns, the sum of
-    min(row, s).
+    rows and the first columns has most work. If work is balanced, each rank has the fraction of
+    the whole operator.
     """
     if rule.causal is None:
         return 1.0
     rows, columns = ((letter,) for letter in rule.causal)
-    last, num_rows, num_columns = rule.sizes[rows[0]], sizes.product(rows), sizes.product(columns)
+    last, all_columns = rule.sizes[rows[0]], rule.sizes[columns[0]]
+    if balanced:
+        return _seen(last, np.float64(last), np.float64(all_columns))
+    return _seen(last, sizes.product(rows), sizes.product(columns))
+
+
+def _seen(last: int, num_rows: FloatArray, num_columns: FloatArray) -> FloatArray:
+    """Fraction of a causal mask that is set, of the rows up to the last and the first columns."""
     first = last - num_rows + 1
     until = np.clip(num_columns, first - 1, last)  # first row that uses all columns
     seen = (until - first + 1) * (first + until) / 2 + (last - until) * num_columns

@@ -37,6 +37,7 @@ def executions(graph: Graph, options: PlanOptions) -> tuple[Execution, ...]:
             in_float8=i in in_float8,
             weight_casts=weight_casts,
             expert_launch=options.expert_launch if _is_grouped(graph.nodes[i]) else 0.0,
+            balanced=options.balanced_attention,
         )
         found.append(known.setdefault(execution, execution))
     return tuple(found)

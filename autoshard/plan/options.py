@@ -398,6 +398,14 @@ class PlanOptions(_Options):
             "has several of its experts (DeepEP, HybridEP), or beside other compute."
         ),
     )
+    balanced_attention: bool = Field(
+        default=False,
+        description=(
+            "whether ranks that share the queries of causal attention are charged equal work, as "
+            "in frameworks that give each an early and a late part of the sequence (context "
+            "parallelism of Megatron-LM and torchtitan); else the work of the last queries."
+        ),
+    )
     expert_launch: float = Field(
         default=0.0,
         ge=0,

@@ -294,6 +294,7 @@ def _kernels(row: Row) -> dict[str, Any]:
         "float8_modules": _LINEAR if cells.is_in_float8(row) else (),
         "attention_kernel": cells.attention_kernel(row),
         "activation_overlap": _ACTIVATION_OVERLAP if cells.overlaps_activations(row) else 0.0,
+        "balanced_attention": True,
     }
 
 

@@ -43,7 +43,7 @@ def test_options_arrive_in_the_plan(archive: Path) -> None:
         *("--execution", "compile", "--float8-module", "up", "--foreach-optimizer"),
         *("--attention-kernel", "cudnn_attention", "--fused-gradient-accumulation"),
         *("--bucket-bytes", "1GB", "--activation-overlap", "0.5", "--dispatch-share", "0.75"),
-        *("--float8-weights-once", "--expert-launch", "6e-5"),
+        *("--float8-weights-once", "--expert-launch", "6e-5", "--balanced-attention"),
     )
     assert Plan.from_json(result.stdout).options == PlanOptions.model_validate(
         {
@@ -75,6 +75,7 @@ def test_options_arrive_in_the_plan(archive: Path) -> None:
             "dispatch_share": 0.75,
             "float8_weights_once": True,
             "expert_launch": 6e-5,
+            "balanced_attention": True,
             "comparisons": True,
         }
     )

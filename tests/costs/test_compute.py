@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoshard.costs import Category, categorise, efficiency_key, operator_times
+from autoshard.costs import Category, Execution, categorise, efficiency_key, operator_times
 from autoshard.graph import Argument, DType, Tensor
 from autoshard.mesh import Device, OperatorFit, RooflineFit
 from autoshard.mesh.topology import MATMUL_EFFICIENCY, TILE
@@ -236,6 +236,26 @@ def test_causal_attention_takes_as_long_as_the_rank_with_most_scores(
     flops = 4 * 2 * scores * 4 * 4
     whole_rows = efficiency(2 * keys * 4, queries, 4)
     assert found[0] == pytest.approx(flops / (1e9 * whole_rows) + 0.5)
+
+
+@pytest.mark.parametrize("queries", [8, 4, 2])
+def test_balanced_attention_takes_equal_shares_of_the_mask(queries: int) -> None:
+    causal = replace(
+        rule("bld,bsd,bse", "ble", flops=4.0, b=2, l=8, s=8, d=4, e=4), causal=("l", "s")
+    )
+    inputs = [tensor(causal, pattern) for pattern in ("bld", "bsd", "bse")]
+    found = operator_times(
+        causal,
+        [Strategy((), (), {**causal.sizes, "l": queries})],
+        inputs,
+        [tensor(causal, "ble")],
+        FAST_MEMORY,
+        training=False,
+        execution=Execution(balanced=True),
+    )
+    scores = sum(key <= query for query in range(8) for key in range(8)) * queries / 8
+    whole_rows = efficiency(2 * 8 * 4, queries, 4)
+    assert found[0] == pytest.approx(4 * 2 * scores * 4 * 4 / (1e9 * whole_rows) + 0.5)
 
 
 def test_scores_go_through_memory_where_keys_are_sharded() -> None:
