@@ -10,9 +10,10 @@ messages. (Forests as neighbourhoods: Hamze and de Freitas, UAI 2004.)
 
 A variable with dozens of links is in few forests, and its neighbours, fixed at strategies that suit
 its own, keep it as it is. So the strategies of variables are tried one after the other, most links
-first: a variable keeps the strategy while a dozen forests follow, each from the choice of the one
-before, and each choice is combined with the best one. A choice that after two forests still
-exceeds the best by more than that exceeds the bound is given up.
+first, and from the start after a notable gain: a variable keeps the strategy while a dozen forests
+follow, each from the choice of the one before, and each choice is combined with the best one. A
+choice that after two forests still exceeds the best by more than that exceeds the bound is given
+up.
 """
 
 from collections import defaultdict
@@ -65,13 +66,14 @@ def search_forests(reduced: ReducedProblem, prices: FloatArray) -> None:
     state.enter("search forests")
     search = ForestSearch(reduced.network, seed=state.seed, effort=state.effort)
     current = np.array([picks[v] for v in search.variables], dtype=np.intp)
-    num_forests, num_stalled, shift = 0, 0, 0.0
+    num_forests, num_stalled, turn, shift = 0, 0, 0, 0.0
     while not state.closed and num_stalled < settings.forest_patience:
         state.check()
         # The best prices of a part differ from those of the whole.
         drawn = shift + _PRICE_SPREAD * float(search.rng.standard_normal())
         gap = state.objective - state.bound
-        better = search.step(current, np.exp(drawn) * prices, gap)
+        better = search.step(current, np.exp(drawn) * prices, turn=turn, gap=gap)
+        turn += 1
         num_new = search.num_forests - num_forests
         num_forests += num_new
         state.count("forests", num_new)
@@ -83,7 +85,7 @@ def search_forests(reduced: ReducedProblem, prices: FloatArray) -> None:
         gain = search.price(current) - search.price(better)
         current = better
         if gain > _STALLED_GAIN * state.magnitude:
-            num_stalled = 0
+            num_stalled, turn = 0, 0
         shift += _PRICE_FOLLOW * (drawn - shift)
         state.count("forests.better")
 
@@ -167,7 +169,7 @@ class ForestSearch:
             self._cost[start : start + len(cost)] = cost
         self._usage = UsageTable(network, self.variables, self._starts)
         self._load_links(network)
-        self._moves, self._turn = self._listed_moves(), 0
+        self._moves = self._listed_moves()
         self._forests: list[_Forest] = []
         self.num_forests = 0
 
@@ -198,12 +200,15 @@ class ForestSearch:
         moves = np.stack([variables, strategies - self._starts[variables]], axis=1)
         return moves[order].astype(np.intp)
 
-    def step(self, picks: IntArray, prices: FloatArray, gap: float = np.inf) -> IntArray | None:
+    def step(
+        self, picks: IntArray, prices: FloatArray, *, turn: int = 0, gap: float = np.inf
+    ) -> IntArray | None:
         """Keep another strategy of one variable while forests improve the others.
 
         Args:
             picks: a choice within the capacity, shape [V].
             prices: of usage at each checkpoint, shape [T].
+            turn: number of the strategy in the order in which they are tried.
             gap: distance of the choice's price from a lower bound.
 
         Returns:
@@ -212,8 +217,7 @@ class ForestSearch:
         moves = self._moves[self._moves[:, 1] != picks[self._moves[:, 0]]]
         if not len(moves):
             return self.improved(picks, picks, prices)
-        v, strategy = moves[self._turn % len(moves)].tolist()
-        self._turn += 1
+        v, strategy = moves[turn % len(moves)].tolist()
         other = picks.copy()
         other[v] = strategy
         return self.improved(picks, other, prices, kept=v, gap=gap)

@@ -100,7 +100,7 @@ def test_steps_lower_the_price_and_keep_the_limits(random_problem: RandomProblem
 def test_the_search_reaches_the_optimum_of_a_cycle_under_a_limit() -> None:
     ends = [(v, (v + 1) % 8) for v in range(8)]
     problem = joined(ends, 8, np.array([3.0, 2.0, 1.0, 0.0]), 11.0)
-    state = SolveState(problem, settings=SolverSettings(forest_patience=60))
+    state = SolveState(problem, settings=SolverSettings(forest_patience=600))
     reduced = ReducedProblem(Network.from_problem(problem), state)
     state.offer(np.full(8, 3))
     search_forests(reduced, np.full(1, 0.1))
