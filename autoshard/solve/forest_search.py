@@ -7,6 +7,13 @@ so do their usages. Those that lower the price most and keep the usage limits to
 chosen by a small integer program (a knapsack with one row per time). A forest has about half of the
 variables of a network with a few links each, so one round takes about as long as a sweep of
 messages. (Forests as neighbourhoods: Hamze and de Freitas, UAI 2004.)
+
+A variable with dozens of links is in few forests, and its neighbours, fixed at strategies that suit
+its own, keep it as it is. So the strategies of variables are tried one after the other, most links
+first, and from the start after a notable gain: a variable keeps the strategy while a dozen forests
+follow, each from the choice of the one before, and each choice is combined with the best one. A
+choice that after two forests still exceeds the best by more than that exceeds the bound is given
+up.
 """
 
 from collections import defaultdict
@@ -23,14 +30,17 @@ from autoshard.solve.reduced_problem import ReducedProblem
 from autoshard.solve.settings import DEFAULT_EFFORT, Effort
 
 _DESCENTS = 3
-"""Forests optimised from each choice that messages round."""
+_KEPT_DESCENTS = 12
+_LEAST_DESCENTS = 2
+"""Forests from a choice that messages round, and while a variable keeps a strategy; forests after
+which a choice may be given up."""
 _KNAPSACK_NODES = 200
 _KNAPSACK_ROUNDS = 12
 _KNAPSACK_ROWS = 10
 """Branch-and-bound nodes of an integer program, integer programs to combine two choices, and times
 added to each of them."""
 _PRICE_FOLLOW = 0.05
-_PRICE_SPREAD = 1.0
+_PRICE_SPREAD = 0.5
 """Share by which the mean logarithm of the factor of prices follows gains; its deviation."""
 _STALLED_GAIN = 1e-6
 """Relative gain of a choice that is notable."""
@@ -56,14 +66,18 @@ def search_forests(reduced: ReducedProblem, prices: FloatArray) -> None:
     state.enter("search forests")
     search = ForestSearch(reduced.network, seed=state.seed, effort=state.effort)
     current = np.array([picks[v] for v in search.variables], dtype=np.intp)
-    num_stalled, shift = 0, 0.0
+    num_forests, num_stalled, turn, shift = 0, 0, 0, 0.0
     while not state.closed and num_stalled < settings.forest_patience:
         state.check()
         # The best prices of a part differ from those of the whole.
         drawn = shift + _PRICE_SPREAD * float(search.rng.standard_normal())
-        better = search.step(current, np.exp(drawn) * prices)
-        state.count("forests")
-        num_stalled += 1
+        gap = state.objective - state.bound
+        better = search.step(current, np.exp(drawn) * prices, turn=turn, gap=gap)
+        turn += 1
+        num_new = search.num_forests - num_forests
+        num_forests += num_new
+        state.count("forests", num_new)
+        num_stalled += num_new
         if better is None:
             continue
         if not reduced.offer(dict(zip(search.variables, better.tolist(), strict=True))):
@@ -71,7 +85,7 @@ def search_forests(reduced: ReducedProblem, prices: FloatArray) -> None:
         gain = search.price(current) - search.price(better)
         current = better
         if gain > _STALLED_GAIN * state.magnitude:
-            num_stalled = 0
+            num_stalled, turn = 0, 0
         shift += _PRICE_FOLLOW * (drawn - shift)
         state.count("forests.better")
 
@@ -138,6 +152,7 @@ class ForestSearch:
     Attributes:
         variables: the network's variables by position, length V.
         rng: random numbers.
+        num_forests: forests optimised so far.
     """
 
     def __init__(self, network: Network, *, seed: int = 0, effort: Effort = DEFAULT_EFFORT) -> None:
@@ -154,6 +169,9 @@ class ForestSearch:
             self._cost[start : start + len(cost)] = cost
         self._usage = UsageTable(network, self.variables, self._starts)
         self._load_links(network)
+        self._moves = self._listed_moves()
+        self._forests: list[_Forest] = []
+        self.num_forests = 0
 
     def _load_links(self, network: Network) -> None:
         """Stack the matrices of links of one shape, one stack after the other."""
@@ -173,26 +191,78 @@ class ForestSearch:
             self._around[i].append((j, e))
             self._around[j].append((i, e))
 
-    def step(self, picks: IntArray, prices: FloatArray) -> IntArray | None:
-        """Optimise over one random forest.
+    def _listed_moves(self) -> IntArray:
+        """Variable and number of each strategy, those of variables with most links first."""
+        strategies = np.flatnonzero(np.isfinite(self._cost))
+        variables = np.searchsorted(self._starts, strategies, side="right") - 1
+        num_links = np.array([len(around) for around in self._around], dtype=np.intp)
+        order = np.lexsort((self.rng.random(len(strategies)), -num_links[variables]))
+        moves = np.stack([variables, strategies - self._starts[variables]], axis=1)
+        return moves[order].astype(np.intp)
+
+    def step(
+        self, picks: IntArray, prices: FloatArray, *, turn: int = 0, gap: float = np.inf
+    ) -> IntArray | None:
+        """Keep another strategy of one variable while forests improve the others.
 
         Args:
             picks: a choice within the capacity, shape [V].
             prices: of usage at each checkpoint, shape [T].
+            turn: number of the strategy in the order in which they are tried.
+            gap: distance of the choice's price from a lower bound.
 
         Returns:
             a better choice within the capacity, or None.
         """
-        return self.combined(picks, self.optimised(picks, prices))
+        moves = self._moves[self._moves[:, 1] != picks[self._moves[:, 0]]]
+        if not len(moves):
+            return self.improved(picks, picks, prices)
+        v, strategy = moves[turn % len(moves)].tolist()
+        other = picks.copy()
+        other[v] = strategy
+        return self.improved(picks, other, prices, kept=v, gap=gap)
 
-    def optimised(self, picks: IntArray, prices: FloatArray) -> IntArray:
-        """The best choice of the variables of a random forest at given prices, all others fixed.
+    def improved(
+        self,
+        picks: IntArray,
+        other: IntArray,
+        prices: FloatArray,
+        *,
+        kept: int | None = None,
+        gap: float = np.inf,
+    ) -> IntArray | None:
+        """A better choice by combining a choice with another one, and with what forests make of it.
 
         Args:
-            picks: any choice, shape [V].
+            picks: a choice within the capacity, shape [V].
+            other: any choice, shape [V].
             prices: of usage at each checkpoint, shape [T].
+            kept: variable whose strategy in the other choice should stay.
+            gap: priced distance of the other choice from `picks` at which it is given up.
+
+        Returns:
+            a choice within the capacity that is better than `picks`, or None.
         """
-        return self._optimised(self._drawn(), picks, self._usage.priced(self._cost, prices))
+        priced = self._usage.priced(self._cost, prices)
+        aim = self._total(picks, priced)
+        if kept is not None:
+            dearer = np.arange(self._sides[kept]) != other[kept]
+            priced[self._starts[kept] : self._starts[kept + 1]][dearer] += abs(aim)
+        best = self.combined(picks, other)
+        for n, forest in enumerate(self._fresh(_DESCENTS if kept is None else _KEPT_DESCENTS)):
+            if n >= _LEAST_DESCENTS and self._total(other, priced) - aim > gap:
+                break
+            other = self._optimised(forest, other, priced)
+            self.num_forests += 1
+            found = self.combined(picks if best is None else best, other)
+            best = best if found is None else found
+        return best
+
+    def _fresh(self, number: int) -> list[_Forest]:
+        """Some random forests, one of which is new."""
+        drawn = [self._drawn() for _ in range(max(number - len(self._forests), 1))]
+        self._forests = [*self._forests, *drawn][-_KEPT_DESCENTS:]
+        return self._forests[-number:]
 
     def combined(self, picks: IntArray, other: IntArray) -> IntArray | None:
         """The best choice that takes each component of the difference of two from one of them.
@@ -215,30 +285,13 @@ class ForestSearch:
         better[moved] = other[moved]
         return better
 
-    def improved(self, picks: IntArray, other: IntArray, prices: FloatArray) -> IntArray | None:
-        """A better choice by combining a choice with another one, and by forests from both.
-
-        Args:
-            picks: a choice within the capacity, shape [V].
-            other: any choice, shape [V].
-            prices: of usage at each checkpoint, shape [T].
-
-        Returns:
-            a choice within the capacity that is better than `picks`, or None.
-        """
-        best = picks
-        for _ in range(_DESCENTS):
-            found = self.combined(best, other)
-            best = best if found is None else found
-            other = self.optimised(other, prices)
-        for found in (self.combined(best, other), self.step(best, prices)):
-            if found is not None and self.price(found) < self.price(best):
-                best = found
-        return None if best is picks else best
-
     def price(self, picks: IntArray) -> float:
         """Price of a choice, without the constant."""
-        return float(self._cost[self._starts[:-1] + picks].sum() + self._link_prices(picks).sum())
+        return self._total(picks, self._cost)
+
+    def _total(self, picks: IntArray, priced: FloatArray) -> float:
+        """Price of a choice at given prices of strategies, shape [K]."""
+        return float(priced[self._starts[:-1] + picks].sum() + self._link_prices(picks).sum())
 
     def _link_prices(self, picks: IntArray, among: BoolArray | None = None) -> FloatArray:
         """Price of each link, shape [L]; 0 for links that are not among some."""

@@ -56,7 +56,7 @@ class SolverSettings:
     trws_rounds: int = 4
     trws_max_stalled: int = 60
 
-    forest_patience: int = 400
+    forest_patience: int = 1000
 
     branch_work: float = 5e6
 

