@@ -387,7 +387,7 @@ def _computed(rule: OperatorRule, sizes: LocalSizes, *, balanced: bool) -> Float
     rows, columns = ((letter,) for letter in rule.causal)
     last, all_columns = rule.sizes[rows[0]], rule.sizes[columns[0]]
     if balanced:
-        return _seen(last, np.float64(last), np.float64(all_columns))
+        return _seen(last, np.array(float(last)), np.array(float(all_columns)))
     return _seen(last, sizes.product(rows), sizes.product(columns))
 
 
