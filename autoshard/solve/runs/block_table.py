@@ -36,7 +36,7 @@ from autoshard.solve.problem import Edge, Problem
 from autoshard.solve.runs.find import Run, group_edges
 from autoshard.solve.settings import DEFAULT_EFFORT, Effort
 
-_MAX_ENTRIES = 1 << 22
+_MAX_ENTRIES = 1 << 21
 """Entries of the table of one group."""
 
 Component = Mapping[int, BoolArray]
