@@ -306,10 +306,18 @@ class BudgetSearch(BudgetSolver):
             if solution is None or rounds.limits.is_over or self._is_over(rounds):
                 break
         if rounds.fits and rounds.counted is not None and not self._is_good(rounds):
-            # Once more under the best limit and the full gap.
-            rounds.limits.limit = rounds.limits.fits
+            # Once more with the full gap: for the bound, or under the best limit for the plan.
+            is_bound = self._is_close(rounds, rounds.relaxed)
+            rounds.limits.limit = float(rounds.budget) if is_bound else rounds.limits.fits
             self._solve_round(rounds, proves=True)
         return self._outcome(rounds)
+
+    def _is_close(self, rounds: Rounds, relaxed: Solution | None) -> bool:
+        """True if the best plan takes about as long as the solution with the budget as limit."""
+        if rounds.best is None or relaxed is None:
+            return False
+        objective = rounds.best.solution.objective
+        return objective - relaxed.objective <= self._options.relative_gap * objective
 
     def _record(
         self, rounds: Rounds, counted: CountedProblem, limited: Problem, solution: Solution

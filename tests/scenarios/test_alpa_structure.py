@@ -161,7 +161,17 @@ def test_a9_parameters_are_gathered_again_for_backward(mesh: tuple[int, int]) ->
     )
     assert check_plan(tight) == ()
     assert counts(tight) == gathered_twice
-    assert tight.stages[0].reshardings == always.stages[0].reshardings
+    assert tight.memory is not None
+    assert tight.memory.peak <= always.memory.peak
+    # The last weight is needed again at once: memory does not ask for its second gather.
+    differing = [
+        (one.value, one.regather)
+        for one, other in zip(
+            tight.stages[0].reshardings, always.stages[0].reshardings, strict=True
+        )
+        if one != other
+    ]
+    assert differing == [("p_body_10_weight", False)]
 
 
 @TALL_AND_FLAT

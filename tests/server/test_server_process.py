@@ -65,7 +65,8 @@ def test_a_worker_shows_whether_it_can_work(tmp_path: Path) -> None:
         for _ in range(6000):
             if kill:
                 for solver in psutil.Process(process.pid).children():
-                    solver.kill()
+                    with suppress(psutil.NoSuchProcess):
+                        solver.kill()
             with suppress(httpx2.TransportError):
                 if http.get("/livez").status_code == status:
                     return
@@ -86,14 +87,16 @@ def test_a_worker_shows_whether_it_can_work(tmp_path: Path) -> None:
         subprocess.Popen([*command, *shown], stderr=subprocess.PIPE, text=True) as process,  # noqa: S603  ours
         httpx2.Client(base_url=f"http://127.0.0.1:{port}") as http,
     ):
-        until(200)
-        do_job()
-        assert job_count(http) == 1
-        until(503, kill=True)
-        assert "autoshard_worker_alive 0.0" in http.get("/metrics").text
-        taken = subprocess.run([*command, *shown], capture_output=True, text=True, check=False)  # noqa: S603  ours
-        assert (taken.returncode, f"127.0.0.1:{port}" in taken.stderr) == (3, True)
-        process.send_signal(signal.SIGTERM)
+        try:
+            until(200)
+            do_job()
+            assert job_count(http) == 1
+            until(503, kill=True)
+            assert "autoshard_worker_alive 0.0" in http.get("/metrics").text
+            taken = subprocess.run([*command, *shown], capture_output=True, text=True, check=False)  # noqa: S603  ours
+            assert (taken.returncode, f"127.0.0.1:{port}" in taken.stderr) == (3, True)
+        finally:  # else leaving the context would wait for it
+            process.send_signal(signal.SIGTERM)
         assert process.stderr is not None
         events = [json.loads(line)["event"] for line in process.stderr if line.startswith("{")]
     assert process.returncode == 0
