@@ -36,8 +36,9 @@ from autoshard.solve.problem import Edge, Problem
 from autoshard.solve.runs.find import Run, group_edges
 from autoshard.solve.settings import DEFAULT_EFFORT, Effort
 
-_MAX_ENTRIES = 1 << 21
-"""Entries of the table of one group."""
+_MAX_ENTRIES = 1 << 22
+_MAX_ADDITIONS = 1 << 28
+"""Entries of the table of one group, and additions for the table of a run."""
 
 Component = Mapping[int, BoolArray]
 """Mask of the strategies of some nodes in a component; those of other nodes are not restricted."""
@@ -272,7 +273,14 @@ class BlockTable:
         fixed = [shared.get(h, -1) for h in run.shared_nodes]
         self._kept = block.kept_table(costs, repr((fixed, most_work)).encode())
         self._parts: list[_ComponentTable] | None = None
-        self.values = None if prod(self.shape) > _MAX_ENTRIES else self._computed()
+        self.values = None if self._is_too_large else self._computed()
+
+    @property
+    def _is_too_large(self) -> bool:
+        """True if the table, or the products of the tables of all groups, would be too large."""
+        entries, states = prod(self.shape), prod(self.shape[: len(self.run.boundary)])
+        products = len(self.run.instances).bit_length() - 1
+        return entries > _MAX_ENTRIES or entries * states * products > _MAX_ADDITIONS
 
     def _computed(self) -> FloatArray | None:
         """The prices, from the store if it has them; None if the table would be too large."""
