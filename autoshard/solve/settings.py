@@ -35,7 +35,8 @@ class SolverSettings:
 
         branch_work: nodes times columns after which branch and bound ends.
 
-        max_group_work: work of the table of one group of a run with axes for shared nodes.
+        max_group_work: work of the table of one group of a run with axes for shared nodes, and of
+            its powers.
 
         wide_strategies: mean number of strategies of a node class from which on a problem is
             solved through restricted problems.

@@ -49,6 +49,22 @@ def test_runs_agree_with_trying_everything(seed: int) -> None:
     assert solution.objective == pytest.approx(brute_force(problem).objective)
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_shared_nodes_that_make_tables_too_large_are_relaxed(seed: int) -> None:
+    """Without axes for shared nodes, runs give a bound and a choice; the rest of it the optimum."""
+    problem = layered(seed, num_layers=4, num_inner=3, num_shared=2, num_strategies=4)
+    plain = replace(problem, repeats=())
+    expected = solve_problem(plain).objective
+    settings = SolverSettings(max_group_work=0.0)
+    state = through_runs(problem, settings=settings)
+    assert state.choice is not None
+    assert state.bound <= expected + 1e-9
+    assert plain.objective(state.choice) == pytest.approx(state.objective)
+    solution = solve_problem(problem, settings=settings)
+    assert solution.status is SolveStatus.OPTIMAL
+    assert solution.objective == pytest.approx(expected)
+
+
 def with_usage(problem: Problem, seed: int, share: float) -> Problem:
     """Usage at every node, and a limit at a share of the way from the least to the most."""
     rng = np.random.default_rng(seed)

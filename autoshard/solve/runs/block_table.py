@@ -37,8 +37,7 @@ from autoshard.solve.runs.find import Run, group_edges
 from autoshard.solve.settings import DEFAULT_EFFORT, Effort
 
 _MAX_ENTRIES = 1 << 22
-_MAX_ADDITIONS = 1 << 28
-"""Entries of the table of one group, and additions for the table of a run."""
+"""Entries of the table of one group."""
 
 Component = Mapping[int, BoolArray]
 """Mask of the strategies of some nodes in a component; those of other nodes are not restricted."""
@@ -249,7 +248,7 @@ class BlockTable:
         block: the group, and its entries in the store.
         costs: shape [S] for each node of the group.
         shared: shared nodes that are no axes of the table.
-        most_work: largest number of additions.
+        most_work: largest number of additions, for the table and with shared nodes for its powers.
 
     Attributes:
         run: the run.
@@ -277,10 +276,14 @@ class BlockTable:
 
     @property
     def _is_too_large(self) -> bool:
-        """True if the table, or the products of the tables of all groups, would be too large."""
+        """True if the table has too many entries, or axes for shared nodes and too many products.
+
+        The table of a run is a power of this one for each state of the shared nodes.
+        """
         entries, states = prod(self.shape), prod(self.shape[: len(self.run.boundary)])
         products = len(self.run.instances).bit_length() - 1
-        return entries > _MAX_ENTRIES or entries * states * products > _MAX_ADDITIONS
+        too_much_work = bool(self.shared_nodes) and entries * states * products > self._work
+        return entries > _MAX_ENTRIES or too_much_work
 
     def _computed(self) -> FloatArray | None:
         """The prices, from the store if it has them; None if the table would be too large."""
