@@ -10,6 +10,7 @@ hints which nodes repeat):
     no rounding      the same with a requested gap of zero
     messages         plain: every problem counts as large: TRW-S first, no products
     narrow           restricted problems of a few strategies, whatever the number of strategies
+    shared relaxed   shared nodes of runs are never axes of tables
     runs alone       run contraction and its prices on usage, without the steps that close a gap
     several limits   the same problem under several limits, each with the results of the others
     short of time    stops after a few milliseconds; large-neighbourhood search if there is time
@@ -75,6 +76,7 @@ class Route:
 _DEFAULT = SolverSettings()
 _NO_PRODUCTS = SolverSettings(max_product_work=0.0)
 _NARROW = SolverSettings(wide_strategies=0.0, first_width=1, last_width=2)
+_RELAXED = SolverSettings(max_group_work=0.0)
 _HUGE = replace(_NO_PRODUCTS, large_entries=0, huge_entries=0, forest_patience=20)
 
 ROUTES = MappingProxyType(
@@ -84,6 +86,7 @@ ROUTES = MappingProxyType(
         "no rounding": Route(_NO_PRODUCTS, gap=0.0, with_hints=False),
         "messages": Route(replace(_NO_PRODUCTS, large_entries=0), with_hints=False),
         "narrow": Route(_NARROW, may_stay_open=True),
+        "shared relaxed": Route(_RELAXED),
         "runs alone": Route(_DEFAULT, may_stay_open=True, finds_least=False),
         "several limits": Route(_DEFAULT),
         "short of time": Route(_HUGE, may_stay_open=True, time_limit=_SHORT),

@@ -297,10 +297,8 @@ class Planning:
         given["skip_fully_replicated"] = (
             given.pop("skip_fully_replicated_on") or self.skip_fully_replicated
         )
-        given["cuts"] = given.pop("cut") or ()
-        given["checkpointed_modules"] = given.pop("checkpointed_module") or ()
-        given["eager_modules"] = given.pop("eager_module") or ()
-        given["float8_modules"] = given.pop("float8_module") or ()
+        for name in ("cut", "checkpointed_module", "eager_module", "float8_module"):
+            given[f"{name}s"] = given.pop(name) or ()
         numbers = (self.balance or "").split(",")
         if all(number.isdigit() for number in numbers):
             given["balance"] = [int(number) for number in numbers]

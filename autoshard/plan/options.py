@@ -67,6 +67,7 @@ _AxisNames = Annotated[
 ]
 SkipReplicated = bool | _AxisNames
 """True if work must be divided at all, or the axes that divide it."""
+_Patterns = Annotated[tuple[_Pattern, ...], Field(max_length=1024, fail_fast=True)]
 _PinTable = Annotated[Mapping[_Pattern, _LayoutText], Field(max_length=1024)]
 
 
@@ -223,10 +224,8 @@ class PlanOptions(_Options):
             "an error if there is none. `checkpointed_modules` names modules instead."
         ),
     )
-    checkpointed_modules: tuple[_Pattern, ...] = Field(
-        fail_fast=True,
+    checkpointed_modules: _Patterns = Field(
         default=(),
-        max_length=1024,
         description=(
             "modules that activation_checkpointing recomputes, each as a whole, instead of "
             "repeated blocks: dotted paths, or patterns in which `*` matches any text, such as "
@@ -333,20 +332,16 @@ class PlanOptions(_Options):
             "reductions of a layer that follow each other."
         ),
     )
-    eager_modules: tuple[_Pattern, ...] = Field(
-        fail_fast=True,
+    eager_modules: _Patterns = Field(
         default=(),
-        max_length=1024,
         description=(
             "with execution compile, modules whose operators run one by one all the same, such as "
             "those that torch.compiler.disable leaves out: dotted paths or patterns, as in "
             "float8_modules."
         ),
     )
-    float8_modules: tuple[_Pattern, ...] = Field(
-        fail_fast=True,
+    float8_modules: _Patterns = Field(
         default=(),
-        max_length=1024,
         description=(
             "modules whose linear layers multiply 16-bit activations and weights in float8, as "
             "after torchao's convert_to_float8_training: dotted paths, or patterns in which `*` "

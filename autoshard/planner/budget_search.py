@@ -307,17 +307,13 @@ class BudgetSearch(BudgetSolver):
                 break
         if rounds.fits and rounds.counted is not None and not self._is_good(rounds):
             # Once more with the full gap: for the bound, or under the best limit for the plan.
-            is_bound = self._is_close(rounds, rounds.relaxed)
+            assert rounds.best is not None
+            assert rounds.relaxed is not None
+            objective = rounds.best.solution.objective
+            is_bound = self._is_close(objective, rounds.relaxed.objective)
             rounds.limits.limit = float(rounds.budget) if is_bound else rounds.limits.fits
             self._solve_round(rounds, proves=True)
         return self._outcome(rounds)
-
-    def _is_close(self, rounds: Rounds, relaxed: Solution | None) -> bool:
-        """True if the best plan takes about as long as the solution with the budget as limit."""
-        if rounds.best is None or relaxed is None:
-            return False
-        objective = rounds.best.solution.objective
-        return objective - relaxed.objective <= self._options.relative_gap * objective
 
     def _record(
         self, rounds: Rounds, counted: CountedProblem, limited: Problem, solution: Solution
@@ -384,10 +380,12 @@ class BudgetSearch(BudgetSolver):
 
     def _is_good(self, rounds: Rounds) -> bool:
         """True if the best plan that fits has at most the requested gap."""
-        if rounds.best is None:
-            return False
-        objective = rounds.best.solution.objective
-        return objective - rounds.bound <= self._options.relative_gap * objective
+        best = rounds.best
+        return best is not None and self._is_close(best.solution.objective, rounds.bound)
+
+    def _is_close(self, objective: float, bound: float) -> bool:
+        """True if an objective is within the requested gap of a bound."""
+        return objective - bound <= self._options.relative_gap * objective
 
     def _bounded(self, outcome: Outcome, bound: float) -> Outcome:
         """An outcome with another bound."""
@@ -396,7 +394,7 @@ class BudgetSearch(BudgetSolver):
     def _with_bound(self, solution: Solution, bound: float) -> Solution:
         """A solution with another bound and the corresponding status."""
         bound = min(bound, solution.objective)
-        close = solution.objective - bound <= self._options.relative_gap * solution.objective
+        close = self._is_close(solution.objective, bound)
         status = solution.status
         if status in (SolveStatus.OPTIMAL, SolveStatus.FEASIBLE):
             status = SolveStatus.OPTIMAL if close else SolveStatus.FEASIBLE

@@ -283,7 +283,8 @@ class ForestSearch:
         better = picks.copy()
         moved = changes.variables[taken[changes.component]]
         better[moved] = other[moved]
-        return better
+        # A gain may be no more than the rounding of the components' prices.
+        return better if self.price(better) < self.price(picks) else None
 
     def price(self, picks: IntArray) -> float:
         """Price of a choice, without the constant."""

@@ -1,4 +1,4 @@
-"""What the optimizer would choose instead of the layouts of the largest published dense runs."""
+"""The optimizer's layouts for the largest dense runs, compared with the published ones."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -33,14 +33,14 @@ class Choice:
         layout: the axes of the mesh.
         published: predicted seconds of what was planned, in the published layout.
         chosen: the same in the optimizer's choice.
-        moved: what the choice shards in another way, in words; empty if nothing.
+        saved: the costs that are less in the choice, most first; empty if none.
     """
 
     one: Prediction
     layout: str
     published: float
     chosen: float
-    moved: str
+    saved: str
 
     @property
     def gain(self) -> float:
@@ -85,9 +85,10 @@ def choose(
     end = time.time() + time_limit
     found = []
     for one in predictions:
+        if time.time() > end:
+            report(f"{one.row.id}: not planned within the time limit of the run")
+            continue
         try:
-            if time.time() > end:
-                raise InexpressibleError("not planned within the time limit of the run")  # noqa: TRY301
             choice = _choice(one)
         except (AutoshardError, InexpressibleError) as error:
             report(f"{one.row.id}: {error}")
@@ -111,11 +112,11 @@ def _choice(one: Prediction) -> Choice:
     seconds = published.costs.total
     if plan.costs is None or plan.costs.total > (1 - _CLEAR) * seconds:
         return Choice(one, layout, seconds, seconds, "")
-    return Choice(one, layout, seconds, plan.costs.total, _moved(published.costs, plan.costs))
+    return Choice(one, layout, seconds, plan.costs.total, _saved(published.costs, plan.costs))
 
 
 def share_of_rank(request: Request) -> Request:
-    """What a pipeline rank computes, without the pipeline: its layers, with embedding and head."""
+    """The request for one pipeline rank alone: its layers, with embedding and head."""
     axes = {axis.name: axis.size for axis in request.mesh.axes if axis.name != _PIPELINE}
     ranks = prod(axis.size for axis in request.mesh.axes if axis.name == _PIPELINE)
     if ranks == 1:
@@ -131,7 +132,7 @@ def share_of_rank(request: Request) -> Request:
     )
 
 
-def _moved(published: Costs, chosen: Costs) -> str:
+def _saved(published: Costs, chosen: Costs) -> str:
     """The costs that become less, most first."""
     names = ("compute", "communication", "optimizer", "recompute")
     saved = {name: getattr(published, name) - getattr(chosen, name) for name in names}
@@ -155,5 +156,5 @@ def _line(choice: Choice) -> str:
     gain = f"{choice.gain:.1%}" if choice.gain else "none"
     return (
         f"| {row.id} | {row['model']} | {row['gpus']} {row['gpu_type']} | {choice.layout} | "
-        f"{row.seconds:.4g} s | {choice.one.seconds:.4g} s | {gain} | {choice.moved} |"
+        f"{row.seconds:.4g} s | {choice.one.seconds:.4g} s | {gain} | {choice.saved} |"
     )

@@ -1,4 +1,4 @@
-"""What the texts of cells say: software, kernels, precision, groups of ranks, recomputation."""
+"""Readers of cells with free text: software, kernels, precision, groups of ranks, recomputation."""
 
 import re
 from collections.abc import Mapping
@@ -30,6 +30,8 @@ _KEEPS_GATHERED = re.compile(r"SHARD GRAD OP|ZERO[- ]?(STAGE[- ]?)?2\b", re.IGNO
 _PARTS: Mapping[str, int] = {"other": 2, "second": 2, "third": 3, "fourth": 4}
 _LATE_TABLE_GPUS = 128
 """Fewest GPUs of the latest table of llm-foundry."""
+_HGX_GPUS = 8
+"""GPUs of a node of NVIDIA HGX."""
 
 
 def is_megatron(row: Row) -> bool:
@@ -142,7 +144,8 @@ def overlaps_dispatch(row: Row) -> bool:
 
 def _has_all_to_all_recipe(row: Row) -> bool:
     is_qwen = re.search(r"qwen.*235b", row["model"], re.IGNORECASE) is not None
-    return is_qwen and "Bridge" in row["framework"] and row.number("gpus_per_node") == 8  # noqa: PLR2004
+    is_hgx = row.number("gpus_per_node") == _HGX_GPUS
+    return is_qwen and is_hgx and "Bridge" in row["framework"]
 
 
 def is_fully_sharded(row: Row) -> bool:
@@ -167,8 +170,9 @@ def shard_group(row: Row, ranks: int) -> int:
     The ranks of hybrid sharding are those of a node if the source says no other number.
     """
     text = row["dp_variant"]
-    if "(256 @256 GPUs)" in text and ranks == 256:  # noqa: PLR2004  as the source says
-        return 256
+    exception = re.search(r"\((\d+) @(\d+) GPUs\)", text)
+    if exception and int(exception[2]) == ranks:
+        return int(exception[1])
     stated = re.search(r"\b(?:group|FSDP|(?:dp_)?shard(?:_degree)?)[ =:]+(\d+)", text)
     if stated:
         return int(stated[1])

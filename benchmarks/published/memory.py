@@ -18,7 +18,7 @@ def share_of_memory(one: Prediction) -> float | None:
 
 
 def memory_table(predictions: Iterable[Prediction]) -> str:
-    """How many runs of trust A are predicted to fit, by category, as a table in Markdown."""
+    """Table in Markdown of the runs of trust A that are predicted to exceed memory, by category."""
     groups: dict[str, list[tuple[float, str]]] = defaultdict(list)
     unknown = 0
     for one in predictions:
