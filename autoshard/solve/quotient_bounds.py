@@ -5,6 +5,9 @@ choice; the sum of all least prices is then a lower bound. Forward and backward 
 (sequential tree-reweighted message passing, TRW-S; Kolmogorov, IEEE TPAMI 28:1568, 2006), and
 the bound never decreases. All groups of a run share their messages.
 
+Prices travel slowly along long chains: each sweep changes the messages nearly as the last one did.
+So a sweep starts with the last change once more, enlarged; if the bound falls, this is undone.
+
 A bound by strategy from the prices of a single node class is weak, because the difference between
 two strategies is spread over neighbouring classes. Min-marginals over a spanning forest of edge
 classes are stronger.
@@ -22,6 +25,9 @@ from autoshard.solve.quotient_graph import QuotientGraph
 from autoshard.solve.settings import DEFAULT_EFFORT, Effort
 
 _EPSILON = 2.0**-50
+_MORE_MOMENTUM = 1.5
+_LESS_MOMENTUM = 0.3
+"""Factors of the momentum after a sweep that profited from it, and after one that did not."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,7 +71,7 @@ class QuotientMessages:
 
     Attributes:
         graph: the problem.
-        costs: price of each strategy of a node of each node class, shape [S]; may be replaced.
+        costs: price of each strategy of a node of each node class, shape [S].
         values: the message of each port, shape [C].
         views: classes of strategies at each port.
         bound: proven lower bound of all choices.
@@ -79,6 +85,8 @@ class QuotientMessages:
         self.views = _views(graph)
         self.values = [np.zeros(len(view.labels)) for view in self.views]
         self.bound = -float("inf")
+        self._before: list[FloatArray] | None = None
+        self._momentum = 1.0
         self._tables = _tables(graph, self.views)
         self._order = sorted(
             range(len(graph.node_classes)), key=lambda p: graph.node_classes[p].nodes[0]
@@ -86,8 +94,28 @@ class QuotientMessages:
         self._least = np.zeros(len(graph.node_classes))
         self._effort = effort
 
+    def replace_costs(self, costs: Sequence[FloatArray]) -> None:
+        """Set other costs; the messages stay, and the bound is unknown until the next sweep."""
+        self.costs = costs
+        self.bound = -float("inf")
+        self._before = None
+
     def sweep(self) -> None:
-        """Pass messages forward and backward once, and raise the bound."""
+        """Pass messages forward and backward, and raise the bound."""
+        start, before, bound = self.values, self._before, self.bound
+        self._before = start
+        if before is not None:
+            pairs = zip(start, before, strict=True)
+            self._sweep([now + self._momentum * (now - old) for now, old in pairs])
+            if self.bound > bound:
+                self._momentum *= _MORE_MOMENTUM
+                return
+            self._momentum = max(self._momentum * _LESS_MOMENTUM, 1.0)
+        self._sweep(start)
+
+    def _sweep(self, start: Sequence[FloatArray]) -> None:
+        """Pass messages forward and backward from some messages; set the bound that they prove."""
+        self.values = list(start)
         for node_class in self._order:
             self._effort.check()
             self._pass(node_class, backward=True)
@@ -159,7 +187,8 @@ class QuotientMessages:
         for port in ports:
             if graph.ports[port].backward != backward:
                 spare = self.views[port].least(prices)
-                self.values[port] -= share * np.where(np.isfinite(spare), spare, 0.0)
+                sent = share * np.where(np.isfinite(spare), spare, 0.0)
+                self.values[port] = self.values[port] - sent
 
 
 def _views(graph: QuotientGraph) -> list[View]:

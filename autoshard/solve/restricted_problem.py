@@ -256,7 +256,7 @@ class RestrictedSolver:
         """
         self._state.enter("pass messages")
         deadline = self._state.deadline(_MESSAGE_SHARE)
-        self._messages.costs = [costs[c.nodes[0]] for c in self.graph.node_classes]
+        self._messages.replace_costs([costs[c.nodes[0]] for c in self.graph.node_classes])
         before = -np.inf
         for _ in range(num_sweeps):
             self._messages.sweep()
@@ -275,7 +275,7 @@ class RestrictedSolver:
     @contextmanager
     def restored_messages(self) -> Iterator[None]:
         """Restore the messages at the end of a `with` block."""
-        values = [value.copy() for value in self._messages.values]
+        values = self._messages.values
         yield
         self._messages.values = values
 
