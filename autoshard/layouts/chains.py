@@ -38,16 +38,10 @@ class LayoutSteps:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ChainCosts:
-    """Properties of the cheapest chains from R layouts to C layouts, shape [R, C] each.
+class _Table:
+    """The cheapest chains from R layouts to all N, shape [R, N] each; see `ChainCosts`.
 
     Attributes:
-        seconds: of all steps, forward plus backward; inf if there is no chain.
-        forward: seconds of the forward actions; inf if there is no chain.
-        is_noop: True if the forward actions do nothing to the tensor.
-        waiting: seconds of backward of the first steps whose forward does nothing. If the tensor
-            is a parameter, these steps only reduce its gradient.
-        is_bucketable: True if all steps can share collectives in a bucket.
         before: index of the last layout but one, negative if there is none.
     """
 
@@ -57,6 +51,46 @@ class ChainCosts:
     waiting: FloatArray
     is_bucketable: BoolArray
     before: NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChainCosts:
+    """Properties of the cheapest chains from R layouts to C layouts, shape [R, C] each.
+
+    They are copied when they are read, so that what nobody needs takes no memory.
+    """
+
+    _table: _Table
+    _rows: IntArray
+    _cols: IntArray
+
+    @property
+    def seconds(self) -> FloatArray:
+        """Seconds of all steps, forward plus backward; inf if there is no chain."""
+        return self._table.seconds[self._rows, self._cols]
+
+    @property
+    def forward(self) -> FloatArray:
+        """Seconds of the forward actions; inf if there is no chain."""
+        return self._table.forward[self._rows, self._cols]
+
+    @property
+    def is_noop(self) -> BoolArray:
+        """True if the forward actions do nothing to the tensor."""
+        return self._table.is_noop[self._rows, self._cols]
+
+    @property
+    def waiting(self) -> FloatArray:
+        """Seconds of backward of the first steps whose forward does nothing.
+
+        If the tensor is a parameter, these steps only reduce its gradient.
+        """
+        return self._table.waiting[self._rows, self._cols]
+
+    @property
+    def is_bucketable(self) -> BoolArray:
+        """True if all steps can share collectives in a bucket."""
+        return self._table.is_bucketable[self._rows, self._cols]
 
 
 class Chains:
@@ -78,7 +112,7 @@ class Chains:
         self._order = np.argsort(numbers)
         self._numbers = numbers[self._order]
         self._row_of: IntArray = np.full(num_layouts, -1)
-        self._known: list[ChainCosts] = []
+        self._known: list[_Table] = []
 
     def costs(self, sources: IntArray, targets: IntArray) -> ChainCosts:
         """Costs of the chains from some layouts to others.
@@ -88,8 +122,7 @@ class Chains:
             targets: C indices of layouts.
         """
         rows, cols = self._rows(sources)[:, None], targets[None, :]
-        known = self._known[0]
-        return ChainCosts(*(getattr(known, field.name)[rows, cols] for field in fields(known)))
+        return ChainCosts(self._known[0], rows, cols)
 
     def before(self, source: int) -> NDArray[np.int32]:
         """The last layout but one of the chain from a layout to each, negative if there is none."""
@@ -109,12 +142,12 @@ class Chains:
                 count_made(0)
                 self._known.append(self._from(missing[first : first + _ROWS_AT_ONCE]))
         if len(self._known) > 1:
-            names = (field.name for field in fields(ChainCosts))
+            names = (field.name for field in fields(_Table))
             columns = ([getattr(one, name) for one in self._known] for name in names)
-            self._known = [ChainCosts(*map(np.concatenate, columns))]
+            self._known = [_Table(*map(np.concatenate, columns))]
         return self._row_of[sources]
 
-    def _from(self, sources: IntArray) -> ChainCosts:
+    def _from(self, sources: IntArray) -> _Table:
         """The chains from some layouts to all."""
         steps = self._steps
         seconds, before = dijkstra(self._graph, indices=sources, return_predecessors=True)
@@ -131,7 +164,7 @@ class Chains:
             previous = before[rows, cols].astype(np.intp)
             ready = is_known[rows, previous]
             if not ready.any():
-                return ChainCosts(seconds, forward, is_noop, waiting, is_bucketable, before)
+                return _Table(seconds, forward, is_noop, waiting, is_bucketable, before)
             rows, cols, previous = rows[ready], cols[ready], previous[ready]
             step = self._step(previous, cols)
             forward[rows, cols] = forward[rows, previous] + steps.forward[step]

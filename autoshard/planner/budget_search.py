@@ -340,7 +340,9 @@ class BudgetSearch(BudgetSolver):
                 solution = replace(relaxed, status=status, objective=objective, blocks=())
                 rounds.best = self._of_variables(solution, plan)
         if rounds.best is None:
-            return self._of_variables(_without_plan(relaxed, rounds.bound))
+            # Its blocks have nodes of the problem that counts memory.
+            unfit = replace(_without_plan(relaxed, rounds.bound), blocks=())
+            return self._of_variables(unfit)
         return self._bounded(rounds.best, rounds.bound)
 
     @property

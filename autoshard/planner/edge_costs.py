@@ -99,7 +99,7 @@ class EdgeCosts:
             return self._seconds[frequency]
         if self.micro_batches == 1 and self.compute is None:
             # The parts of each pass do not matter.
-            seconds = self._chains.seconds
+            seconds = self._total
         else:
             communication = self._communication(frequency)
             seconds = communication.seconds()
@@ -113,7 +113,7 @@ class EdgeCosts:
         self._seconds[frequency] = seconds
         return seconds
 
-    @cached_property
+    @property
     def regather_seconds(self) -> FloatArray:
         """Additional exposed seconds if the resharding is re-gathered in backward, shape [R, C]."""
         communication = self._communication(Frequency.REDUCE_STEP)
@@ -131,7 +131,7 @@ class EdgeCosts:
         Only reshardings that gather a parameter, in a bucket, are offered.
         """
         if self.micro_batches == 1 or not self.of_parameter:
-            return np.zeros((len(self.sources), len(self.targets)), dtype=np.bool_)
+            return np.broadcast_to(np.False_, (len(self.sources), len(self.targets)))
         return self._chains.is_bucketable & ~self.is_noop
 
     @cached_property
@@ -172,17 +172,22 @@ class EdgeCosts:
         col = self.cols[strategy]
         return ForwardBackward(float(self.compute.forward[col]), float(self.compute.backward[col]))
 
-    @cached_property
+    @property
     def _chains(self) -> ChainCosts:
         return self.table.costs(self.sources, self.targets)
+
+    @cached_property
+    def _total(self) -> FloatArray:
+        """Seconds of forward and backward, shape [R, C]."""
+        return self._chains.seconds
 
     @property
     def is_possible(self) -> BoolArray:
         """True for each resharding that constraints allow, shape [R, C]."""
-        return np.isfinite(self._chains.seconds)
+        return np.isfinite(self._total)
 
     def _communication(self, frequency: Frequency) -> StepCommunication[FloatArray]:
-        both, possible = self._chains.seconds, self.is_possible
+        both, possible = self._total, self.is_possible
         forward = np.where(possible, self._chains.forward, 0.0)
         backward = np.subtract(both, forward, out=np.zeros_like(both), where=possible)
         run = ForwardBackward(forward, np.maximum(backward, 0.0))
@@ -194,7 +199,7 @@ class EdgeCosts:
     def _waiting(self) -> FloatArray:
         """Seconds of the reductions of gradients that may wait without memory, shape [R, C]."""
         if not self.of_parameter:
-            return np.zeros((len(self.sources), len(self.targets)))
+            return np.broadcast_to(0.0, (len(self.sources), len(self.targets)))
         return np.where(self._chains.is_bucketable, self._chains.waiting, 0.0)
 
 
