@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isinf
 
+import numpy as np
+
 from autoshard.arrays import BoolArray, IntArray
 from autoshard.outcome import SolveStatus
 from autoshard.plan.document import Stage
@@ -36,6 +38,8 @@ class CountedProblem:
         decisions: maps a choice to decisions.
         variable_of: maps a node to the formulation's variable; -1 if it has none.
         nodes_with: maps strategies of variables to the compatible strategies of nodes.
+        num_common: number of the first nodes, which do not depend on the time points.
+        whole: of a problem with some strategies only, maps a choice to one of the whole problem.
         warm_start: state of the solver between solves under different limits.
     """
 
@@ -43,6 +47,8 @@ class CountedProblem:
     decisions: Callable[[IntArray], Decisions]
     variable_of: Callable[[int], int]
     nodes_with: Callable[[Sequence[BoolArray]], list[BoolArray]] = list
+    num_common: int = 0
+    whole: Callable[[IntArray], IntArray] = np.copy
     warm_start: WarmStart = field(default_factory=WarmStart)
 
     def restricted(self, masks: Sequence[BoolArray]) -> "CountedProblem":
@@ -53,8 +59,32 @@ class CountedProblem:
         """
         part = restrict(self.problem, self.nodes_with(masks))
         return CountedProblem(
-            part.problem, lambda choice: self.decisions(part.whole(choice)), self.variable_of
+            part.problem,
+            lambda choice: self.decisions(part.whole(choice)),
+            self.variable_of,
+            num_common=self.num_common,
+            whole=part.whole,
         )
+
+    def completed(self, common: IntArray) -> IntArray | None:
+        """The choice that continues one of the common nodes, with the cheapest other strategies.
+
+        Args:
+            common: strategies of the common nodes of a problem with other time points.
+
+        Returns:
+            None if that problem has other common nodes: with micro-batches that wait for their
+            backward, they depend on whether there is a time point of an operation.
+        """
+        if len(common) != self.num_common:
+            return None
+        nodes = self.problem.nodes
+        prices = [node.cost.copy() for node in nodes[self.num_common :]]
+        for edge in self.problem.edges:
+            if edge.target >= self.num_common:
+                row = edge.rows[common[edge.source]]
+                prices[edge.target - self.num_common] += edge.cost[row, edge.cols]
+        return np.array([*common, *(int(price.argmin()) for price in prices)], dtype=np.intp)
 
 
 def problem_sizes(problem: Problem) -> dict[str, float]:
@@ -142,6 +172,8 @@ class Rounds:
         bound: lower bound of the time of every plan that fits.
         quick: True if the first plan that fits is returned.
         layouts: strategies of the variables of that plan; None if no layouts have a plan that fits.
+        common: strategies of the common nodes of all counted problems in that plan; None if it is
+            not known.
         unlimited: the best plan without recomputation, which does not fit, and its solution; None
             if there is no such plan.
         best: the fastest plan that fits; None if none was found.
@@ -158,6 +190,7 @@ class Rounds:
         self.bound = bound
         self.quick = quick
         self.layouts: IntArray | None = None
+        self.common: IntArray | None = None
         self.unlimited: tuple[Solution, StagePlan] | None = None
         self.best: Outcome | None = None
         self.fits = False
@@ -167,10 +200,15 @@ class Rounds:
         self.num_improvements = 0
         self.limits = LimitSearch(budget)
 
-    def keep(self, outcome: Outcome) -> None:
-        """Keep an outcome with a plan that fits if it is faster than the best one."""
+    def keep(self, outcome: Outcome, common: IntArray) -> None:
+        """Keep an outcome with a plan that fits if it is faster than the best one.
+
+        Args:
+            outcome: the outcome.
+            common: strategies of the common nodes of all counted problems.
+        """
         if self.best is None or outcome.solution.objective < self.best.solution.objective:
-            self.best = outcome
+            self.best, self.common = outcome, common
 
     def add_points(self, points: Iterable[BackwardPoint]) -> bool:
         """Count memory at more time points; return True if any of them is new."""

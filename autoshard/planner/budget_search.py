@@ -154,32 +154,32 @@ class BudgetSearch(BudgetSolver):
             unlimited: the solution without memory.
             rounds: the initial state, which gets the layouts.
         """
-        found, memory_budget = [], rounds.budget
+        found, memory_budget = list[Outcome | None](), rounds.budget
         if self._formulation.prices.micro_batches > 1 and not self.must_recompute:
             found.append(self._with_frequencies(unlimited, memory_budget))
         assert unlimited.choice is not None
         layouts = unlimited.choice
-        found.append(self._with_layouts(layouts, memory_budget))
+        given = self._with_layouts(layouts, memory_budget)
         # All strategies of a problem that is not wide take little more time than these layouts.
         tried = rounds.quick or self._unlimited.strategy_bounds
         for elasticity in _ELASTICITIES if tried else ():
-            if any(found):
+            if any(found) or given.best is not None:
                 break
             priced = self._priced(elasticity * unlimited.objective / memory_budget)
             if priced.choice is not None:
                 layouts = priced.choice
-                found.append(self._with_layouts(layouts, memory_budget))
-        outcomes = [outcome for outcome in found if outcome is not None]
+                given = self._with_layouts(layouts, memory_budget)
+        outcomes = [outcome for outcome in (*found, given.best) if outcome is not None]
         if not outcomes:
             return None
         first = min(outcomes, key=lambda outcome: outcome.solution.objective)
-        rounds.layouts = layouts
+        rounds.layouts, rounds.common = layouts, given.common
         # Its blocks are those of the problem without memory, as its layouts.
         solution = self._with_bound(first.solution, unlimited.bound)
         return self._of_variables(replace(solution, blocks=unlimited.blocks), first.plan)
 
-    def _with_layouts(self, strategies: IntArray, memory_budget: int) -> Outcome | None:
-        """A plan that fits with given strategies of all variables; None if none was found."""
+    def _with_layouts(self, strategies: IntArray, memory_budget: int) -> Rounds:
+        """The rounds of a search of a plan that fits with given strategies of all variables."""
         masks = self._only(strategies)
         rounds = Rounds(memory_budget, -float("inf"))
         rounds.add_points(self.block_points())
@@ -197,7 +197,7 @@ class BudgetSearch(BudgetSolver):
                 objective = rounds.best.solution.objective
                 if self.is_late or objective - rounds.bound <= _FIRST_GAP * objective:
                     break
-        return rounds.best
+        return rounds
 
     def _counted(self, rounds: Rounds) -> CountedProblem:
         """The problem that counts memory at the time points so far."""
@@ -302,6 +302,9 @@ class BudgetSearch(BudgetSolver):
                 warm_start = rounds.counted.warm_start
                 warm_start.unlimited_bound = bound_of_unlimited if unlimited else None
                 warm_start.candidates = rounds.counted.nodes_with(candidates) if candidates else []
+                if rounds.common is not None:
+                    start = rounds.counted.completed(rounds.common)
+                    warm_start.known = [] if start is None else [start]
             solution = self._solve_round(rounds, gap=self._loose_gap, proves=True)
             if solution is None or rounds.limits.is_over or self._is_over(rounds):
                 break
@@ -324,7 +327,8 @@ class BudgetSearch(BudgetSolver):
         if plan.memory.peak <= rounds.budget:
             rounds.fits = True
             priced = replace(solution, objective=plan.costs.total)
-            rounds.keep(Outcome(priced, problem_sizes(limited), plan, counted.variable_of))
+            outcome = Outcome(priced, problem_sizes(limited), plan, counted.variable_of)
+            rounds.keep(outcome, counted.whole(solution.choice)[: counted.num_common])
         elif rounds.add_points(self.peak_points(plan)):
             return
         rounds.limits.record(limited.peak_usage(solution.choice), plan.memory.peak)

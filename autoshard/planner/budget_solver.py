@@ -152,7 +152,8 @@ class BudgetSolver:
         """
         formulation, options = self._formulation, self._options
         if not formulation.prices.training:
-            return CountedProblem(formulation.problem, Decisions, lambda v: v)
+            problem = formulation.problem
+            return CountedProblem(problem, Decisions, lambda v: v, num_common=len(problem.nodes))
         with collection_paused():
             memory = MemoryProblem(
                 formulation,
@@ -167,6 +168,7 @@ class BudgetSolver:
                 memory.decisions,
                 lambda v: variables.get(v, -1),
                 memory.nodes_with,
+                memory.num_common,
             )
 
     def least_usage(self, problem: Problem) -> float:

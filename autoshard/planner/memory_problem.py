@@ -167,6 +167,7 @@ class MemoryProblem:
                 self._add_use(number, self._formulation.uses[number])
         for first, second, rows, cols in self._formulation.ties:
             self._equate(self._ends[first].node, self._ends[second].node, rows, cols)
+        self.num_common = len(self._nodes)
         for number, point in enumerate(self._time.backward):
             self._add_backward(point, self._time.at(number))
 

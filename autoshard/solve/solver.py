@@ -142,6 +142,8 @@ def _solve(state: SolveState) -> bool:
         return False
     state.check()
     state.raise_bound(state.problem.min_price)
+    for choice in state.warm_start.known:
+        state.offer(choice)
     outcome = _solve_structured(state)
     if outcome is not RunOutcome.SKIPPED:
         return outcome is RunOutcome.UPDATED

@@ -80,6 +80,7 @@ class WarmStart:
         unlimited_bound: lower bound of the price of every choice without a limit; None until the
             problem was solved without one and the best choice exceeded the limit.
         best_choices: choices that were best at some prices of usage.
+        known: choices to start from, whatever their usage.
         strategy_bounds: of a wide problem without a limit, lower bounds by strategy per node.
         candidates: of a wide problem, mask of the first strategies of each node.
         restricted: of a wide problem, the restricted problem that was solved, and its own
@@ -89,6 +90,7 @@ class WarmStart:
 
     unlimited_bound: float | None = None
     best_choices: list[IntArray] = field(default_factory=list)
+    known: list[IntArray] = field(default_factory=list)
     strategy_bounds: list[FloatArray] = field(default_factory=list)
     candidates: list[BoolArray] = field(default_factory=list)
     restricted: "tuple[RestrictedProblem, WarmStart] | None" = None
