@@ -15,15 +15,15 @@ from autoshard.plan.document import (
 )
 from autoshard.plan.lowering import count_collectives
 from autoshard.plan.options import PlanOptions
-from autoshard.plan.predictions import Costs, Document, Memory
+from autoshard.plan.predictions import Costs, Document
 from autoshard.plan.program_checker import exchange_findings, program_findings
+from autoshard.plan.rank_memory import largest_rank_memory
 from autoshard.plan.schedule_simulation import simulate_schedule
 from autoshard.plan.schedules import Schedule, planned_schedule
 from autoshard.plan.stage_checker import NOTHING, TOLERANCE, StageCheck, certificate_findings
 from autoshard.plan.stage_options import stage_options
 from autoshard.plan.stage_times import stage_times
 from autoshard.plan.sub_meshes import is_aligned, stage_devices, stage_mesh
-from autoshard.plan.timeline import KINDS
 from autoshard.plan.transfers import largest_load, messages, transfer_seconds
 
 
@@ -313,24 +313,14 @@ class _PipelineCheck:
         return {name: sum(getattr(x, name) for x in parts) for name in Costs.model_fields}
 
     def _check_memory(self) -> Iterator[str]:
-        """Errors in the memory of the rank with the largest peak: that of all its stages."""
+        """Errors in the memory of the rank with the largest peak."""
         stated = self._plan.memory
         assert stated is not None
-        ranks = [self._rank_memory(held) for held in self._schedule.ranks]
-        found = max(ranks, key=lambda memory: memory.peak)
+        stages = [summary.memory for summary in self._pipeline.stages]
+        found = largest_rank_memory(self._schedule, stages, self._budget)
         yield from _differences("memory", stated, found)
         if found.peak > self._budget:
             yield f"peak memory {found.peak} of a rank is over the budget {self._budget}"
-
-    def _rank_memory(self, held: Sequence[int]) -> Memory:
-        parts = [self._pipeline.stages[number].memory for number in held]
-        largest = max(parts, key=lambda memory: memory.peak)
-        sums: dict[str, int | None] = {
-            kind: sum(getattr(memory, kind) for memory in parts) for kind in (*KINDS, "peak")
-        }
-        turns = [memory.turn for memory in parts if memory.turn is not None]
-        sums |= {"turn": sum(turns) if turns else None, "budget": self._budget}
-        return largest.model_copy(update=sums)
 
 
 def _differences(where: str, stated: Document, found: Document) -> Iterator[str]:

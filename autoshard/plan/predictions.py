@@ -156,6 +156,14 @@ class Memory(Document):
     turn: int | None = Field(
         ge=0, description="bytes alive between forward and backward; null in inference"
     )
+    per_micro_batch: int | None = Field(
+        ge=0,
+        description="activations that each micro-batch in flight keeps between its forward and its "
+        "backward; null in inference",
+    )
+    optimizer_step: int | None = Field(
+        ge=0, description="bytes alive at the optimizer's step; null in inference"
+    )
     parameters: Bytes
     gradients: Bytes = Field(description="of parameters")
     optimizer: Bytes

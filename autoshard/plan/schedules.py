@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Literal, NamedTuple, get_args
 
 from autoshard.errors import OptionError
@@ -123,6 +124,21 @@ class Schedule:
             elif action.kind != "I":
                 live[action.stage] -= 1
         return tuple(most[stage] for stage in range(self.num_stages))
+
+    @cached_property
+    def in_flight_of_rank(self) -> tuple[int, ...]:
+        """Maximum number of micro-batches that the stages of each rank hold at the same time.
+
+        A micro-batch counts once for each stage of the rank that holds it.
+        """
+        return tuple(
+            self._most_at_once(actions) if self.training else len(held)
+            for actions, held in zip(self.actions, self.ranks, strict=True)
+        )
+
+    def _most_at_once(self, actions: Iterable[ComputeAction]) -> int:
+        change = {"F": 1, "B": -1, "I": 0, "W": -1}
+        return max(accumulate(change[action.kind] for action in actions), default=0)
 
 
 def planned_schedule(plan: Plan, pipeline: Pipeline) -> Schedule:

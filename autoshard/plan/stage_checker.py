@@ -66,7 +66,7 @@ from autoshard.plan.options import PlanOptions
 from autoshard.plan.predictions import Certificate, Costs, Memory
 from autoshard.plan.pricing import Prices, communication_of
 from autoshard.plan.recompute import checkpoint_spans, checkpoint_units, recomputed, saved_for
-from autoshard.plan.timeline import timeline
+from autoshard.plan.timeline import Timeline, timeline
 
 TOLERANCE = 1e-6
 """Maximum relative difference between stated and computed seconds."""
@@ -479,17 +479,26 @@ class StageCheck:
         for kind, nbytes in found.at_peak.items():
             if nbytes != getattr(stated, kind):
                 yield f"{kind} take {nbytes} bytes at the peak, not {getattr(stated, kind)}"
-        moment, turn = found.moments[found.peak_moment], found.turn
+        moment = found.moments[found.peak_moment]
         if (stated.phase, stated.at) != moment:
             yield f"the peak is in {moment[0]} at {moment[1]!r}, not as stated"
-        if stated.turn != (None if turn is None else found.total[turn]):
-            yield f"{stated.turn} bytes at the turn from forward to backward do not follow"
+        yield from _check_moments(stated, found)
         budget = self._prices.memory_budget
         if stated.budget != budget:
             yield f"the budget is {budget} bytes, not {stated.budget}"
         budget = min(budget, stated.budget or budget)
         if found.peak > budget:
             yield f"peak memory {found.peak} is over the budget {budget}"
+
+
+def _check_moments(stated: Memory, found: Timeline) -> Iterator[str]:
+    """Errors in the bytes at other moments than the peak."""
+    if stated.turn != found.at_turn:
+        yield f"{stated.turn} bytes at the turn from forward to backward do not follow"
+    if stated.per_micro_batch != found.per_micro_batch:
+        yield f"{stated.per_micro_batch} bytes per micro-batch in flight do not follow"
+    if stated.optimizer_step != found.at_optimizer_step:
+        yield f"{stated.optimizer_step} bytes at the optimizer's step do not follow"
 
 
 def _as_seen(layout: Layout, gradient: Gradient) -> Layout:

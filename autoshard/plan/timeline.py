@@ -100,6 +100,8 @@ class Timeline:
         moments: the moments in order.
         instructions: number of the lowered instruction of each moment; -1 if there is none.
         nbytes: bytes by kind, each of shape [M].
+        per_micro_batch: activations that a micro-batch keeps between its forward and its backward;
+            None in inference.
         unneeded: reshardings with `regather` whose results backward does not need.
         regathered: for each other resharding with `regather`, the moment at which it runs again.
     """
@@ -108,6 +110,7 @@ class Timeline:
     moments: tuple[Moment, ...]
     instructions: tuple[int, ...]
     nbytes: Mapping[str, NDArray[np.int64]]
+    per_micro_batch: int | None = None
     unneeded: frozenset[Use] = frozenset()
     regathered: Mapping[Use, int] = field(default_factory=dict)
 
@@ -137,6 +140,16 @@ class Timeline:
         """The moment between forward and backward; None in inference."""
         turn = (i for i, moment in enumerate(self.moments) if moment[0] is Phase.TURN)
         return next(turn, None)
+
+    @property
+    def at_turn(self) -> int | None:
+        """Bytes between forward and backward; None in inference."""
+        return None if self.turn is None else int(self.total[self.turn])
+
+    @property
+    def at_optimizer_step(self) -> int | None:
+        """Bytes at the optimizer's step; None in inference."""
+        return None if self.turn is None else int(self.total[-1])
 
 
 @collection_paused()
@@ -258,15 +271,18 @@ class _Lifetimes:
         np.add.at(changes, (lives[:, 0], lives[:, 1]), lives[:, 3])
         np.subtract.at(changes, (lives[:, 0], lives[:, 2] + 1), lives[:, 3])
         alive = changes.cumsum(axis=1)[:, :-1]
+        kept = None
         if self._schedule.turn is not None:
             activations = alive[_NUMBER["activations"]]
-            activations[:-1] += (in_flight - 1) * activations[self._schedule.turn]
+            kept = int(activations[self._schedule.turn])
+            activations[:-1] += (in_flight - 1) * kept
         regathered = {use: self._regathered.get(storage) for use, storage in self._regathers()}
         return Timeline(
             self._memory.lowering,
             tuple(self._schedule.moments),
             tuple(self._schedule.instructions),
             dict(zip(KINDS, alive, strict=True)),
+            kept,
             frozenset(use for use, life in regathered.items() if life is None),
             {use: life[0] for use, life in regathered.items() if life is not None},
         )

@@ -330,13 +330,14 @@ class StageBuilder:
 def peak_memory(timeline: Timeline, budget: int) -> Memory:
     """Predicted bytes by kind at the peak of a timeline."""
     phase, name = timeline.moments[timeline.peak_moment]
-    turn = timeline.turn
     return Memory(
         peak=timeline.peak,
         budget=budget,
         phase=phase.value,
         at=name,
-        turn=None if turn is None else int(timeline.total[turn]),
+        turn=timeline.at_turn,
+        per_micro_batch=timeline.per_micro_batch,
+        optimizer_step=timeline.at_optimizer_step,
         **timeline.at_peak,
     )
 

@@ -17,6 +17,7 @@ from autoshard.plan.lowering import count_collectives
 from autoshard.plan.options import PlanOptions, to_options
 from autoshard.plan.performance import plan_performance
 from autoshard.plan.predictions import Certificate, Costs
+from autoshard.plan.rank_memory import largest_rank_memory
 from autoshard.plan.schedule_simulation import ScheduleSimulation
 from autoshard.plan.schedules import Schedule, schedule_error
 from autoshard.plan.stage_options import on_sub_mesh, stage_options, with_pinned_ends
@@ -39,7 +40,6 @@ from autoshard.planner.pipeline.search import MAX_ACTIONS, Candidate, PipelineSe
 from autoshard.planner.pipeline.stage_plans import (
     PlannedStage,
     pipeline_document,
-    rank_memory,
     with_stored_layouts,
 )
 from autoshard.planner.planner import (
@@ -269,11 +269,15 @@ class _Request:
             stages = self._planned_stages(search, candidate)
             seconds["plan stages"] += time.perf_counter() - start
             start = time.perf_counter()
-            if not isinstance(stages, _Failure):
-                proven = self._bound(candidate, stages)
-                return document.with_stages(candidate.schedule, stages, proven)
-            failure = stages
-            search.reserve_memory()
+            if isinstance(stages, _Failure):
+                failure = stages
+                search.reserve_memory()
+                continue
+            plan = document.with_stages(candidate.schedule, stages, self._bound(candidate, stages))
+            if plan.memory is None or plan.memory.peak <= document.budget:
+                return plan
+            failure = _Failure(_WHY_NONE)
+            search.count_all_peaks()
         return document.without_stages(*failure)
 
     def _whole(self, search: PipelineSearch, candidate: Candidate | None) -> Plan | None:
@@ -438,6 +442,11 @@ class _Document:
     options: PlanOptions
     seconds: Mapping[str, float]
 
+    @property
+    def budget(self) -> int:
+        """Bytes per device."""
+        return self.options.memory_budget or self.mesh.topology.device.memory
+
     def with_stages(
         self, schedule: Schedule, stages: Sequence[PlannedStage], proven: "_Bound"
     ) -> Plan:
@@ -449,7 +458,7 @@ class _Document:
         gap = relative_gap(costs.total, bound)
         is_optimal = gap <= self.options.relative_gap
         own = tuple(one.stage for one in stages)
-        budget = self.options.memory_budget or self.mesh.topology.device.memory
+        memory = [summary.memory for summary in pipeline.stages]
         certificate = Certificate(
             status=SolveStatus.OPTIMAL if is_optimal else SolveStatus.FEASIBLE,
             objective=costs.total,
@@ -464,7 +473,7 @@ class _Document:
             provenance=provenance(self.seconds),
             certificate=with_statement(certificate, self.options, self.mesh, proof),
             costs=costs,
-            memory=rank_memory(stages, schedule.ranks, budget),
+            memory=largest_rank_memory(schedule, memory, self.budget),
             collectives=count_collectives(own, [one.graph for one in stages]),
             stages=own,
             pipeline=pipeline,

@@ -139,6 +139,7 @@ class PipelineSearch:
         self._sending: dict[int, tuple[FloatArray, FloatArray]] = {}
         self._tables: dict[tuple[int, int, int], StageTable] = {}
         self._share = 1.0
+        self._peaks_together = False
         self._sums: dict[int, list[RangeSums]] = {}
 
     @cached_property
@@ -323,6 +324,11 @@ class PipelineSearch:
         self._share *= _RESERVED_SHARE
         self._tables.clear()
 
+    def count_all_peaks(self) -> None:
+        """Divide the budget as if all stages of a rank had their peaks at the same time."""
+        self._peaks_together = True
+        self._tables.clear()
+
     def whole_seconds(self) -> float:
         """Estimated step time of the program as one stage on the whole mesh; inf if too large."""
         devices = self._mesh.num_devices
@@ -346,28 +352,39 @@ class PipelineSearch:
 
         Each stage of a rank gets what it needs at least: a mean part of the parameters and what
         belongs to them, and the tensors of the operator or recomputed block that runs. The rest is
-        divided by the numbers of micro-batches that the stages hold.
+        divided by the numbers of micro-batches that the stages hold. One stage of a rank runs at a
+        time, and not all hold the most micro-batches at the same time. If stages are so different
+        that this is too much for the rank, `count_all_peaks` lets each have its part of the budget.
         """
         if schedule.stages_per_rank == 1:
             return self._budget
         held = schedule.ranks[schedule.rank_of_stage[stage]]
         # Rounded, so that similar stages have equal budgets and are planned once.
         step = max(self._budget // _BUDGET_STEPS, 1)
-        least = {s: ceil(self._least_bytes(schedule, s, devices) / step) * step for s in held}
-        rest = self._budget - sum(least.values())
-        share = schedule.in_flight[stage] / sum(schedule.in_flight[s] for s in held)
-        nbytes = self._budget / len(held) if rest < 0 else least[stage] + rest * share
+        least = {s: self._least_bytes(schedule, s, devices) for s in held}
+        state, running = (
+            {s: ceil(pair[i] / step) * step for s, pair in least.items()} for i in (0, 1)
+        )
+        if self._peaks_together:
+            rest = self._budget - sum(state.values()) - sum(running.values())
+            held_at_once = sum(schedule.in_flight[s] for s in held)
+        else:
+            rest = self._budget - sum(state.values()) - max(running.values())
+            held_at_once = schedule.in_flight_of_rank[schedule.rank_of_stage[stage]]
+        share = schedule.in_flight[stage] / held_at_once
+        own = state[stage] + running[stage]
+        nbytes = self._budget / len(held) if rest < 0 else own + rest * share
         return max(int(nbytes // step) * step, step)
 
-    def _least_bytes(self, schedule: Schedule, stage: int, devices: int) -> float:
-        """Bytes per device of a stage of usual size with one micro-batch in flight."""
+    def _least_bytes(self, schedule: Schedule, stage: int, devices: int) -> tuple[float, float]:
+        """Bytes per device of the state of a stage of usual size, and of what runs in it."""
         part = min(self.costs(devices).variants, key=lambda part: float(part.state.sum()))
         inner = slice(stage > 0, len(part.state) - (stage < schedule.num_stages - 1))
         mean = part.state.sum() / schedule.num_stages
         running = part.working + np.maximum(part.block, part.saved)
         # The first and the last segment may be large: embeddings, and the loss.
-        least = max(mean, part.state[inner].max()) + running[inner].max()
-        return MEMORY_MARGIN * float(least)
+        state = max(mean, part.state[inner].max())
+        return MEMORY_MARGIN * float(state), MEMORY_MARGIN * float(running[inner].max())
 
     def _transfers(self, devices: int) -> tuple[FloatArray, FloatArray]:
         """Seconds to send what crosses each cut between stages of equal sub-meshes."""

@@ -17,10 +17,8 @@ from autoshard.plan.document import (
     Transfer,
 )
 from autoshard.plan.options import PlanOptions
-from autoshard.plan.predictions import Memory
 from autoshard.plan.schedule_simulation import ScheduleSimulation, simulate_schedule
 from autoshard.plan.schedules import Schedule
-from autoshard.plan.timeline import KINDS
 from autoshard.plan.transfers import largest_load, messages, transfer_seconds
 from autoshard.planner.pipeline.search import StagePlace
 
@@ -237,24 +235,3 @@ def _arguments(whole: Graph) -> Iterable[PipelineArgument]:
                 dtype=None,
                 literal=given.literal,
             )
-
-
-def rank_memory(
-    stages: Sequence[PlannedStage], ranks: Sequence[Sequence[int]], budget: int
-) -> Memory:
-    """Memory of the rank with the largest peak, an upper bound if it holds several stages.
-
-    Args:
-        stages: all stages.
-        ranks: the stages of each pipeline rank.
-        budget: bytes per device of the request.
-    """
-    found = []
-    for held in ranks:
-        parts = [memory for s in held if (memory := stages[s].plan.memory) is not None]
-        most = max(parts, key=lambda memory: memory.peak)
-        sums = {name: sum(getattr(memory, name) for memory in parts) for name in (*KINDS, "peak")}
-        turns = [memory.turn for memory in parts if memory.turn is not None]
-        turn = sum(turns) if turns else None
-        found.append(most.model_copy(update={**sums, "turn": turn, "budget": budget}))
-    return max(found, key=lambda memory: memory.peak)

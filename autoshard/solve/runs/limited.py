@@ -97,10 +97,8 @@ def _solve_limited(
         if state.problem.fits(lagrangian.points[-1].choice):
             return RunOutcome.UPDATED
     try:
-        fits = state.choice is not None or lagrangian.can_fit(
-            slack=_SLACK, mixtures=_MIXTURES, nudges=(0.0, _NUDGE)
-        )
-        if not fits:
+        # Also if a choice is known: groups of choices with little usage are combined, too.
+        if not lagrangian.can_fit(slack=_SLACK, mixtures=_MIXTURES, nudges=(0.0, _NUDGE)):
             return RunOutcome.INFEASIBLE
         state.enter("price the usage of repeated groups")
         prices = lagrangian.maximise_bound()
@@ -115,10 +113,12 @@ def _solve_limited(
 def _combine_groups(lagrangian: UsageLagrangian, prices: FloatArray, master: GroupMaster) -> None:
     """Combine the groups of all choices found, and of more choices while the gap is open."""
     state = master.state
-    for choice in (*(point.choice for point in lagrangian.points), state.choice):
-        if choice is not None:
-            master.add(choice)
+    for point in lagrangian.points:
+        master.add(point.choice)
     master.combine()
+    if state.choice is not None and not state.closed:
+        master.add(state.choice)
+        master.combine()
     for multiple in _MULTIPLES if prices.any() else ():
         if state.closed:
             return
