@@ -98,7 +98,9 @@ def _solve_limited(
             return RunOutcome.UPDATED
     try:
         # Also if a choice is known: groups of choices with little usage are combined, too.
-        if not lagrangian.can_fit(slack=_SLACK, mixtures=_MIXTURES, nudges=(0.0, _NUDGE)):
+        exceeds = bool(lagrangian.usage_weights.weights)
+        nudges = (0.0, _NUDGE)
+        if exceeds and not lagrangian.can_fit(slack=_SLACK, mixtures=_MIXTURES, nudges=nudges):
             return RunOutcome.INFEASIBLE
         state.enter("price the usage of repeated groups")
         prices = lagrangian.maximise_bound()
