@@ -9,7 +9,7 @@ from autoshard.errors import OptionError
 from autoshard.graph import DType, Graph, Node
 from autoshard.mesh import Device
 from autoshard.ops import call_of, is_fusible, is_view, rule_for, weights_of
-from autoshard.plan.modules import module_paths
+from autoshard.plan.modules import layer_path, module_paths
 from autoshard.plan.options import PlanOptions
 
 FLOAT8 = DType.FLOAT8_E4M3FN
@@ -132,7 +132,7 @@ class _Fusion:
                     maker = self._made_by.get(value)
                     if maker is None or not is_fused or levels.get(value) != level:
                         continue
-                    if _layer(graph.nodes[maker]) == _layer(node):
+                    if layer_path(graph.nodes[maker].module) == layer_path(node.module):
                         self._roots[self._root(i)] = self._root(maker)
                 if is_fused:
                     self._made_by.update(dict.fromkeys(node.outputs, i))
@@ -176,10 +176,3 @@ class _Fusion:
     def _read_within(self, value: str, root: int) -> bool:
         readers = self._readers.get(value, ())
         return bool(readers) and all(self._root(i) == root for i in readers)
-
-
-def _layer(node: Node) -> str:
-    """The path of a node's module up to the first number."""
-    parts = node.module.split(".") if node.module else []
-    ends = [i for i, part in enumerate(parts) if part.isdecimal()]
-    return ".".join(parts[: ends[0] + 1]) if ends else ""

@@ -64,3 +64,15 @@ def module_paths(module: str) -> Iterator[str]:
     parts = module.split(".") if module else []
     for end in range(1, len(parts) + 1):
         yield ".".join(parts[:end])
+
+
+def layer_path(module: str) -> str:
+    """The path of the layer that a module belongs to: up to the first number; empty if none is.
+
+    Example:
+        >>> layer_path("model.layers.3.mlp.up")
+        'model.layers.3'
+    """
+    parts = module.split(".")
+    ends = (i for i, part in enumerate(parts, 1) if part.isdecimal())
+    return ".".join(parts[: next(ends, 0)])

@@ -95,6 +95,13 @@ def test_the_objective_is_the_simulated_step(graph: Graph) -> None:
     assert costs.total == pytest.approx(parts - costs.overlapped + costs.idle)
 
 
+def test_stages_of_several_layers_are_fused_as_the_check_expects(graph: Graph) -> None:
+    options = PlanOptions(stages=2, micro_batches=4, schedule="1F1B", execution="compile")
+    plan = make_plan(graph, make_mesh((2,), topology="h100-sxm"), options)
+    assert plan.found
+    assert check_plan(plan, graph) == ()
+
+
 def test_tied_embeddings_are_held_by_both_ends(graph: Graph) -> None:
     plan = make_plan(graph, make_mesh((2,)), PlanOptions(stages=2, micro_batches=2))
     assert plan.pipeline is not None

@@ -13,6 +13,7 @@ from autoshard.mesh import Mesh
 from autoshard.outcome import SolveStatus
 from autoshard.plan.document import Plan, Stage, StageTimes
 from autoshard.plan.execution import is_in_modules
+from autoshard.plan.modules import layer_path
 from autoshard.plan.options import Pins, PlanOptions
 from autoshard.plan.predictions import Memory
 from autoshard.plan.pricing import Prices
@@ -30,9 +31,9 @@ _SHARED_NUMBERS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 with another number gets the plan for the next one."""
 _NAMED = frozenset({InputKind.PREPARED, InputKind.USER, InputKind.LITERAL})
 """Inputs that keep their targets: equal stages have the same ones."""
-FLOAT8_MODULE, EAGER_MODULE = "float8", "eager"
+_FLOAT8, _EAGER = "float8", "eager"
 """Modules of the operators of numbered programs that may multiply in float8, and run by
-themselves; one in the other for those that do both."""
+themselves, in the module of their layer; one in the other for those that do both."""
 _NO_LIMIT = 1 << 62
 """A memory budget that no stage reaches, bytes."""
 
@@ -59,13 +60,17 @@ class NumberedGraph:
 
         Args:
             graph: the program.
-            float8_modules: as in `PlanOptions`; operators of these modules are in one module then.
+            float8_modules: as in `PlanOptions`; operators of these modules are in one module of
+                their layer then.
             eager_modules: the same of those that run by themselves.
         """
+        layers: dict[str, str] = {}
 
         def module(node: Node) -> str:
-            found = [FLOAT8_MODULE] * is_in_modules(node, float8_modules)
-            return ".".join(found + [EAGER_MODULE] * is_in_modules(node, eager_modules))
+            path = layer_path(node.module)
+            parts = [layers.setdefault(path, str(len(layers)))] if path else []
+            parts += [_FLOAT8] * is_in_modules(node, float8_modules)
+            return ".".join(parts + [_EAGER] * is_in_modules(node, eager_modules))
 
         values = {i.name: f"i{n}" for n, i in enumerate(graph.inputs)}
         values |= {i.name: i.name for i in graph.inputs if i.kind is InputKind.PREPARED}
@@ -156,9 +161,9 @@ class EqualStages:
         pins = Pins(inputs=inputs, outputs=pins.outputs)
         update: dict[str, Any] = {"pins": pins, "comparisons": False}
         if options.float8_modules:
-            update["float8_modules"] = (FLOAT8_MODULE,)
+            update["float8_modules"] = (f"*{_FLOAT8}",)
         if options.eager_modules:
-            update["eager_modules"] = (EAGER_MODULE, f"{FLOAT8_MODULE}.{EAGER_MODULE}")
+            update["eager_modules"] = (f"*{_EAGER}",)
         options = options.model_copy(update=update)
         found = self._without_limit(numbered.graph, mesh, options)
         if found is None:
