@@ -19,6 +19,7 @@ from autoshard.layouts import Action
 from autoshard.mesh import Mesh
 from autoshard.plan import PlanOptions
 from autoshard.plan.timeline import timeline
+from autoshard.planner.budget_solver import BudgetSolver
 from autoshard.planner.formulation import Formulation, Role
 from autoshard.planner.memory_problem import MemoryProblem
 from autoshard.planner.saved_tensors import SavedTensors
@@ -238,6 +239,29 @@ def test_nodes_take_what_goes_with_the_strategies_of_variables(module: type[nn.M
         kept = memory.nodes_with(masks)
         assert all(mask[s] for mask, s in zip(kept, solution.choice, strict=True))
         assert sum(map(np.sum, kept)) < sum(len(mask) for mask in kept)
+
+
+@pytest.mark.parametrize(("in_flight", "is_known"), [(1, True), (2, False)])
+def test_a_choice_is_continued_when_more_time_points_are_counted(
+    in_flight: int, is_known: bool
+) -> None:
+    options = {"micro_batches": in_flight, "in_flight": in_flight}
+    formulation = formulated(Layers, (4, 8), slow_devices(a=2, b=2), **options)
+    solver = BudgetSolver(formulation, PlanOptions())
+    plain = solver.count(0.0)
+    operators = [
+        i for i, variable in enumerate(formulation.variables) if variable.role is Role.OPERATOR
+    ]
+    pointed = solver.count(0.0, [BackwardPoint(variable=i) for i in operators[::3]])
+    choice = solve_problem(plain.problem).choice
+    assert choice is not None
+    continued = pointed.completed(choice[: plain.num_common])
+    assert (continued is not None) == is_known
+    if continued is not None:
+        assert len(continued) > len(choice)
+        expected = pytest.approx(plain.problem.objective(choice))
+        assert pointed.problem.objective(continued) == expected
+        assert (pointed.decisions(continued).choice == plain.decisions(choice).choice).all()
 
 
 @pytest.mark.parametrize(

@@ -141,6 +141,20 @@ def test_a_warm_start_changes_no_answer(seed: int, num_layers: int) -> None:
 
 @settings(max_examples=20)
 @given(seed=st.integers(0, 10**6), num_layers=st.integers(2, 4), share=SHARES)
+def test_known_choices_change_no_answer(seed: int, num_layers: int, share: float) -> None:
+    """Whether they exceed the limit, or are the best, or neither."""
+    problem = limited(seed, share, num_layers, num_inner=1)
+    expected = solve_problem(replace(problem, repeats=()))
+    rng = np.random.default_rng(seed)
+    known = [rng.integers([node.num_strategies for node in problem.nodes]) for _ in range(3)]
+    known += [] if expected.choice is None else [expected.choice]
+    solution = solve_problem(problem, warm_start=WarmStart(known=known))
+    assert solution.status is expected.status
+    assert solution.objective == pytest.approx(expected.objective)
+
+
+@settings(max_examples=20)
+@given(seed=st.integers(0, 10**6), num_layers=st.integers(2, 4), share=SHARES)
 def test_a_known_bound_without_the_limit_changes_no_answer(
     seed: int, num_layers: int, share: float
 ) -> None:
