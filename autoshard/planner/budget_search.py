@@ -154,7 +154,8 @@ class BudgetSearch(BudgetSolver):
             unlimited: the solution without memory.
             rounds: the initial state, which gets the layouts.
         """
-        found, memory_budget = list[Outcome | None](), rounds.budget
+        memory_budget = rounds.budget
+        found: list[Outcome | None] = []
         if self._formulation.prices.micro_batches > 1 and not self.must_recompute:
             found.append(self._with_frequencies(unlimited, memory_budget))
         assert unlimited.choice is not None

@@ -55,6 +55,9 @@ class MemoryProblem:
         activation_checkpointing: the planning option.
         negligible: maximum total bytes of the small values that are not counted.
         points: time points of backward at which memory is counted.
+
+    Attributes:
+        num_common: number of the first nodes, which are not those of time points.
     """
 
     def __init__(
