@@ -168,7 +168,8 @@ class GroupMaster:
         state, limit = self.state, self._problem.usage_limit
         times: list[int] = []
         cuts: list[_Cut] = []
-        for _ in range(_ROUNDS):
+        # Of choices with infinite prices, nothing was added.
+        for _ in range(_ROUNDS if self.rests else 0):
             state.check()
             program = _Program(self, times, limit, cuts)
             values = None if state.closed else program.solve()
