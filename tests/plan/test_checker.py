@@ -96,6 +96,11 @@ CASES: dict[str, tuple[Tamper, str]] = {
     "a smaller peak": (_set("memory", "peak", to=1), "memory|peak"),
     "a peak that lies elsewhere": (_set("memory", "phase", to="optimizer"), "the peak is in"),
     "fewer bytes at the turn": (_set("memory", "turn", to=1), "at the turn"),
+    "micro-batches that keep less": (_set("memory", "per_micro_batch", to=1), "per micro-batch"),
+    "a smaller step of the optimizer": (
+        _set("memory", "optimizer_step", to=1),
+        "at the optimizer's step",
+    ),
     "temporaries that flatter": (_set("memory", "temporaries", to=0), "temporaries take"),
     "a resharding that runs again for nothing": (
         _set(*STAGE, "reshardings", -1, "regather", to=True),

@@ -79,6 +79,8 @@ class HandPlan:
                 phase="turn",
                 at="",
                 turn=0,
+                per_micro_batch=0,
+                optimizer_step=0,
                 parameters=0,
                 gradients=0,
                 optimizer=0,
