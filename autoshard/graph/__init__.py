@@ -48,6 +48,7 @@ if TYPE_CHECKING:
         OpaqueCall,
         OpaqueModule,
     )
+    from autoshard.graph.paths import layer_path, module_paths
     from autoshard.graph.serialise import (
         graph_digest,
         graph_from_json,
@@ -113,7 +114,9 @@ __all__ = [
     "graph_source",
     "graph_to_json",
     "hooked_modules",
+    "layer_path",
     "load_graph",
+    "module_paths",
     "operator_namespaces",
     "read_archive",
     "references",

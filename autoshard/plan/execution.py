@@ -6,10 +6,9 @@ from fnmatch import fnmatchcase
 
 from autoshard.costs import Category, Execution, categorise
 from autoshard.errors import OptionError
-from autoshard.graph import DType, Graph, Node
+from autoshard.graph import DType, Graph, Node, layer_path, module_paths
 from autoshard.mesh import Device
 from autoshard.ops import call_of, is_fusible, is_view, rule_for, weights_of
-from autoshard.plan.modules import layer_path, module_paths
 from autoshard.plan.options import PlanOptions
 
 FLOAT8 = DType.FLOAT8_E4M3FN

@@ -1,9 +1,9 @@
 """The modules of the model that each pipeline stage has."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autoshard.graph import Graph, Node, graph_from_json
+from autoshard.graph import Graph, Node, graph_from_json, module_paths
 from autoshard.plan.document import Plan
 
 
@@ -57,22 +57,3 @@ def _stage(nodes: Sequence[Node], owners: dict[str, set[int]]) -> StageModules:
         names.append(found or (f"part of {node.module}" if node.module else node.name))
     first, last = (names[0], names[-1]) if names else ("", "")
     return StageModules(tuple(whole), tuple(parts), first, last)
-
-
-def module_paths(module: str) -> Iterator[str]:
-    """The paths of a module and of its parent modules, outermost first."""
-    parts = module.split(".") if module else []
-    for end in range(1, len(parts) + 1):
-        yield ".".join(parts[:end])
-
-
-def layer_path(module: str) -> str:
-    """The path of the layer that a module belongs to: up to the first number; empty if none is.
-
-    Example:
-        >>> layer_path("model.layers.3.mlp.up")
-        'model.layers.3'
-    """
-    parts = module.split(".")
-    ends = (i for i, part in enumerate(parts, 1) if part.isdecimal())
-    return ".".join(parts[: next(ends, 0)])

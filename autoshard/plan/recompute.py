@@ -13,10 +13,9 @@ from itertools import groupby, pairwise
 
 from autoshard.costs import GATHERED_ONCE
 from autoshard.errors import PlanError
-from autoshard.graph import Block, Graph, Node
+from autoshard.graph import Block, Graph, Node, module_paths
 from autoshard.ops import SavedByAutograd, call_of, saved_tensors
 from autoshard.plan.document import Stage, Use
-from autoshard.plan.modules import module_paths
 
 
 class Keeps(Enum):

@@ -3,9 +3,8 @@
 from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 
-from autoshard.graph import Graph, Input, InputKind
+from autoshard.graph import Graph, Input, InputKind, module_paths
 from autoshard.mesh import Mesh
-from autoshard.plan.modules import module_paths
 from autoshard.plan.options import PlanOptions
 
 _SINGLE_STAGE: dict[str, object] = {"stages": 1, "cuts": (), "balance": None}

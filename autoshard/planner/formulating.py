@@ -8,12 +8,11 @@ from math import inf, prod
 from autoshard.collection import collection_paused
 from autoshard.costs import most_held
 from autoshard.errors import GraphError, OptionError
-from autoshard.graph import Graph, InputKind, check_total_bytes, find_blocks
+from autoshard.graph import Graph, InputKind, check_total_bytes, find_blocks, module_paths
 from autoshard.limits import CancelToken, LimitReached, Limits, limited
 from autoshard.mesh import Mesh
 from autoshard.outcome import SolveStatus
 from autoshard.plan.gradients import Gradients
-from autoshard.plan.modules import module_paths
 from autoshard.plan.options import PlanOptions
 from autoshard.plan.recompute import checkpoint_units
 from autoshard.planner.formulation import Formulation

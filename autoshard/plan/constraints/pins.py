@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 from functools import partial
 
 from autoshard.errors import OptionError
-from autoshard.graph import Graph, InputKind, Node
+from autoshard.graph import Graph, InputKind, Node, module_paths
 from autoshard.ops import Strategy
 from autoshard.plan.constraints.constraints import ChoiceId, Constraint, StrategyConstraint
 from autoshard.plan.constraints.layout_pattern import FREE, LayoutPattern, has_sections
@@ -164,13 +164,13 @@ class _PinReader:
 
     def _module_results(self, name: str) -> Iterator[Node]:
         """Nodes whose results are read outside of a module whose path matches."""
-        modules = {prefix for node in self._graph.nodes for prefix in _prefixes(node.module)}
+        modules = {path for node in self._graph.nodes for path in module_paths(node.module)}
         matching = {module for module in modules if fnmatchcase(module, name)}
         returned = {output.name for output in self._graph.outputs}
         for node in self._graph.nodes:
-            around = matching.intersection(_prefixes(node.module))
+            around = matching.intersection(module_paths(node.module))
             readers = [
-                set(_prefixes(self._graph.nodes[reader].module))
+                set(module_paths(self._graph.nodes[reader].module))
                 for value in node.outputs
                 for reader, _ in self._graph.consumers[value]
             ]
@@ -234,13 +234,6 @@ class _PinReader:
         why = pattern.why_impossible(tensor.shape, self._axes.sizes, stored=stored)
         if why is not None:
             raise OptionError(f"{value} of shape {list(tensor.shape)}: {why}")
-
-
-def _prefixes(module: str) -> Iterator[str]:
-    """The paths of a module and of its parent modules."""
-    parts = module.split(".") if module else []
-    for end in range(1, len(parts) + 1):
-        yield ".".join(parts[:end])
 
 
 def _check_found(found: object, names: list[str]) -> None:

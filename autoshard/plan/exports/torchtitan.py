@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterable, Iterator
 
 from autoshard.errors import PlanError
+from autoshard.graph import module_paths
 from autoshard.plan.exports.expressed import Expressed, headline
 from autoshard.plan.exports.outline import Outline, Role, comment, folded, not_expressed
 from autoshard.plan.exports.settings import settings_express, stage_outlines
@@ -84,8 +85,8 @@ def _pipeline(outline: Outline) -> Iterator[str]:
 
 
 def _is_inside_layer(path: str) -> bool:
-    parts = path.split(".")
-    return any(_LAYER.fullmatch(".".join(parts[:end])) for end in range(1, len(parts)))
+    around = [*module_paths(path)][:-1]
+    return any(_LAYER.fullmatch(outer) for outer in around)
 
 
 def _resharding(stages: Iterable[Outline]) -> str:

@@ -7,13 +7,12 @@ from math import inf
 from typing import Any, NamedTuple
 
 from autoshard.errors import PlanError
-from autoshard.graph import Graph, InputKind, Node, Ref, graph_digest, graph_to_json
+from autoshard.graph import Graph, InputKind, Node, Ref, graph_digest, graph_to_json, layer_path
 from autoshard.graph.normalise.rewriting import rewire
 from autoshard.mesh import Mesh
 from autoshard.outcome import SolveStatus
 from autoshard.plan.document import Plan, Stage, StageTimes
 from autoshard.plan.execution import is_in_modules
-from autoshard.plan.modules import layer_path
 from autoshard.plan.options import Pins, PlanOptions
 from autoshard.plan.predictions import Memory
 from autoshard.plan.pricing import Prices

@@ -1,13 +1,13 @@
 """Cuts into pipeline stages by name: before or after modules, at marks in forward, by layers."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from itertools import accumulate, zip_longest
 
 from autoshard.errors import OptionError
-from autoshard.graph import Graph, StageCutter, find_blocks
+from autoshard.graph import Graph, StageCutter, find_blocks, layer_path, module_paths
 
 
 def named_cuts(cutter: StageCutter, names: Sequence[str]) -> tuple[int, ...]:
@@ -97,17 +97,10 @@ def _module_spans(cutter: StageCutter) -> Mapping[str, _Span]:
     """Spans of all modules that have placed nodes, by path."""
     spans: dict[str, _Span] = {}
     for node, after in zip_longest(cutter.placed, cutter.placed[1:]):
-        for path in _paths(cutter.graph.nodes[node].module):
+        for path in module_paths(cutter.graph.nodes[node].module):
             first = spans[path].first if path in spans else node
             spans[path] = _Span(first, after)
     return spans
-
-
-def _paths(module: str) -> Iterator[str]:
-    """The paths of a module and of its parent modules, outermost first."""
-    parts = module.split(".") if module else []
-    for end in range(1, len(parts) + 1):
-        yield ".".join(parts[:end])
 
 
 def _matching(spans: Mapping[str, _Span], name: str, text: str) -> Sequence[_Span]:
@@ -118,7 +111,7 @@ def _matching(spans: Mapping[str, _Span], name: str, text: str) -> Sequence[_Spa
             f"cut {text!r}: the program has no such module with operators that depend on inputs "
             f"and parameters{_similar(name, spans)}"
         )
-    return [spans[path] for path in matching if matching.isdisjoint([*_paths(path)][:-1])]
+    return [spans[path] for path in matching if matching.isdisjoint([*module_paths(path)][:-1])]
 
 
 def _number(graph: Graph, name: str, text: str) -> int:
@@ -197,11 +190,10 @@ def _layers(cutter: StageCutter) -> Sequence[_Layer]:
     """The layers in program order."""
     begins: dict[str, dict[int, int]] = {}
     for node in cutter.placed:
-        for path in _paths(cutter.graph.nodes[node].module):
+        path = layer_path(cutter.graph.nodes[node].module)
+        if path:
             container, _, name = path.rpartition(".")
-            if name.isdigit():
-                begins.setdefault(container, {}).setdefault(int(name), node)
-                break
+            begins.setdefault(container, {}).setdefault(int(name), node)
     if not begins:
         return _repetitions(cutter)
     found: list[tuple[int, _Layer]] = []
