@@ -75,29 +75,23 @@ def _rank_memory(schedule: Schedule, rank: int, stages: Sequence[Memory]) -> Mem
     peak, running, in_flight = waiting, -1, live.copy()
     for action in schedule.actions[rank]:
         one, before = held[action.stage], live[action.stage]
-        live[action.stage] += action.kind == "F"
+        live[action.stage] += action.begins
         others = waiting - one.waiting(before)
         now = others + one.running(live[action.stage])
         if now > peak:
             peak, running, in_flight = now, action.stage, live.copy()
-        live[action.stage] -= action.kind in ("B", "W")
+        live[action.stage] -= action.ends
         waiting = others + one.waiting(live[action.stage])
         turn = max(turn, waiting)
     kinds = [one.kinds(in_flight[s], runs=s == running) for s, one in held.items()]
     parts = [one.memory for one in held.values()]
     first = parts[0] if running < 0 else stages[running]
     update: dict[str, object] = {kind: sum(part[kind] for part in kinds) for kind in KINDS}
-    update |= {
-        "peak": peak,
-        "turn": None if first.turn is None else turn,
-        "per_micro_batch": _sum([part.per_micro_batch for part in parts]),
-        "optimizer_step": _sum([part.optimizer_step for part in parts]),
-    }
+    update["peak"] = peak
+    if schedule.training:
+        update["turn"] = turn
+        for name in ("per_micro_batch", "optimizer_step"):
+            update[name] = sum(getattr(part, name) or 0 for part in parts)
     if running < 0:
         update |= {"phase": "optimizer", "at": ""}
     return first.model_copy(update=update)
-
-
-def _sum(numbers: Sequence[int | None]) -> int | None:
-    known = [number for number in numbers if number is not None]
-    return sum(known) if len(known) == len(numbers) else None

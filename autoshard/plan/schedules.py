@@ -39,6 +39,16 @@ class ComputeAction(NamedTuple):
     def __str__(self) -> str:
         return f"{self.stage}{self.kind}{self.micro_batch}"
 
+    @property
+    def begins(self) -> bool:
+        """True if the stage holds activations of the micro-batch from this action on."""
+        return self.kind == "F"
+
+    @property
+    def ends(self) -> bool:
+        """True if the stage holds none any more after this action."""
+        return self.kind in ("B", "W")
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -118,11 +128,8 @@ class Schedule:
         live: Counter[int] = Counter()
         most: Counter[int] = Counter()
         for action in (action for actions in self.actions for action in actions):
-            if action.kind == "F":
-                live[action.stage] += 1
-                most[action.stage] = max(most[action.stage], live[action.stage])
-            elif action.kind != "I":
-                live[action.stage] -= 1
+            live[action.stage] += action.begins - action.ends
+            most[action.stage] = max(most[action.stage], live[action.stage])
         return tuple(most[stage] for stage in range(self.num_stages))
 
     @cached_property
@@ -131,14 +138,12 @@ class Schedule:
 
         A micro-batch counts once for each stage of the rank that holds it.
         """
+        if not self.training:
+            return tuple(map(len, self.ranks))
         return tuple(
-            self._most_at_once(actions) if self.training else len(held)
-            for actions, held in zip(self.actions, self.ranks, strict=True)
+            max(accumulate(action.begins - action.ends for action in actions))
+            for actions in self.actions
         )
-
-    def _most_at_once(self, actions: Iterable[ComputeAction]) -> int:
-        change = {"F": 1, "B": -1, "I": 0, "W": -1}
-        return max(accumulate(change[action.kind] for action in actions), default=0)
 
 
 def planned_schedule(plan: Plan, pipeline: Pipeline) -> Schedule:

@@ -36,6 +36,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -114,7 +115,7 @@ class Timeline:
     unneeded: frozenset[Use] = frozenset()
     regathered: Mapping[Use, int] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def total(self) -> NDArray[np.int64]:
         """Total bytes of all kinds, shape [M]."""
         total: NDArray[np.int64] = np.add.reduce(list(self.nbytes.values()))

@@ -154,23 +154,22 @@ class BudgetSearch(BudgetSolver):
             unlimited: the solution without memory.
             rounds: the initial state, which gets the layouts.
         """
-        memory_budget = rounds.budget
-        found: list[Outcome | None] = []
+        memory_budget, same_layouts = rounds.budget, None
         if self._formulation.prices.micro_batches > 1 and not self.must_recompute:
-            found.append(self._with_frequencies(unlimited, memory_budget))
+            same_layouts = self._with_frequencies(unlimited, memory_budget)
         assert unlimited.choice is not None
         layouts = unlimited.choice
         given = self._with_layouts(layouts, memory_budget)
         # All strategies of a problem that is not wide take little more time than these layouts.
         tried = rounds.quick or self._unlimited.strategy_bounds
         for elasticity in _ELASTICITIES if tried else ():
-            if any(found) or given.best is not None:
+            if same_layouts is not None or given.best is not None:
                 break
             priced = self._priced(elasticity * unlimited.objective / memory_budget)
             if priced.choice is not None:
                 layouts = priced.choice
                 given = self._with_layouts(layouts, memory_budget)
-        outcomes = [outcome for outcome in (*found, given.best) if outcome is not None]
+        outcomes = [outcome for outcome in (same_layouts, given.best) if outcome is not None]
         if not outcomes:
             return None
         first = min(outcomes, key=lambda outcome: outcome.solution.objective)

@@ -188,6 +188,7 @@ class QuotientMessages:
             if graph.ports[port].backward != backward:
                 spare = self.views[port].least(prices)
                 sent = share * np.where(np.isfinite(spare), spare, 0.0)
+                # Not in place: the messages before this sweep are kept.
                 self.values[port] = self.values[port] - sent
 
 

@@ -142,7 +142,7 @@ def test_a_warm_start_changes_no_answer(seed: int, num_layers: int) -> None:
 @settings(max_examples=20)
 @given(seed=st.integers(0, 10**6), num_layers=st.integers(2, 4), share=SHARES)
 def test_known_choices_change_no_answer(seed: int, num_layers: int, share: float) -> None:
-    """Whether they exceed the limit, or are the best, or neither."""
+    """A solve that starts from given choices: three at random, and the best one if there is one."""
     problem = limited(seed, share, num_layers, num_inner=1)
     expected = solve_problem(replace(problem, repeats=()))
     rng = np.random.default_rng(seed)

@@ -358,33 +358,38 @@ class PipelineSearch:
         """
         if schedule.stages_per_rank == 1:
             return self._budget
-        held = schedule.ranks[schedule.rank_of_stage[stage]]
+        rank = schedule.rank_of_stage[stage]
+        held = schedule.ranks[rank]
         # Rounded, so that similar stages have equal budgets and are planned once.
         step = max(self._budget // _BUDGET_STEPS, 1)
-        least = {s: self._least_bytes(schedule, s, devices) for s in held}
-        state, running = (
-            {s: ceil(pair[i] / step) * step for s, pair in least.items()} for i in (0, 1)
-        )
+        least = {s: self._least_bytes(schedule, s, devices, step) for s in held}
+        state, running = zip(*least.values(), strict=True)
         if self._peaks_together:
-            rest = self._budget - sum(state.values()) - sum(running.values())
+            rest = self._budget - sum(state) - sum(running)
             held_at_once = sum(schedule.in_flight[s] for s in held)
         else:
-            rest = self._budget - sum(state.values()) - max(running.values())
-            held_at_once = schedule.in_flight_of_rank[schedule.rank_of_stage[stage]]
+            rest = self._budget - sum(state) - max(running)
+            held_at_once = schedule.in_flight_of_rank[rank]
         share = schedule.in_flight[stage] / held_at_once
-        own = state[stage] + running[stage]
-        nbytes = self._budget / len(held) if rest < 0 else own + rest * share
+        nbytes = self._budget / len(held) if rest < 0 else sum(least[stage]) + rest * share
         return max(int(nbytes // step) * step, step)
 
-    def _least_bytes(self, schedule: Schedule, stage: int, devices: int) -> tuple[float, float]:
-        """Bytes per device of the state of a stage of usual size, and of what runs in it."""
+    def _least_bytes(
+        self, schedule: Schedule, stage: int, devices: int, step: int
+    ) -> tuple[int, int]:
+        """Bytes per device of the state of a stage of usual size, and of what runs in it.
+
+        Both are rounded up to multiples of `step`.
+        """
         part = min(self.costs(devices).variants, key=lambda part: float(part.state.sum()))
         inner = slice(stage > 0, len(part.state) - (stage < schedule.num_stages - 1))
         mean = part.state.sum() / schedule.num_stages
         running = part.working + np.maximum(part.block, part.saved)
         # The first and the last segment may be large: embeddings, and the loss.
         state = max(mean, part.state[inner].max())
-        return MEMORY_MARGIN * float(state), MEMORY_MARGIN * float(running[inner].max())
+        needed = (MEMORY_MARGIN * float(nbytes) for nbytes in (state, running[inner].max()))
+        state_bytes, running_bytes = (ceil(nbytes / step) * step for nbytes in needed)
+        return state_bytes, running_bytes
 
     def _transfers(self, devices: int) -> tuple[FloatArray, FloatArray]:
         """Seconds to send what crosses each cut between stages of equal sub-meshes."""

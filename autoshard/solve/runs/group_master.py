@@ -168,8 +168,9 @@ class GroupMaster:
         state, limit = self.state, self._problem.usage_limit
         times: list[int] = []
         cuts: list[_Cut] = []
-        # Of choices with infinite prices, nothing was added.
-        for _ in range(_ROUNDS if self.rests else 0):
+        if not self.rests:  # all choices that were given have infinite prices
+            return
+        for _ in range(_ROUNDS):
             state.check()
             program = _Program(self, times, limit, cuts)
             values = None if state.closed else program.solve()
