@@ -27,6 +27,10 @@ def test_choices_of_infinite_price_have_no_groups_to_combine() -> None:
     assert examine(6_701).failure == ""
 
 
+def test_relaxed_choices_of_infinite_price_give_no_least_limit() -> None:
+    assert examine(88_718).failure == ""
+
+
 def test_runs_without_an_allowed_choice_are_infeasible() -> None:
     forbidden, index = np.full((2, 2), np.inf), np.arange(2)
     node = Node(np.zeros(2), np.array([0.0, 1.0]), (0, 1))

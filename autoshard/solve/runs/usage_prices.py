@@ -279,8 +279,12 @@ class UsageLagrangian:
                     return True
                 if state.choice is not None:
                     return True
-            least = min(problem.peak_usage(point.choice) for point in self.points)
-            tight = steep * (least - limit) <= self.bound + _ACCURACY * steep * least
+            # Where shared nodes are relaxed, a point can have a choice of infinite cost.
+            choices = (point.choice for point in self.points)
+            finite = (c for c in choices if np.isfinite(problem.objective(c)))
+            least = min(map(problem.peak_usage, finite), default=np.inf)
+            allowed = self.bound + _ACCURACY * steep * least
+            tight = bool(np.isfinite(least)) and steep * (least - limit) <= allowed
             mixed = best_mixture(self.excesses)
             known = np.append(shares, np.zeros(len(mixed) - len(shares)))
             if tight or np.allclose(mixed, known):
