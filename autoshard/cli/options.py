@@ -148,6 +148,7 @@ class Planning:
     reshard_after_forward: Annotated[Recomputing, _described("reshard_after_forward", _MEMORY)] = (
         "auto"
     )
+    regather_activations: Annotated[bool, _described("regather_activations", _MEMORY)] = False
     activation_checkpointing: Annotated[
         Recomputing, _described("activation_checkpointing", _MEMORY)
     ] = "auto"
@@ -212,6 +213,7 @@ class Planning:
             "Repeatable.",
         ),
     ] = None
+    float8_saved_inputs: Annotated[bool, _described("float8_saved_inputs", _KERNELS)] = False
     expert_launch: Annotated[float, _described("expert_launch", _KERNELS, metavar="SECONDS")] = 0.0
     float8_weights_once: Annotated[bool, _described("float8_weights_once", _KERNELS)] = False
     attention_kernel: Annotated[AttentionKernel, _described("attention_kernel", _KERNELS)] = "auto"

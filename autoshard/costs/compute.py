@@ -64,6 +64,7 @@ class Execution:
         launches: False if its kernel includes a later operator, which counts for the launch.
         unread: inputs that its kernel has made or read already.
         unwritten: outputs that only its kernel reads.
+        computed_again: those that backward computes again instead of reading them.
         in_float8: True if its factors are cast to float8 and multiplied in it.
         weight_casts: share of its runs before which the second factor, a weight, is cast.
         expert_launch: seconds in which the host launches each of the batched products; 0 if one
@@ -75,6 +76,7 @@ class Execution:
     launches: bool = True
     unread: frozenset[int] = frozenset()
     unwritten: frozenset[int] = frozenset()
+    computed_again: frozenset[int] = frozenset()
     in_float8: bool = False
     weight_casts: float = 1.0
     expert_launch: float = 0.0

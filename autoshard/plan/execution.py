@@ -10,6 +10,7 @@ from autoshard.graph import DType, Graph, Node, layer_path, module_paths
 from autoshard.mesh import Device
 from autoshard.ops import call_of, is_fusible, is_view, rule_for, weights_of
 from autoshard.plan.options import PlanOptions
+from autoshard.plan.recompute import Saving, saved_for
 
 FLOAT8 = DType.FLOAT8_E4M3FN
 """Element type of products in float8."""
@@ -33,6 +34,7 @@ def executions(graph: Graph, options: PlanOptions) -> tuple[Execution, ...]:
             launches=fusion is None or fusion.launches(i),
             unread=fusion.unread[i] if fusion else frozenset(),
             unwritten=fusion.unwritten[i] if fusion else frozenset(),
+            computed_again=fusion.computed_again[i] if fusion else frozenset(),
             in_float8=i in in_float8,
             weight_casts=weight_casts,
             expert_launch=options.expert_launch if _is_grouped(graph.nodes[i]) else 0.0,
@@ -40,6 +42,25 @@ def executions(graph: Graph, options: PlanOptions) -> tuple[Execution, ...]:
         )
         found.append(known.setdefault(execution, execution))
     return tuple(found)
+
+
+def saving_of(graph: Graph, executed: Sequence[Execution], options: PlanOptions) -> Saving:
+    """What is saved otherwise than in eager mode."""
+    pairs = list(zip(graph.nodes, executed, strict=True))
+    again = frozenset(node.outputs[i] for node, x in pairs for i in x.computed_again)
+    if not options.float8_saved_inputs:
+        return Saving(again)
+    weights = weights_of(graph)
+    in_float8 = {
+        node.name: frozenset(
+            i
+            for i, value in enumerate(node.inputs)
+            if value not in weights and graph.values[value].dtype in _HALF
+        )
+        for node, x in pairs
+        if x.in_float8
+    }
+    return Saving(again, in_float8)
 
 
 def _is_grouped(node: Node) -> bool:
@@ -96,6 +117,8 @@ class _Fusion:
     Attributes:
         unread: for each node, the inputs that its kernel has made or read already.
         unwritten: for each node, the outputs that only its kernel reads.
+        computed_again: for each node, those of them that backward can compute again from tensors
+            that are kept in any case, as min-cut partitioning of torch.compile has it.
     """
 
     def __init__(self, graph: Graph, in_eager: Sequence[bool]) -> None:
@@ -111,6 +134,7 @@ class _Fusion:
             self._members[self._root(i)].append(i)
         self.unread = self._unread()
         self.unwritten = self._unwritten()
+        self.computed_again = self._computed_again()
 
     def launches(self, number: int) -> bool:
         """True if a kernel ends with a node."""
@@ -170,6 +194,26 @@ class _Fusion:
                 if value not in returned and self._read_within(value, root)
             )
             found.append(frozenset(inside))
+        return found
+
+    def _computed_again(self) -> list[frozenset[int]]:
+        graph = self._graph
+        kept = {i.name for i in graph.inputs}
+        for node in graph.nodes:
+            saved = saved_for(graph, node)
+            kept.update(self._source.get(v, v) for v in (node.inputs[p] for p in saved.inputs))
+            kept.update(node.outputs[p] for p in saved.outputs)
+        found, again = [], set[str]()
+        for node, unwritten in zip(graph.nodes, self.unwritten, strict=True):
+            sources = {self._source.get(v, v) for v in node.inputs}
+            own: frozenset[int] = frozenset()
+            if is_view(node.operator):
+                if not sources.isdisjoint(again):
+                    own = frozenset(range(len(node.outputs)))
+            elif all(source in kept or source in again for source in sources):
+                own = unwritten
+            again.update(node.outputs[p] for p in own)
+            found.append(own)
         return found
 
     def _read_within(self, value: str, root: int) -> bool:

@@ -28,7 +28,7 @@ _SWITCHES = {
     "fsdp": "--use-megatron-fsdp",
 }
 _LAYOUT = (
-    *("algo", "distributed_optimizer", "reshard_after_forward"),
+    *("algo", "distributed_optimizer", "reshard_after_forward", "regather_activations"),
     *("stages", "stages_per_rank", "schedule", "balance"),
 )
 """Options of a layout; the others that arguments of Megatron-LM set are left to the request."""

@@ -149,6 +149,7 @@ def _options(given: Namespace, data_parallel: int) -> PlanOptions:
             "batch_axis": "dp" if data_parallel > 1 and _expert_ranks(given) == 1 else None,
             "distributed_optimizer": given.use_distributed_optimizer or given.use_megatron_fsdp,
             "activation_checkpointing": recomputed[given.recompute_granularity],
+            "regather_activations": given.sequence_parallel or given.context_parallel_size > 1,
             "reshard_after_forward": "always" if given.use_megatron_fsdp else "auto",
             "master_weights": given.bf16 or given.fp16,
             "accumulation_dtype": "float32"

@@ -4,7 +4,7 @@ Tensors are those of the lowering, with local shapes and strides. Views share th
 base. Sizes that depend on data are estimated by their mean.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -25,7 +25,7 @@ from autoshard.ops.collectives import NO_HALO_BYTES
 from autoshard.plan.document import PlannedStep, Use
 from autoshard.plan.gradients import Gradients
 from autoshard.plan.lowering import BeginBucket, Call, Cast, EndBucket, Lowering, Reshard, Shape
-from autoshard.plan.recompute import Keeps
+from autoshard.plan.recompute import AS_IN_EAGER, Keeps, Saving
 
 
 class LocalTensor(NamedTuple):
@@ -245,6 +245,7 @@ class StageMemory:
     Args:
         lowering: the lowered stage.
         gradients: gradient flow of its program.
+        saving: what is saved otherwise than in eager mode.
 
     Attributes:
         tensors: every tensor on one rank; the stage's inputs come first.
@@ -254,7 +255,12 @@ class StageMemory:
         outputs: tensors that are outputs of the program.
     """
 
-    def __init__(self, lowering: Lowering, gradients: Gradients) -> None:
+    def __init__(
+        self,
+        lowering: Lowering,
+        gradients: Gradients,
+        saving: Saving = AS_IN_EAGER,
+    ) -> None:
         self.lowering = lowering
         self.tensors: list[LocalTensor] = []
         self.storages: list[int] = []
@@ -262,6 +268,8 @@ class StageMemory:
         self.ops: list[MemoryOp] = []
         self._graph: Graph = lowering.graph
         self._gradients = gradients
+        self._saving = saving
+        self._unsaved: set[int] = set()  # storages
         self._sizes = dict(lowering.stage.axes)
         self._interned: dict[LocalTensor, LocalTensor] = {}
         self._calls: dict[object, _CallMemory] = {}
@@ -285,6 +293,14 @@ class StageMemory:
                 case Cast():
                     self._cast(instruction, number)
         self.outputs = tuple(self._of_slot[slot] for slot in lowering.outputs if slot is not None)
+
+    def saved_by(self, op: MemoryOp) -> Iterator[tuple[int, bool]]:
+        """The storages that are saved for an operation, and True if they are saved in float8."""
+        positions = () if op.uses else self._saving.in_float8.get(op.name, ())
+        in_float8 = {op.reads[position] for position in positions}
+        for tensor in op.saved:
+            if self.storages[tensor] not in self._unsaved:
+                yield self.storages[tensor], tensor in in_float8
 
     def _add(self, tensor: LocalTensor, storage: int) -> int:
         self.tensors.append(tensor)
@@ -317,6 +333,10 @@ class StageMemory:
             ]
         )
         self._of_slot.update(zip(instruction.targets, targets, strict=True))
+        again = self._saving.computed_again
+        if not again.isdisjoint(node.outputs):
+            made = zip(node.outputs, targets, strict=True)
+            self._unsaved.update(self.storages[tensor] for value, tensor in made if value in again)
         saved = [reads[i] for i in call.saved_inputs] + [targets[i] for i in call.saved_outputs]
         self.ops.append(
             MemoryOp(

@@ -6,6 +6,7 @@ from autoshard.plan.options import ForbiddenCollective, Pins, PlanOptions, SkipR
 
 _FREE: Mapping[str, object] = {
     "reshard_after_forward": "auto",
+    "regather_activations": False,
     "activation_checkpointing": "auto",
     "checkpointed_modules": (),
     "cuts": (),

@@ -216,6 +216,15 @@ class PlanOptions(_Options):
             "tensors as in auto. Recomputation inside activation checkpoints is not affected."
         ),
     )
+    regather_activations: bool = Field(
+        default=False,
+        description=(
+            "whether activations that an all-gather makes, such as those of sequence or context "
+            "parallelism, are kept sharded, and gathered again in backward, as in Megatron-LM "
+            "(Korthikanti and others, 2022). If false, that is done where reshard_after_forward "
+            "does it to fit memory."
+        ),
+    )
     activation_checkpointing: Recomputing = Field(
         default="auto",
         description=(
@@ -329,7 +338,7 @@ class PlanOptions(_Options):
         description=(
             "how operators run. eager: each as kernels of its own, which the host launches. "
             "compile: by torch.compile, which fuses pointwise operators, normalisations and "
-            "reductions of a layer that follow each other."
+            "reductions of a layer that follow each other, and saves less for backward."
         ),
     )
     eager_modules: _Patterns = Field(
@@ -399,6 +408,13 @@ class PlanOptions(_Options):
             "whether ranks that share the queries of causal attention are charged equal work, as "
             "in frameworks that give each an early and a late part of the sequence (context "
             "parallelism of Megatron-LM and torchtitan); else the work of the last queries."
+        ),
+    )
+    float8_saved_inputs: bool = Field(
+        default=False,
+        description=(
+            "whether products in float8 save their 16-bit inputs for backward in float8, as in "
+            "Transformer Engine; torchao's save them in 16 bits."
         ),
     )
     expert_launch: float = Field(

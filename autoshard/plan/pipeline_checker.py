@@ -18,9 +18,10 @@ from autoshard.plan.options import PlanOptions
 from autoshard.plan.predictions import Costs, Document
 from autoshard.plan.program_checker import exchange_findings, program_findings
 from autoshard.plan.rank_memory import largest_rank_memory
+from autoshard.plan.resharding_checker import TOLERANCE
 from autoshard.plan.schedule_simulation import simulate_schedule
 from autoshard.plan.schedules import Schedule, planned_schedule
-from autoshard.plan.stage_checker import NOTHING, TOLERANCE, StageCheck, certificate_findings
+from autoshard.plan.stage_checker import NOTHING, StageCheck, certificate_findings
 from autoshard.plan.stage_options import stage_options
 from autoshard.plan.stage_times import stage_times
 from autoshard.plan.sub_meshes import is_aligned, stage_devices, stage_mesh

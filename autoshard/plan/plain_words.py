@@ -187,6 +187,8 @@ def _recomputation(plan: Plan) -> Iterator[str]:
             f"Backward gathers {gathered} of {len(parameters)} parameters again "
             f"(reshard_after_forward)."
         )
+    if activations := len(again - parameters):
+        yield f"Backward gathers {activations} activations again, which are kept sharded."
 
 
 def _checkpointed_units(plan: Plan) -> tuple[int, int]:

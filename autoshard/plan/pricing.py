@@ -44,11 +44,12 @@ from autoshard.ops import (
 from autoshard.plan.charges import charges
 from autoshard.plan.constraints import ShardingConstraint, StrategyConstraint, pinned_sub_shards
 from autoshard.plan.document import Resharding
-from autoshard.plan.execution import check_float8, executions
+from autoshard.plan.execution import check_float8, executions, saving_of
 from autoshard.plan.gradients import Gradients
 from autoshard.plan.legality import without_invariant
 from autoshard.plan.nontrivial_axes import NontrivialAxes
 from autoshard.plan.options import PlanOptions
+from autoshard.plan.recompute import Saving
 
 Usage = Mapping[str, FloatArray]
 """Bytes per device of each strategy, by kind."""
@@ -166,6 +167,7 @@ class Prices:
         has_rates = mesh.topology.device.kernels is not None
         self.overlaps = has_rates if options.overlap is None else options.overlap
         self.checkpointed_modules = options.checkpointed_modules
+        self.gathers_activations_again = options.regather_activations
         self.memory_budget = options.memory_budget or mesh.topology.device.memory
         if options.master_weights and graph.converted:
             raise OptionError(
@@ -183,6 +185,11 @@ class Prices:
     @cached_property
     def _executions(self) -> tuple[Execution, ...]:
         return executions(self.graph, self._options)
+
+    @cached_property
+    def saving(self) -> Saving:
+        """What is saved for backward otherwise than in eager mode."""
+        return saving_of(self.graph, self._executions, self._options)
 
     @cached_property
     def charges(self) -> Mapping[str, Charge]:
@@ -390,7 +397,9 @@ class Prices:
             return activation_bytes(rule, chosen, outputs, is_view=is_view(node.operator))
         if not gradients or not self.gradients.flows(node):
             return np.zeros(len(chosen))
-        nbytes = saved_bytes(rule, chosen, inputs, outputs, saved_tensors(call, gradients))
+        saved = saved_tensors(call, gradients)
+        saved = replace(saved, outputs=saved.outputs - self.kind(node)[1].computed_again)
+        nbytes = saved_bytes(rule, chosen, inputs, outputs, saved)
         return sum(nbytes.outputs.values(), nbytes.extra + halo_bytes(rule, chosen)[0])
 
     def _inside(self, chosen: Sequence[Strategy], *, backward: bool) -> FloatArray:

@@ -4,8 +4,8 @@ A stage specifies it by checkpoints over consecutive nodes, and by reshardings w
 set. The runtime repeats exactly the nodes and reshardings that are derived here.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from fnmatch import fnmatchcase
 from functools import cache
@@ -202,6 +202,32 @@ def _readers_inside(graph: Graph, stage: Stage, spans: Sequence[range]) -> Itera
         yield reader if inside else None
 
 
-def saved_for(graph: Graph, node: Node) -> SavedByAutograd:
-    """The tensors that autograd saves for a node in training."""
-    return saved_tensors(call_of(graph, node), [graph.values[v].requires_grad for v in node.inputs])
+@dataclass(frozen=True, slots=True)
+class Saving:
+    """What is saved otherwise than autograd saves it for operators in eager mode.
+
+    Attributes:
+        computed_again: values that compiled kernels compute again, so that they are not saved.
+        in_float8: positions of the 16-bit inputs that a product saves in float8, by its name.
+    """
+
+    computed_again: frozenset[str] = frozenset()
+    in_float8: Mapping[str, frozenset[int]] = field(default_factory=dict)
+
+
+AS_IN_EAGER = Saving()
+"""Everything is saved as autograd saves it for operators in eager mode."""
+
+
+def saved_for(graph: Graph, node: Node, saving: Saving = AS_IN_EAGER) -> SavedByAutograd:
+    """The tensors that are saved for the backward of a node."""
+    call = call_of(graph, node)
+    saved = saved_tensors(call, [graph.values[v].requires_grad for v in node.inputs])
+    again = saving.computed_again
+    if again.isdisjoint((*node.inputs, *node.outputs)):
+        return saved
+    return replace(
+        saved,
+        inputs=frozenset(i for i in saved.inputs if node.inputs[i] not in again),
+        outputs=frozenset(i for i in saved.outputs if node.outputs[i] not in again),
+    )

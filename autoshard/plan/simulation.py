@@ -166,6 +166,7 @@ class _Simulator:
             graph,
             training=self._timing.prices.training,
             optimizer=self._timing.prices.optimizer,
+            saving=self._timing.prices.saving,
         )
         self._placed = {placed.name: placed for placed in stage.nodes}
         targets = {placed.name: placed.target for placed in stage.inputs}

@@ -6,7 +6,6 @@ strategies.
 """
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from math import isclose, prod
 from types import MappingProxyType
@@ -14,30 +13,20 @@ from types import MappingProxyType
 from autoshard.costs import (
     GATHERED_ONCE,
     ForwardBackward,
-    Frequency,
     Overlap,
-    StepCommunication,
 )
 from autoshard.graph import (
-    DType,
     Graph,
     InputKind,
     Node,
-    Tensor,
     find_blocks,
 )
 from autoshard.graph.experts import RAGGED_DIMS, ragged_values
 from autoshard.layouts import (
     ALONE,
-    STEPS,
-    Action,
-    Charge,
     Kind,
     Layout,
-    Step,
     has_placements,
-    is_padded,
-    parse_type,
     placement_texts,
 )
 from autoshard.mesh import Mesh
@@ -49,12 +38,11 @@ from autoshard.ops import (
     rule_for,
 )
 from autoshard.outcome import SolveStatus, relative_gap
-from autoshard.plan.constraints import PlanConstraints, plan_constraints
+from autoshard.plan.constraints import plan_constraints
 from autoshard.plan.document import (
     InnerStep,
     PlacedInput,
     PlacedNode,
-    PlannedStep,
     Resharding,
     Stage,
     Use,
@@ -64,12 +52,10 @@ from autoshard.plan.legality import share_of, without_invariant
 from autoshard.plan.nontrivial_axes import NontrivialAxes
 from autoshard.plan.options import PlanOptions
 from autoshard.plan.predictions import Certificate, Costs, Memory
-from autoshard.plan.pricing import Prices, communication_of
+from autoshard.plan.pricing import Prices
 from autoshard.plan.recompute import checkpoint_spans, checkpoint_units, recomputed, saved_for
+from autoshard.plan.resharding_checker import TOLERANCE, ReshardingCheck
 from autoshard.plan.timeline import Timeline, timeline
-
-TOLERANCE = 1e-6
-"""Maximum relative difference between stated and computed seconds."""
 
 NOTHING = 1e-15
 """Maximum absolute difference between stated and computed seconds."""
@@ -161,7 +147,7 @@ class StageCheck:
         self._inputs = {i.name: i for i in graph.inputs if i.name in graph.values}
         self._nodes = {node.name: node for node in graph.nodes}
         self._work: dict[Hashable, _LocalWork] = {}
-        self._reshardings = _ReshardingCheck(mesh, self._constraints, self._num)
+        self._reshardings = ReshardingCheck(mesh, self._constraints, self._num)
         self._ragged = ragged_values(graph)
         self._made: dict[str, Layout] = {}
         self._by_use = {c.use: c for c in stage.reshardings}
@@ -218,12 +204,40 @@ class StageCheck:
         options, stage = self._options, self._stage
         if options.activation_checkpointing == "never" and stage.checkpoints:
             yield f"{stage.name}: it has checkpoints, which the options rule out"
-        if options.reshard_after_forward == "never" and any(c.regather for c in stage.reshardings):
+        again = [c for c in stage.reshardings if c.regather and not self._keeps_shards(c)]
+        if options.reshard_after_forward == "never" and again:
             yield f"{stage.name}: it re-gathers in backward, which the options rule out"
         kept = any(c.frequency in GATHERED_ONCE for c in stage.reshardings)
         if options.reshard_after_forward == "always" and kept:
             yield f"{stage.name}: parameters stay gathered, which the options rule out"
+        for c, reader in zip(stage.reshardings, self._again.readers, strict=True):
+            stays = reader is None and not c.regather and self._is_saved(c)
+            if stays and self._keeps_shards(c):
+                yield f"{stage.name}: {c.value} stays gathered, which the options rule out"
         yield from self._check_checkpoints()
+
+    def _keeps_shards(self, resharding: Resharding) -> bool:
+        """True for an all-gather of an activation that `regather_activations` has run again."""
+        source, target = Layout.parse(resharding.source), Layout.parse(resharding.target)
+        if not self._prices.gathers_activations_again or resharding.value in self._inputs:
+            return False
+        shape = self._graph.values[resharding.value].shape
+        before, after = (prod(x.local_shape(shape, self._sizes)) for x in (source, target))
+        return not source.is_partial and before < after
+
+    def _is_saved(self, resharding: Resharding) -> bool:
+        """True if an operator saves the result of a resharding for backward."""
+        graph, value = self._graph, resharding.value
+        for i, position in graph.consumers.get(value, ()):
+            node = graph.nodes[i]
+            own = value, node.name, position
+            reads = own == resharding.use or (
+                resharding.consumer is None and own not in self._by_use
+            )
+            saved = saved_for(graph, node, self._prices.saving).inputs
+            if reads and position in saved and self._gradients.flows(node):
+                return True
+        return False
 
     def _check_checkpoints(self) -> Iterator[str]:
         graph, stage, options = self._graph, self._stage, self._options
@@ -470,6 +484,7 @@ class StageCheck:
             self._graph,
             training=self._prices.training,
             optimizer=self._prices.optimizer,
+            saving=self._prices.saving,
         )
         for value, consumer, _ in sorted(found.unneeded, key=str):
             where = f"resharding of {value} for {consumer or 'all'}"
@@ -503,189 +518,3 @@ def _check_moments(stated: Memory, found: Timeline) -> Iterator[str]:
 
 def _as_seen(layout: Layout, gradient: Gradient) -> Layout:
     return without_invariant(layout) if gradient is Gradient.NONE else layout
-
-
-@dataclass(frozen=True, slots=True)
-class _CheckedResharding:
-    """The result of checking one resharding.
-
-    Attributes:
-        source: layout before its first step.
-        findings: errors in its steps.
-        is_sound: True if its memory can be computed.
-        communication: its seconds.
-    """
-
-    source: Layout
-    findings: tuple[str, ...]
-    is_sound: bool
-    communication: StepCommunication[float]
-
-
-class _ReshardingCheck:
-    """Checks the steps of reshardings and their stated costs; equal reshardings once.
-
-    Args:
-        mesh: the devices.
-        constraints: the constraints of the plan, which may forbid collectives.
-        micro_batches: number of micro-batches of a training step.
-    """
-
-    def __init__(self, mesh: Mesh, constraints: PlanConstraints, micro_batches: int) -> None:
-        self._mesh = mesh
-        self._num = micro_batches
-        self._axes = NontrivialAxes.of(mesh)
-        self._constraints = constraints
-        self._checked: dict[Hashable, _CheckedResharding] = {}
-
-    def check(
-        self,
-        resharding: Resharding,
-        tensor: Tensor,
-        gradient: Gradient,
-        *,
-        fixed_dims: AbstractSet[int],
-        charge: Charge,
-        of_parameter: bool,
-        reduced: DType,
-    ) -> _CheckedResharding:
-        """Check one resharding of a tensor.
-
-        Args:
-            resharding: the planned resharding.
-            tensor: the resharded value.
-            gradient: its gradient.
-            fixed_dims: dims that must not be resharded.
-            charge: what is charged of its collectives.
-            of_parameter: True if it reshards a parameter as it is stored.
-            reduced: element type in which its gradient is reduced.
-        """
-        forbidden = self._constraints.forbidden(resharding.value)
-        what = tensor, gradient, fixed_dims, charge, of_parameter, reduced, forbidden
-        chain = resharding.source, resharding.target, resharding.steps
-        key = (*what, *chain, resharding.frequency)
-        if key not in self._checked:
-            self._checked[key] = self._check(
-                resharding,
-                tensor,
-                gradient,
-                fixed_dims=fixed_dims,
-                charge=charge,
-                of_parameter=of_parameter,
-                reduced=reduced,
-            )
-        return self._checked[key]
-
-    def _check(
-        self,
-        resharding: Resharding,
-        tensor: Tensor,
-        gradient: Gradient,
-        *,
-        fixed_dims: AbstractSet[int],
-        charge: Charge,
-        of_parameter: bool,
-        reduced: DType,
-    ) -> _CheckedResharding:
-        source = Layout.parse(resharding.source)
-        findings: list[str] = []
-        path: list[Step] = []
-        end = source
-        is_sound = True
-        for stated in resharding.steps:
-            try:
-                step, after = self._follow(stated, end, tensor, reduced)
-            except ValueError as error:
-                findings.append(str(error))
-                is_sound = False
-                break
-            findings += self._step_findings(stated, step, end, gradient, resharding.value)
-            if {step.source.dim, step.target.dim} & fixed_dims:
-                findings.append(f"{stated.source} -> {stated.target} moves rows of experts")
-            path.append(step)
-            end = after
-        communication, times = communication_of(
-            path,
-            self._mesh,
-            charge=charge,
-            of_parameter=of_parameter,
-            micro_batches=self._num,
-            frequency=resharding.frequency,
-            contention=self._mesh.topology.device.contention,
-        )
-        if not is_sound:
-            return _CheckedResharding(source, tuple(findings), False, communication)
-        for stated, seconds in zip(resharding.steps, times, strict=True):
-            if not isclose(seconds, stated.time, rel_tol=TOLERANCE):
-                findings.append(f"a step takes {seconds} s, not {stated.time}")
-        findings += self._frequency_findings(resharding, path, of_parameter=of_parameter)
-        if str(end) != resharding.target:
-            findings.append(f"it ends in {end}, not {resharding.target}")
-        return _CheckedResharding(source, tuple(findings), True, communication)
-
-    def _frequency_findings(
-        self, resharding: Resharding, path: Sequence[Step], *, of_parameter: bool
-    ) -> Iterator[str]:
-        """Only reshardings of parameters that are in a bucket can run once per training step."""
-        if resharding.frequency is Frequency.MICRO_BATCH:
-            return
-        gathered = resharding.frequency in GATHERED_ONCE
-        gathers = any(step.forward is not Action.NOTHING for step in path)
-        in_bucket = of_parameter and all(step.is_bucketable for step in path)
-        fits = in_bucket and (not gathered or (gathers and not resharding.regather))
-        if self._num == 1 or not fits:
-            yield f"it runs {resharding.frequency.value!r}, which is for gathers of parameters"
-
-    def _follow(
-        self, stated: PlannedStep, layout: Layout, tensor: Tensor, reduced: DType
-    ) -> tuple[Step, Layout]:
-        """A stated step with the bytes computed from the layout before it, and the layout after it.
-
-        Raises:
-            ValueError: the axis, a type or an action does not exist, or the layout after the step
-                is illegal for the tensor.
-        """
-        axes = tuple(map(self._mesh.axis_names.index, stated.axes))
-        if len(axes) > 1 and axes not in self._mesh.axis_groups:
-            raise ValueError(f"the axes {stated.axis} do not communicate as one group")
-        source, target = parse_type(stated.source), parse_type(stated.target)
-        after = layout.replace_all(axes, target)
-        sizes = self._mesh.axis_sizes
-        before, behind = (x.local_shape(tensor.shape, sizes) for x in (layout, after))
-        elements, num_ranks = prod(before), prod(sizes[axis] for axis in axes)
-        # Uneven slices are padded to the largest one.
-        if target.is_shard and source.is_shard:
-            elements = elements // before[target.dim] * behind[target.dim] * num_ranks
-        elif target.is_shard or source.is_shard:
-            elements = prod(behind if target.is_shard else before) * num_ranks
-        actions = Action(stated.forward), Action(stated.backward)
-        padded = is_padded(source, target, tensor.shape, num_ranks)
-        nbytes = elements * tensor.dtype.itemsize
-        gradient = None if reduced is tensor.dtype else elements * reduced.itemsize
-        return Step(axes, source, target, nbytes, *actions, padded, gradient), after
-
-    def _step_findings(
-        self, stated: PlannedStep, step: Step, before: Layout, gradient: Gradient, value: str
-    ) -> Iterator[str]:
-        found = before.types[step.axes[0]]
-        if step.source != found:
-            yield f"a step on {stated.axis} starts from {step.source}, not {found}"
-        actions = STEPS.get((step.source.kind, step.target.kind))
-        if actions is None:
-            yield f"there is no step from {step.source} to {step.target}"
-            return
-        backward = actions[1] if gradient is Gradient.FLOWS else Action.NOTHING
-        if (step.forward, step.backward) != (actions[0], backward):
-            yield (
-                f"{step.source} -> {step.target} runs {actions[0]} and {backward}, not as stated"
-            )
-        if stated.nbytes != step.nbytes:
-            yield f"a step moves {step.nbytes} bytes, not {stated.nbytes}"
-        if stated.gradient_nbytes != step.gradient_nbytes:
-            yield (
-                f"a step moves {step.gradient_nbytes} bytes of gradients, "
-                f"not {stated.gradient_nbytes}"
-            )
-        for action in (step.forward, step.backward):
-            for label in self._constraints.forbidding(action, self._axes, step.axes, value):
-                yield f"a step runs {action} on {stated.axis} against the {label}"

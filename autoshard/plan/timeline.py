@@ -10,8 +10,10 @@ before its backward.
 | gradients   | of parameters: from the last backward that adds to one until the optimizer's   |
 |             | step, which frees them                                                         |
 | activations | what autograd saves (`autoshard.ops.saved_tensors`), from forward until the    |
-|             | backward of the first operator that saves it; outputs of the program, until    |
-|             | the end; in inference all that operators make, until its last use              |
+|             | backward of the first operator that saves it, without what compiled kernels    |
+|             | compute again, and in one byte an element if products save it in float8;       |
+|             | outputs of the program, until the end; in inference all that operators make,   |
+|             | until its last use                                                             |
 | temporaries | all else: outputs until their last use, resharded tensors, full parameters     |
 |             | and full gradients, gradients of activations, what backward recomputes         |
 
@@ -55,7 +57,7 @@ from autoshard.plan.document import Stage, Use
 from autoshard.plan.gradients import Gradient, Gradients
 from autoshard.plan.lowering import Lowering, lower
 from autoshard.plan.memory import MemoryOp, StageMemory
-from autoshard.plan.recompute import recomputed_part
+from autoshard.plan.recompute import AS_IN_EAGER, Saving, recomputed_part
 
 KINDS = (
     "parameters",
@@ -155,7 +157,12 @@ class Timeline:
 
 @collection_paused()
 def timeline(
-    stage: Stage, graph: Graph, *, training: bool, optimizer: OptimizerSpec | None = None
+    stage: Stage,
+    graph: Graph,
+    *,
+    training: bool,
+    optimizer: OptimizerSpec | None = None,
+    saving: Saving = AS_IN_EAGER,
 ) -> Timeline:
     """Memory of one rank over one step.
 
@@ -164,6 +171,7 @@ def timeline(
         graph: the stage's program, `graph_from_json(stage.program)`.
         training: True if there is a backward pass.
         optimizer: the optimizer; None for AdamW.
+        saving: what is saved otherwise than in eager mode (`Prices.saving`).
 
     Raises:
         PlanError: the stage is inconsistent or does not fit its program.
@@ -171,7 +179,7 @@ def timeline(
     """
     check_total_bytes(graph, most_held(stage.micro_batches, stage.in_flight))
     gradients = Gradients(graph, training=training)
-    memory = StageMemory(lower(stage, graph), gradients)
+    memory = StageMemory(lower(stage, graph), gradients, saving)
     lifetimes = _Lifetimes(memory, _Schedule(memory, training=training))
     lifetimes.add_inputs(stage, (optimizer or OptimizerSpec()) if training else None)
     if training:
@@ -262,6 +270,7 @@ class _Lifetimes:
         ):
             self._nbytes[storage] = tensor.nbytes
         self._saved: dict[int, int] = {}  # last moment of each storage that backward needs
+        self._narrow: dict[int, int] = {}  # last moment of each copy in float8 that it needs
         self._regathered: dict[int, tuple[int, int]] = {}  # first and last one of a re-gathered one
         self._copies: dict[int, int] = {}  # last moment of what a checkpoint makes again
 
@@ -334,6 +343,9 @@ class _Lifetimes:
                 self._add("temporaries", 0, self._end - 1, self._nbytes[storage])
                 continue
             saved = self._saved.get(storage)
+            if storage in self._narrow:
+                half = self._nbytes[storage] // 2  # of an element of 16 bits
+                self._add("activations", maker, self._narrow[storage], half)
             if storage in returned:
                 self._add("activations", maker, self._end, self._nbytes[storage])
             elif saved is not None or (inference and not ops[maker].uses):
@@ -347,8 +359,8 @@ class _Lifetimes:
         storages = self._memory.storages
         for i, op in enumerate(self._memory.ops):
             until, again = self._schedule.backward[i], self._schedule.recompute.get(i)
-            for tensor in op.saved:
-                self._save(storages[tensor], until, op.checkpoint)
+            for storage, in_float8 in self._memory.saved_by(op):
+                self._save(storage, until, op.checkpoint, in_float8=in_float8)
             if again is None:
                 self._add("activations", i, until, op.saved_bytes)
                 continue
@@ -360,7 +372,7 @@ class _Lifetimes:
         self._add_regathered()
         self._add_recomputed()
 
-    def _save(self, storage: int, until: int, checkpoint: int) -> None:
+    def _save(self, storage: int, until: int, checkpoint: int, *, in_float8: bool = False) -> None:
         """Keep a storage for a reader in backward, or the source from which it is re-gathered."""
         maker = self._memory.made_by[storage]
         if maker < 0:
@@ -371,9 +383,11 @@ class _Lifetimes:
         elif made.regather:
             first, last = self._regathered.get(storage, (until, until))
             self._regathered[storage] = (min(first, until), max(last, until))
-            self._save(self._memory.storages[made.reads[0]], until, checkpoint)
+            source = self._memory.storages[made.reads[0]]
+            self._save(source, until, checkpoint, in_float8=in_float8)
         else:
-            self._saved[storage] = max(self._saved.get(storage, 0), until)
+            kept = self._narrow if in_float8 else self._saved
+            kept[storage] = max(kept.get(storage, 0), until)
 
     def _regather_buckets(self) -> None:
         """The reshardings of a bucket run again when the first of them is needed."""

@@ -35,6 +35,8 @@ from autoshard.planner.budget_rounds import (
     problem_sizes,
 )
 from autoshard.planner.budget_solver import BudgetSolver
+from autoshard.planner.edge_costs import local_bytes
+from autoshard.planner.formulation import Formulation, Role
 from autoshard.planner.frequencies import Frequencies, most_savings
 from autoshard.planner.saved_tensors import SavedTensors
 from autoshard.planner.stage_builder import Decisions
@@ -371,7 +373,7 @@ class BudgetSearch(BudgetSolver):
 
     def _priced(self, cost: float) -> Solution:
         """The solution with a price per byte of memory, and without recomputation."""
-        usage = SavedTensors(self._formulation, checkpoints=False, negligible=0.0).bytes_as_made()
+        usage = _bytes_as_made(self._formulation)
         priced = _with_memory_cost(self._formulation.problem, usage, cost)
         return self.solve(priced, gap=self._loose_gap)
 
@@ -405,6 +407,41 @@ class BudgetSearch(BudgetSolver):
         if status in (SolveStatus.OPTIMAL, SolveStatus.FEASIBLE):
             status = SolveStatus.OPTIMAL if close else SolveStatus.FEASIBLE
         return replace(solution, status=status, bound=bound)
+
+
+def _bytes_as_made(formulation: Formulation) -> list[FloatArray]:
+    """Bytes until backward if tensors are saved in the layouts of their producers.
+
+    Those of operators are counted for all micro-batches in flight.
+
+    Returns:
+        An array of shape [S] for each variable of the formulation.
+    """
+    graph, in_flight = formulation.graph, formulation.prices.in_flight
+    saved = SavedTensors(formulation.prices, formulation.blocks)
+    known: dict[tuple[int, bool], FloatArray] = {}
+    found = []
+    for variable in formulation.variables:
+        values: tuple[str, ...] = ()
+        if variable.role is Role.OPERATOR:
+            number = graph.numbers[variable.name]
+            values = () if saved.is_view[number] else graph.nodes[number].outputs
+        needed = not saved.needed_in_backward.isdisjoint(values)
+        key = (id(variable.strategies), needed)
+        if key not in known:
+            made = (
+                local_bytes(
+                    graph.values[value],
+                    (s.outputs[i] for s in variable.strategies),
+                    formulation.axes.sizes,
+                )
+                for i, value in enumerate(values)
+            )
+            counted = made if needed else variable.usage.values()
+            nbytes = sum(counted, np.zeros(len(variable.strategies)))
+            known[key] = in_flight * nbytes if variable.role is Role.OPERATOR else nbytes
+        found.append(known[key])
+    return found
 
 
 def _without_plan(solution: Solution, bound: float) -> Solution:

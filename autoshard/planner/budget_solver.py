@@ -10,7 +10,7 @@ from autoshard.plan.timeline import timeline
 from autoshard.planner.budget_rounds import CountedProblem, StagePlan
 from autoshard.planner.formulation import Formulation, Role
 from autoshard.planner.memory_problem import MemoryProblem
-from autoshard.planner.stage_builder import Decisions, StageBuilder
+from autoshard.planner.stage_builder import Decisions, StageBuilder, with_gathers_again
 from autoshard.planner.time_points import BackwardPoint
 from autoshard.solve import (
     CancelToken,
@@ -123,6 +123,9 @@ class BudgetSolver:
     @collection_paused()
     def build(self, decisions: Decisions) -> StagePlan:
         """Build the plan of some decisions, without re-gathers that backward does not need."""
+        return self._built(with_gathers_again(self._formulation, decisions))
+
+    def _built(self, decisions: Decisions) -> StagePlan:
         formulation = self._formulation
         builder = StageBuilder(formulation, decisions)
         stage = builder.stage()
@@ -131,6 +134,7 @@ class BudgetSolver:
             formulation.graph,
             training=formulation.prices.training,
             optimizer=formulation.prices.optimizer,
+            saving=formulation.prices.saving,
         )
         if memory.unneeded:
             # Depending on its layout, a view may be a copy, whose source backward does not need.
@@ -140,7 +144,7 @@ class BudgetSolver:
                 for i in decisions.regathered
                 if formulation.use_key(formulation.uses[i]) in memory.unneeded
             }
-            return self.build(replace(decisions, regathered=decisions.regathered - idle))
+            return self._built(replace(decisions, regathered=decisions.regathered - idle))
         return StagePlan(stage, memory.lowering, builder.costs(stage), builder.memory(memory))
 
     def count(self, negligible: float, points: Sequence[BackwardPoint] = ()) -> CountedProblem:

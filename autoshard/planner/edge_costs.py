@@ -41,6 +41,8 @@ class EdgeCosts:
         contention: fraction of overlapped seconds by which compute takes longer.
         shard_accumulation_factor: the same of the sum of gradients in the source layout, which is
             kept where gradients are reduced in every micro-batch.
+        keeps_shards: True for an activation that is not kept gathered for backward, which
+            gathers it again.
     """
 
     table: ReshardingTable
@@ -57,6 +59,7 @@ class EdgeCosts:
     accumulation_time: float = 0.0
     accumulation_factor: float = 0.0
     shard_accumulation_factor: float = 0.0
+    keeps_shards: bool = False
     _seconds: dict[Frequency, FloatArray] = field(default_factory=dict)
 
     @cached_property
@@ -97,7 +100,7 @@ class EdgeCosts:
         """Exposed seconds per training step of each resharding, inf if impossible, shape [R, C]."""
         if frequency in self._seconds:
             return self._seconds[frequency]
-        if self.micro_batches == 1 and self.compute is None:
+        if self.micro_batches == 1 and self.compute is None and not self.keeps_shards:
             # The parts of each pass do not matter.
             seconds = self._total
         else:
@@ -105,6 +108,8 @@ class EdgeCosts:
             seconds = communication.seconds()
             if self.compute is not None:
                 seconds = seconds - communication.overlapped(self.compute)
+            if self.keeps_shards:
+                seconds = seconds + np.where(self.gathers_again, communication.again(), 0.0)
         if frequency is Frequency.STEP and self.accumulation_time:
             growth = self.target_bytes[None, :] - self.source_bytes[:, None]
             seconds = seconds + self.accumulation_time * growth
@@ -118,7 +123,7 @@ class EdgeCosts:
         """Additional exposed seconds if the resharding is re-gathered in backward, shape [R, C]."""
         communication = self._communication(Frequency.REDUCE_STEP)
         if self.compute is None:
-            return communication.again()
+            return np.where(self.gathers_again, 0.0, communication.again())
         once, twice = (
             communication.overlapped(self.compute, again=again) for again in (False, True)
         )
@@ -138,6 +143,17 @@ class EdgeCosts:
     def is_noop(self) -> BoolArray:
         """For each resharding, True if its forward part does nothing, shape [R, C]."""
         return self._chains.is_noop
+
+    @cached_property
+    def gathers_again(self) -> BoolArray:
+        """For each resharding, True if it is an all-gather that backward repeats, shape [R, C].
+
+        What it costs is part of `seconds`.
+        """
+        if not self.keeps_shards:
+            return np.broadcast_to(np.False_, (len(self.sources), len(self.targets)))
+        is_whole = np.array([not layout.is_partial for layout in self.source_layouts])
+        return is_whole[:, None] & (self.source_bytes[:, None] < self.target_bytes)
 
     @cached_property
     def source_layouts(self) -> list[Layout]:

@@ -34,6 +34,7 @@ from autoshard.plan.options import PlanOptions
 from autoshard.plan.pricing import Prices, Usage
 from autoshard.plan.recompute import checkpoint_units
 from autoshard.planner.edge_costs import EdgeCosts
+from autoshard.planner.saved_tensors import SavedTensors
 from autoshard.solve import Edge, Problem, Repeat, ShortestPathCost
 from autoshard.solve import Node as ProblemNode
 
@@ -122,6 +123,8 @@ class Formulation:
         # Pairs of variables that must have the same layout, and the labels of their strategies.
         self.ties: list[tuple[int, int, IntArray, IntArray]] = []
         self._overlap = Overlap(graph, mesh) if prices.overlaps else None
+        gathers_again = prices.training and prices.gathers_activations_again
+        self._saved = SavedTensors(prices, self.blocks) if gathers_again else None
         self._ragged = ragged_values(graph)
         self._several = self._values_with_several_uses()
         self._input_names = {graph_input.name for graph_input in graph.inputs}
@@ -264,6 +267,7 @@ class Formulation:
                 *(self._overlap_share(use), use.value in self._ragged),
                 *(self.prices.charges.get(use.value), self.constraints.forbidden(use.value)),
                 self.graph.reduced_dtype(use.value),
+                self._keeps_shards(use),
             )
         return known
 
@@ -312,6 +316,7 @@ class Formulation:
                 shard_accumulation_factor=(
                     prices.accumulation_factor(tensor.dtype, stored) if has_gradient else 0.0
                 ),
+                keeps_shards=self._keeps_shards(use),
             )
         return self._edge_costs[kind]
 
@@ -319,6 +324,15 @@ class Formulation:
         """True if a use reads a parameter in the layout in which it is stored."""
         source = self.variables[use.source]
         return source.role is Role.INPUT and source.name in self.parameters
+
+    def _keeps_shards(self, use: Use) -> bool:
+        """True if backward gathers what a use reads again, if it is gathered for it."""
+        saved, reader = self._saved, self.variables[use.target]
+        if saved is None or self.variables[use.source].role is Role.INPUT:
+            return False
+        if reader.role is Role.OPERATOR:
+            return saved.needs(self.graph.numbers[reader.name], use.position)
+        return reader.role is Role.SHARED and use.value in saved.needed_in_backward
 
     def table(self, value: str, gradient: Gradient) -> ReshardingTable:
         """The reshardings of a value; shared between values of equal shape and dtype."""
@@ -375,7 +389,8 @@ class Formulation:
     def _edge(self, costs: EdgeCosts) -> tuple[FloatArray | ShortestPathCost, IntArray, IntArray]:
         """Cost matrix of an edge, the row of each source strategy, the column of each target's."""
         table = costs.table
-        is_path = costs.compute is None and not (costs.of_parameter and costs.micro_batches > 1)
+        runs_once = costs.of_parameter and costs.micro_batches > 1
+        is_path = costs.compute is None and not (runs_once or costs.keeps_shards)
         most = max(len(costs.sources), len(costs.targets))
         if most <= _MAX_PAIRED_LAYOUTS or not is_path:
             return costs.fastest, costs.rows, costs.cols

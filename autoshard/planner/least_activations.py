@@ -9,9 +9,16 @@ from collections.abc import Callable, Iterator, Mapping
 
 from autoshard.graph import Graph, InputKind, Node, find_blocks
 from autoshard.ops import SavedByAutograd, may_be_view
+from autoshard.plan.execution import executions, saving_of
 from autoshard.plan.gradients import Gradients
 from autoshard.plan.options import PlanOptions
-from autoshard.plan.recompute import Keeps, checkpoint_units, recomputed_part, saved_for
+from autoshard.plan.recompute import (
+    Keeps,
+    Saving,
+    checkpoint_units,
+    recomputed_part,
+    saved_for,
+)
 
 _Storages = Mapping[str, tuple[str, int]]
 _BATCH = frozenset({InputKind.USER, InputKind.RECEIVED})
@@ -24,7 +31,8 @@ def least_activations(graph: Graph, options: PlanOptions) -> int:
         graph: the program.
         options: of a plan in training.
     """
-    saved, storages = _saving(graph), _storages(graph)
+    saving = saving_of(graph, executions(graph, options), options)
+    saved, storages = _saved_for_all(graph, saving), _storages(graph)
     units: tuple[range, ...] = ()
     if options.activation_checkpointing != "never":
         units = checkpoint_units(graph, find_blocks(graph), options.checkpointed_modules)
@@ -47,11 +55,12 @@ def least_activations(graph: Graph, options: PlanOptions) -> int:
         )
         total += min(sum(entering.values()), sum(inside.values()))
         counted |= entering.keys() | inside.keys()
-    return total
+    # Any of them may be saved in float8.
+    return total // 2 if saving.in_float8 else total
 
 
-def _saving(graph: Graph) -> Callable[[int], SavedByAutograd]:
-    """The tensors that autograd saves for a node, by its number."""
+def _saved_for_all(graph: Graph, saving: Saving) -> Callable[[int], SavedByAutograd]:
+    """The tensors that are saved for a node, by its number."""
     gradients = Gradients(graph, training=True)
     known: dict[int, SavedByAutograd] = {}
 
@@ -59,6 +68,8 @@ def _saving(graph: Graph) -> Callable[[int], SavedByAutograd]:
         node, kind = graph.nodes[number], graph.kinds[number]
         if not gradients.flows(node):
             return SavedByAutograd()
+        if not saving.computed_again.isdisjoint((*node.inputs, *node.outputs)):
+            return saved_for(graph, node, saving)
         if kind not in known:
             known[kind] = saved_for(graph, node)
         return known[kind]

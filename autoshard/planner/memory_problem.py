@@ -74,9 +74,11 @@ class MemoryProblem:
         self._graph = formulation.graph
         self._reshard_after_forward = reshard_after_forward
         self._checkpointing = activation_checkpointing
+        units = formulation.checkpoint_units if activation_checkpointing != "never" else ()
         self._saved = SavedTensors(
-            formulation,
-            checkpoints=activation_checkpointing != "never",
+            formulation.prices,
+            formulation.blocks,
+            units,
             negligible=negligible / formulation.prices.in_flight,
         )
         self._time = TimePoints(formulation, points)
@@ -332,10 +334,10 @@ class MemoryProblem:
 
     def _with_copy(self, usage: FloatArray, use: Use, states: _States) -> FloatArray:
         """The usage of a variable and of the copy that it takes the place of."""
-        costs = self._formulation.edge_costs(use)
-        key = (id(usage), id(costs), states)
+        costs, share = self._formulation.edge_costs(use), self._share(use)
+        key = (id(usage), id(costs), states, share)
         if key not in self._arrays:
-            kept, nothing = costs.target_bytes[costs.cols], np.zeros(len(costs.cols))
+            kept, nothing = share * costs.target_bytes[costs.cols], np.zeros(len(costs.cols))
             nbytes = [kept if state is Residency.KEPT else nothing for state in states]
             self._arrays[key] = usage, usage + np.concatenate(nbytes)
         return self._arrays[key][1]
@@ -476,18 +478,26 @@ class MemoryProblem:
         self, use: Use, states: _States, rare: RareGathers | None
     ) -> tuple[FloatArray, FloatArray]:
         """Seconds and bytes of a copy in each residency and layout, without `rare` ones."""
-        costs = self._formulation.edge_costs(use)
-        key = (id(costs), states)
+        costs, share = self._formulation.edge_costs(use), self._share(use)
+        key = (id(costs), states, share)
         if key not in self._arrays:
             nbytes = {
-                Residency.KEPT: costs.target_bytes,
-                Residency.SOURCE_KEPT: costs.source_bytes,
+                Residency.KEPT: share * costs.target_bytes,
+                Residency.SOURCE_KEPT: share * costs.source_bytes,
             }
             nothing = np.zeros(len(costs.targets))
             counted = [nbytes.get(state, nothing) for state in states]
             usage = np.concatenate([*counted, np.zeros(len(rare or ()))])
             self._arrays[key] = np.zeros(len(usage)), usage
         return self._arrays[key]
+
+    def _share(self, use: Use) -> float:
+        """Bytes that are kept of what a use reads, relative to those of the value."""
+        target = self._formulation.variables[use.target]
+        if target.role is Role.OUTPUT:
+            return 1.0
+        reader = self._graph.numbers[target.name] if target.role is Role.OPERATOR else None
+        return self._saved.share(reader, use.value)
 
     def _add_edge(
         self, use: Use, start: EdgeEnd, end: EdgeEnd, residency: UseResidency, rule: Rule

@@ -50,7 +50,10 @@ class Transition(StrEnum):
     TWICE = "twice"
     """The cost of the resharding, and of its forward part again."""
     NOOP = "noop"
-    """The cost of the resharding if its forward part does nothing; otherwise impossible."""
+    """The cost of the resharding if its forward part does nothing, or if backward repeats it in any
+    case; otherwise impossible."""
+    KEEP = "keep"
+    """The cost of the resharding if its result may be kept for backward; otherwise impossible."""
 
 
 _AVAILABLE = frozenset(
@@ -110,9 +113,11 @@ class UseResidency:
         if target is Residency.SOURCE_KEPT:
             fits = source in (Residency.MADE, Residency.RECOMPUTED)
             return Transition.SAME if fits else Transition.IMPOSSIBLE
-        keeps = target is Residency.KEPT and source is Residency.AT_REST
-        must_regather = keeps and self.reshard_after_forward == "always"
-        return Transition.NOOP if must_regather else Transition.ONCE
+        if target is not Residency.KEPT:
+            return Transition.ONCE
+        at_rest = source is Residency.AT_REST
+        must_regather = at_rest and self.reshard_after_forward == "always"
+        return Transition.NOOP if must_regather else Transition.KEEP
 
     def in_place(self, source: Residency, target: Residency) -> Transition:
         """Transition from the producer to a reader that takes the place of the copy."""
@@ -297,4 +302,6 @@ def _write(part: FloatArray, transition: Transition, costs: EdgeCosts) -> None:
     elif transition is Transition.TWICE:
         part[:] = costs.seconds + costs.regather_seconds
     elif transition is Transition.NOOP:
-        part[:] = np.where(costs.is_noop, costs.seconds, np.inf)
+        part[:] = np.where(costs.is_noop | costs.gathers_again, costs.seconds, np.inf)
+    elif transition is Transition.KEEP:
+        part[:] = np.where(costs.gathers_again, np.inf, costs.seconds)

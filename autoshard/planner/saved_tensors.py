@@ -1,13 +1,10 @@
 """Saved tensors: the tensors of a program that backward needs, and those it can recompute."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-from autoshard.arrays import FloatArray
-from autoshard.graph import Graph
+from autoshard.graph import Block, Graph
 from autoshard.ops import (
     SavedByAutograd,
     Strides,
@@ -15,9 +12,8 @@ from autoshard.ops import (
     made_strides,
     view_strides,
 )
-from autoshard.plan.recompute import Keeps, recomputed_part, saved_for
-from autoshard.planner.edge_costs import local_bytes
-from autoshard.planner.formulation import Formulation, Role
+from autoshard.plan.pricing import Prices
+from autoshard.plan.recompute import AS_IN_EAGER, Keeps, recomputed_part, saved_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +35,9 @@ class SavedTensors:
     """Tensors that backward needs, independent of the strategies of a plan.
 
     Args:
-        formulation: a formulation in training mode.
-        checkpoints: True if units of activation checkpointing may be checkpointed.
+        prices: of a program in training mode.
+        blocks: its repeated blocks.
+        units: nodes of each unit that may be checkpointed.
         negligible: maximum total bytes of the small values that are not counted.
 
     Attributes:
@@ -51,24 +48,36 @@ class SavedTensors:
         needed_in_backward: other values that backward needs, unless they are recomputed.
     """
 
-    def __init__(self, formulation: Formulation, *, checkpoints: bool, negligible: float) -> None:
-        self._formulation = formulation
-        self._graph = graph = formulation.graph
-        gradients = formulation.gradients
+    def __init__(
+        self,
+        prices: Prices,
+        blocks: Sequence[Block],
+        units: Sequence[range] = (),
+        *,
+        negligible: float = 0.0,
+    ) -> None:
+        self._graph = graph = prices.graph
+        self._blocks = blocks
+        gradients = prices.gradients
         saves = [saved_for(graph, node) for node in graph.nodes]
+        self._saving = saving = prices.saving
+        is_same = saving == AS_IN_EAGER
+        own = saves if is_same else [saved_for(graph, node, saving) for node in graph.nodes]
         self.saved = tuple(
             saved if gradients.flows(node) else SavedByAutograd()
-            for node, saved in zip(graph.nodes, saves, strict=True)
+            for node, saved in zip(graph.nodes, own, strict=True)
         )
         self.is_view = tuple(_views(graph))
         self.spans: list[CheckpointSpan | None] = [None] * len(graph.nodes)
-        for nodes in formulation.checkpoint_units if checkpoints else ():
+        for nodes in units:
             reading, recomputed = recomputed_part(nodes, lambda i: Keeps.of(saves[i]))
             if reading:
                 span = CheckpointSpan(nodes, reading, recomputed)
                 self.spans[nodes.start : nodes.stop] = [span] * len(nodes)
         self.negligible = self._find_negligible(negligible)
         self.needed_in_backward = self._find_needed()
+        self._narrow: set[str] = set()
+        self._find_narrow()
 
     def span_of(self, value: str) -> CheckpointSpan | None:
         """The span in which a value is produced."""
@@ -98,6 +107,25 @@ class SavedTensors:
         is_needed_view = not self.needed_in_backward.isdisjoint(outputs)
         return self.is_view[node] and position == 0 and is_needed_view
 
+    def share(self, node: int | None, value: str) -> float:
+        """Bytes that are kept of a value at least, relative to those of the value.
+
+        Args:
+            node: the node that it is kept for; None for all that read it.
+            value: an input of the node.
+        """
+        graph, in_float8 = self._graph, self._saving.in_float8
+        if not in_float8:
+            return 1.0
+        if node is None:
+            return 0.5 if value in self._narrow else 1.0
+        if self.is_view[node]:
+            needed = [v for v in graph.nodes[node].outputs if v in self.needed_in_backward]
+            return 0.5 if needed and self._narrow.issuperset(needed) else 1.0
+        inputs = graph.nodes[node].inputs
+        positions = in_float8.get(graph.nodes[node].name, ())
+        return 0.5 if any(inputs[position] == value for position in positions) else 1.0
+
     def needed_until(self, node: int, position: int) -> int:
         """The first node whose backward needs an input of a node in every plan.
 
@@ -122,40 +150,6 @@ class SavedTensors:
             if self.needs(i, position) or self._enters(i, value)
         ]
         return max(readers, default=-1 if self._is_returned(value) else len(self._graph.nodes))
-
-    def bytes_as_made(self) -> list[FloatArray]:
-        """Bytes until backward if tensors are saved in the layouts of their producers.
-
-        Those of operators are counted for all micro-batches in flight.
-
-        Returns:
-            An array of shape [S] for each variable of the formulation.
-        """
-        formulation = self._formulation
-        in_flight = formulation.prices.in_flight
-        known: dict[tuple[int, bool], FloatArray] = {}
-        found = []
-        for variable in formulation.variables:
-            values: tuple[str, ...] = ()
-            if variable.role is Role.OPERATOR:
-                number = self._graph.numbers[variable.name]
-                values = () if self.is_view[number] else self._graph.nodes[number].outputs
-            needed = not self.needed_in_backward.isdisjoint(values)
-            key = (id(variable.strategies), needed)
-            if key not in known:
-                made = (
-                    local_bytes(
-                        self._graph.values[value],
-                        (s.outputs[i] for s in variable.strategies),
-                        formulation.axes.sizes,
-                    )
-                    for i, value in enumerate(values)
-                )
-                counted = made if needed else variable.usage.values()
-                nbytes = sum(counted, np.zeros(len(variable.strategies)))
-                known[key] = in_flight * nbytes if variable.role is Role.OPERATOR else nbytes
-            found.append(known[key])
-        return found
 
     def _is_returned(self, value: str) -> bool:
         return any(output.name == value for output in self._graph.outputs)
@@ -191,6 +185,17 @@ class SavedTensors:
             self._add_twins(needed)
         return frozenset(needed)
 
+    def _find_narrow(self) -> None:
+        """Find the values that are saved in float8 only, directly or as views."""
+        nodes = self._graph.nodes
+        for i in reversed(range(len(nodes)) if self._saving.in_float8 else ()):
+            for position, value in enumerate(nodes[i].outputs):
+                consumers = self._graph.consumers[value]
+                readers = [j for j, at in consumers if self.needs(j, at)]
+                is_wide = position in self.saved[i].outputs or self._is_returned(value)
+                if readers and not is_wide and all(self.share(j, value) < 1 for j in readers):
+                    self._narrow.add(value)
+
     def _needed_by(self, i: int, needed: set[str]) -> Iterator[str]:
         node, span = self._graph.nodes[i], self.spans[i]
         yield from (node.inputs[position] for position in self.saved[i].inputs)
@@ -202,7 +207,7 @@ class SavedTensors:
     def _add_twins(self, needed: set[str]) -> None:
         """Add the corresponding values of all instances of a block, so that instances are equal."""
         nodes = self._graph.nodes
-        for block in self._formulation.blocks:
+        for block in self._blocks:
             for twins in zip(*block.instances(), strict=True):
                 for values in zip(*(nodes[i].outputs for i in twins), strict=True):
                     if not needed.isdisjoint(values):

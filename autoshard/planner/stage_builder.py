@@ -1,7 +1,7 @@
 """Builds a stage of the plan from a solution, and reads the decisions of a stage."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -49,6 +49,31 @@ class Decisions:
     regathered: frozenset[int] = frozenset()
     checkpoints: tuple[range, ...] = ()
     frequencies: Mapping[int, Frequency] = field(default_factory=dict)
+
+
+def with_gathers_again(formulation: Formulation, decisions: Decisions) -> Decisions:
+    """Decisions, with the activations that `regather_activations` has backward gather again.
+
+    What a checkpoint gathers, it gathers again in any case.
+    """
+    if not formulation.prices.gathers_activations_again:
+        return decisions
+    again = set(decisions.regathered)
+    span_of = {i: span for span in decisions.checkpoints for i in span}
+    graph, choice = formulation.graph, decisions.choice
+    for number, use in enumerate(formulation.uses):
+        costs = formulation.edge_costs(use)
+        pair = costs.rows[choice[use.source]], costs.cols[choice[use.target]]
+        if costs.gathers_again[pair]:
+            reader = formulation.variables[use.target]
+            if reader.role is Role.OPERATOR:
+                is_inside = graph.numbers[reader.name] in span_of
+            else:
+                first = min(i for i, _ in graph.consumers[use.value])
+                is_inside = graph.makers[use.value] in span_of.get(first, ())
+            if not is_inside:
+                again.add(number)
+    return replace(decisions, regathered=frozenset(again))
 
 
 class StageBuilder:

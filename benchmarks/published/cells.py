@@ -194,8 +194,8 @@ def recomputed(row: Row, layers: int) -> tuple[str, ...] | None:
 
     Blocks may all be recomputed, or a stated share of them. What is selective is inside a fused
     attention or a fused activation, but for torchtitan's checkpoints of operators, which recompute
-    every second product, about as many as the MLP has; and for Megatron-Core's modules `moe` and
-    `mlp`.
+    every second product, about as many as the MLP has; and for Megatron-Core's modules `moe`,
+    `mlp` and `moe_act`, the last of which is the activation of experts.
     """
     text = row["act_ckpt"].lower()
     share = _share(text)
@@ -206,7 +206,7 @@ def recomputed(row: Row, layers: int) -> tuple[str, ...] | None:
     if re.search(r"\b(selective|sac)\b", text):
         if re.search(r"\b(op|moe)\b(?!_)", text):
             return ("layers.*.mlp",)
-        return None
+        return ("layers.*.mlp.experts.out",) if re.search(r"\b(moe_)?act\b", text) else None
     is_full = re.search(r"\b(full|every block|all blocks|every layer|all layers)\b", text)
     return () if is_full and not re.match(r"(no|none|off)\b", text) else None
 

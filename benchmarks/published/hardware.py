@@ -22,6 +22,18 @@ TOPOLOGIES: Mapping[str, str] = {
 """Presets by GPU."""
 _GPU = re.compile(r"\b(A100|H100|H200|G?B200|G?B300)\b")
 
+_MIB = 1 << 20
+_REPORTED: Mapping[str, int] = {
+    "a100-sxm-40gb": 40_960 * _MIB,
+    "a100-sxm-80gb": 81_920 * _MIB,
+    "h100-sxm": 81_559 * _MIB,
+    "h200-sxm": 143_771 * _MIB,
+    "b200-sxm": 183_359 * _MIB,
+    "gb200-nvl72": 189_471 * _MIB,
+    "b300-sxm": 275_040 * _MIB,
+    "gb300-nvl72": 284_208 * _MIB,
+}
+"""Bytes of memory that nvidia-smi reports, by preset; presets have the gigabytes of data sheets."""
 _HBM2E = 2.4e12
 """Bytes per second of the memory of the H100 with 96 GB, which is HBM2e."""
 _GIGABIT = 1e9 / 8
@@ -39,6 +51,12 @@ def preset_of(row: Row) -> str | None:
         return None
     is_small = found[1] == "A100" and re.search(r"\b40 ?GB?\b", text)
     return TOPOLOGIES["A100-40GB" if is_small else found[1]]
+
+
+def memory_of(row: Row) -> int | None:
+    """Bytes of memory that nvidia-smi reports of a GPU of a row; None if there is no preset."""
+    preset = preset_of(row)
+    return None if preset is None else _REPORTED[preset]
 
 
 def node_size(row: Row) -> int:

@@ -27,7 +27,7 @@ _EXPERT_LAUNCH = 30e-6
 layers, with what it does around the product."""
 _RELEASE_WITH_GRAPHS = 26.06
 """Release of Megatron-Bridge from which the recipes of models of experts have full CUDA graphs."""
-_NOT_FUSED = ("layers.*.mlp.experts.clamp", "layers.*.mlp.experts.down_bias")
+_NOT_FUSED = ("layers.*.mlp.experts.out.clamp", "layers.*.mlp.experts.down_bias")
 """Modules of experts that Megatron-LM leaves to PyTorch's kernels: the clamp of the activation, and
 the bias of what experts return (weighted_bias_quick_geglu_impl in
 megatron/core/fusions/fused_bias_geglu.py, TEGroupedMLP._apply_bias in
@@ -256,9 +256,11 @@ def _megatron(row: Row, degrees: Degrees, dims: Dimensions) -> dict[str, Any]:
     ranks = degrees.data * degrees.context
     has_engine = "Transformer Engine" in row["compile_kernels_attn"]
     return {
+        "regather_activations": True,
         "bucket_bytes": 4 * degrees.tensor * max(40_000_000, 1_000_000 * ranks),
         "fused_gradient_accumulation": True,
         "float8_weights_once": has_engine,
+        "float8_saved_inputs": True,
         "expert_launch": 0.0 if _has_graphs(row) else _EXPERT_LAUNCH,
         "eager_modules": () if _has_graphs(row) or not dims.clamp else _NOT_FUSED,
     }

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-from benchmarks.published.hardware import topology_of
+from benchmarks.published.hardware import memory_of
 from benchmarks.published.predictions import Prediction
 
 _TRUST = "A"
@@ -11,10 +11,8 @@ _TRUST = "A"
 
 def share_of_memory(one: Prediction) -> float | None:
     """Predicted peak over the memory of the device; None if one of them is not known."""
-    topology = topology_of(one.row)
-    if one.peak is None or topology is None:
-        return None
-    return one.peak / topology.device.memory
+    memory = memory_of(one.row)
+    return None if one.peak is None or memory is None else one.peak / memory
 
 
 def memory_table(predictions: Iterable[Prediction]) -> str:

@@ -233,6 +233,30 @@ class ExpertBias(nn.Module):
         return (rows.float() + self.bias[experts]).to(rows.dtype)
 
 
+class ExpertOut(nn.Module):
+    """The activation of experts and their second product, which Megatron-Core's `moe_act` repeats.
+
+    The product itself does not run again in backward.
+    """
+
+    def __init__(self, dims: Dimensions) -> None:
+        super().__init__()
+        self.dims = dims
+        self.down = nn.Parameter(torch.empty(dims.experts, dims.ffn, dims.hidden))
+        self.clamp = Clamp(dims.clamp) if dims.clamp else None
+
+    def forward(self, inner: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """inner[T, f], or [T, 2 f] with a gate, ends[E] -> [T, d]."""
+        if self.clamp is not None:
+            inner = self.clamp(inner)
+        if self.dims.gated:
+            gate, up = inner.chunk(2, dim=-1)
+            inner = _activation(gate, self.dims.activation) * up
+        else:
+            inner = _activation(inner, self.dims.activation)
+        return torch._grouped_mm(inner, self.down, offs=ends)  # noqa: SLF001  its only name
+
+
 class Experts(nn.Module):
     """Routed experts, as transformers runs them with grouped matrix products."""
 
@@ -242,8 +266,7 @@ class Experts(nn.Module):
         num, width = dims.experts, dims.ffn
         self.router = nn.Linear(dims.hidden, num, bias=False)
         self.up = nn.Parameter(torch.empty(num, dims.hidden, (1 + dims.gated) * width))
-        self.down = nn.Parameter(torch.empty(num, width, dims.hidden))
-        self.clamp = Clamp(dims.clamp) if dims.clamp else None
+        self.out = ExpertOut(dims)
         self.down_bias = ExpertBias(num, dims.hidden) if dims.expert_biases else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -256,14 +279,7 @@ class Experts(nn.Module):
         counts = torch.histc(by_expert.float(), bins=dims.experts, min=0, max=dims.experts - 1)
         ends = torch.cumsum(counts, dim=0, dtype=torch.int32)
         inner = torch._grouped_mm(rows, self.up, offs=ends)  # noqa: SLF001  its only name
-        if self.clamp is not None:
-            inner = self.clamp(inner)
-        if dims.gated:
-            gate, up = inner.chunk(2, dim=-1)
-            inner = _activation(gate, dims.activation) * up
-        else:
-            inner = _activation(inner, dims.activation)
-        out = torch._grouped_mm(inner, self.down, offs=ends)  # noqa: SLF001  its only name
+        out = self.out(inner, ends)
         if self.down_bias is not None:
             out = self.down_bias(out, by_expert)
         out = out * weights.to(x.dtype).reshape(-1)[order].unsqueeze(-1)

@@ -13,7 +13,8 @@ from autoshard.errors import OptionError
 from autoshard.graph import Graph
 from autoshard.mesh import Device, Mesh
 from autoshard.plan import check_plan
-from autoshard.plan.execution import executions
+from autoshard.plan.execution import executions, saving_of
+from autoshard.plan.recompute import AS_IN_EAGER
 
 COMPILED = PlanOptions(execution="compile")
 
@@ -85,6 +86,72 @@ def test_operators_of_named_modules_run_by_themselves() -> None:
     assert all(x.is_compiled for name, x in found.items() if name not in inside)
 
 
+def test_backward_computes_again_what_only_its_kernel_reads_if_its_inputs_are_kept() -> None:
+    graph = layers()
+    # The factors of the product are the result of `up`, which is kept, and its sigmoid. What tanh
+    # makes is read by another kernel.
+    inside = {"sigmoid", "view", "mul", "sigmoid_1", "view_3", "mul_1"}
+    found = saving_of(graph, executions(graph, COMPILED), COMPILED)
+    assert found.computed_again == inside
+    eager = PlanOptions()
+    assert saving_of(graph, executions(graph, eager), eager) == AS_IN_EAGER
+
+
+class GatedLayers(nn.Module):
+    """Layers with a norm of plain operators in float32 and a gated product, and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(GatedLayer() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.float().square().mean()
+
+
+class GatedLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(64))
+        self.gate, self.up = (nn.Linear(64, 256, bias=False) for _ in range(2))
+        self.down = nn.Linear(256, 64, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
+        y = self.scale * wide.to(x.dtype)
+        return x + self.down(torch.nn.functional.silu(self.gate(y)) * self.up(y))
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.*torch.jit.script_method:DeprecationWarning", "ignore:The .grad attribute:UserWarning"
+)
+@pytest.mark.parametrize(("execution", "most"), [("eager", 1.0), ("compile", 1.07)])
+def test_what_is_saved_is_what_pytorch_saves(planned: Planner, execution: str, most: float) -> None:
+    """Compiled, PyTorch keeps the inputs of some norms in 16 bit; at most that is overestimated."""
+    model = GatedLayers().to(torch.bfloat16)
+    x = torch.randn(8, 128, 64).to(torch.bfloat16)
+    plan = planned(graph_of((model, {"x": x})), (1,), execution=execution)
+    if execution == "compile":
+        torch._dynamo.reset()
+        for layer in model.layers:
+            layer.compile(backend="aot_eager_decomp_partition")
+    own = {p.untyped_storage().data_ptr() for p in (x, *model.parameters())}
+    saved: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(x)
+    nbytes = sum(t.untyped_storage().nbytes() for at, t in saved.items() if at not in own)
+    loss.backward()
+    predicted = plan.memory.per_micro_batch - loss.nbytes
+    assert nbytes <= predicted <= most * nbytes
+
+
 def test_eager_operators_are_kernels_of_their_own() -> None:
     assert set(executions(layers(), PlanOptions())) == {executions(layers(), PlanOptions())[0]}
     assert all(x.launches and not x.unread for x in executions(layers(), PlanOptions()))
@@ -121,6 +188,21 @@ def test_plans_have_the_costs_of_their_execution(planned: Planner, options: dict
     changed = plan.options.model_copy(update={first: PlanOptions.model_fields[first].default})
     claimed = plan.model_copy(update={"options": changed})
     assert any("takes" in x or "adds up" in x for x in check_plan(claimed))
+
+
+def test_products_may_save_what_they_read_in_float8(planned: Planner) -> None:
+    x = torch.zeros(8, 128, 64, dtype=torch.bfloat16)
+    graph = graph_of(meta(lambda: (GatedLayers().to(torch.bfloat16), {"x": x})))
+    wide, narrow = (
+        planned(graph, (1,), float8_modules=("layers.*",), float8_saved_inputs=is_narrow)
+        for is_narrow in (False, True)
+    )
+    # Products alone save the scaled norm, once for both that read it, and the gated result.
+    saved = 3 * 8 * 128 * (64 + 256)
+    assert wide.memory.per_micro_batch - narrow.memory.per_micro_batch == saved
+    assert check_plan(narrow) == ()
+    claimed = wide.model_copy(update={"options": narrow.options})
+    assert any("memory peaks at" in finding for finding in check_plan(claimed))
 
 
 def test_attention_takes_the_time_of_its_kernel(planned: Planner) -> None:

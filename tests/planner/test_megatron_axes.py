@@ -7,7 +7,7 @@ from autoshard.errors import OptionError
 from autoshard.graph import Graph, graph_from_json, load_graph
 from autoshard.graph.experts import GROUPED_MM
 from autoshard.mesh import make_mesh
-from autoshard.plan import Plan, PlanOptions
+from autoshard.plan import Plan, PlanOptions, check_plan
 from autoshard.planner import make_plan
 from autoshard.planner.formulation import Formulation
 from autoshard.solve import solve_problem
@@ -62,6 +62,36 @@ def test_with_tensor_parallelism_the_data_axis_shards_what_is_at_rest(dense: Gra
     assert ("reduce_scatter", "dp", "backward") in collectives(plan)
     plain = make_plan(dense, "dp=2,tp=4", algo="megatron-sp")
     assert placements(plain, "layers.0.mlp.up.weight") == ("Replicate()", "Shard(dim=0)")
+
+
+def test_gathered_activations_are_gathered_again_in_backward(dense: Graph) -> None:
+    plain = make_plan(dense, "dp=2,tp=4", algo="megatron-sp", reshard_after_forward="never")
+    options = plain.options.model_copy(update={"regather_activations": True})
+    plan = make_plan(dense, plain.mesh, options)
+    assert check_plan(plan, graph=dense) == ()
+    assert plan.memory is not None
+    assert plain.memory is not None
+    # Of what the two norms of each layer and the last one make, a rank keeps its part of 4.
+    made = 5 * 4 * 64 * 128 * 2
+    assert plain.memory.activations - plan.memory.activations == 3 * made // 4
+    gathered, again = (
+        sum(
+            c.nbytes
+            for c in x.collectives
+            if (c.kind, c.axis, c.direction) == ("all_gather", "tp", "backward")
+        )
+        for x in (plain, plan)
+    )
+    assert again - gathered == made
+    edited = plan.stages[0].model_copy(
+        update={
+            "reshardings": tuple(
+                c.model_copy(update={"regather": False}) for c in plan.stages[0].reshardings
+            )
+        }
+    )
+    findings = check_plan(plan.model_copy(update={"stages": (edited,)}), graph=dense)
+    assert any("stays gathered, which the options rule out" in finding for finding in findings)
 
 
 def test_an_axis_cp_shards_queries_and_gathers_keys_and_values(dense: Graph) -> None:

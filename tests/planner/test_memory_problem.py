@@ -16,14 +16,14 @@ from torch import nn
 from autoshard.costs import GATHERED_ONCE, Frequency
 from autoshard.errors import PlanError
 from autoshard.layouts import Action
-from autoshard.mesh import Mesh
+from autoshard.mesh import Mesh, make_mesh
 from autoshard.plan import PlanOptions
 from autoshard.plan.timeline import timeline
 from autoshard.planner.budget_solver import BudgetSolver
 from autoshard.planner.formulation import Formulation, Role
 from autoshard.planner.memory_problem import MemoryProblem
 from autoshard.planner.saved_tensors import SavedTensors
-from autoshard.planner.stage_builder import Decisions, StageBuilder
+from autoshard.planner.stage_builder import Decisions, StageBuilder, with_gathers_again
 from autoshard.planner.time_points import BackwardPoint
 from autoshard.solve import minimum_usage, solve_problem
 
@@ -47,6 +47,18 @@ class Product(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (x @ self.weight).sum()
+
+
+class HalfProducts(nn.Module):
+    """A product of 16-bit activations and weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(16, dtype=torch.bfloat16))
+        self.product = nn.Linear(16, 16, bias=False, dtype=torch.bfloat16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.product(x.to(torch.bfloat16) * self.scale).sum()
 
 
 class TwoReaders(nn.Module):
@@ -126,9 +138,9 @@ def subsets(items: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
 
 
 def measured(formulation: Formulation, decisions: Decisions) -> Measured:
-    builder = StageBuilder(formulation, decisions)
+    builder = StageBuilder(formulation, with_gathers_again(formulation, decisions))
     stage = builder.stage()
-    found = timeline(stage, formulation.graph, training=True)
+    found = timeline(stage, formulation.graph, training=True, saving=formulation.prices.saving)
     assert found.turn is not None
     held = max(found.total[found.turn], found.total[-1])
     return Measured(builder.costs(stage).total, float(held), float(found.peak))
@@ -136,7 +148,7 @@ def measured(formulation: Formulation, decisions: Decisions) -> Measured:
 
 def every_plan(formulation: Formulation) -> Iterator[Measured]:
     """All choices, with everything resharded again, checkpointed and run once that can be."""
-    saved = SavedTensors(formulation, checkpoints=True, negligible=0.0)
+    saved = SavedTensors(formulation.prices, formulation.blocks, formulation.checkpoint_units)
     spans = [span.nodes for span in dict.fromkeys(saved.spans) if span is not None]
     allowed = [np.flatnonzero(np.isfinite(v.time)).tolist() for v in formulation.variables]
     for choice in product(*allowed):
@@ -271,6 +283,9 @@ def test_a_choice_is_continued_when_more_time_points_are_counted(
         (TwoReaders, (4,), {"mul_1": "S(0)"}, {}),
         (ThroughAView, (4, 2), {"sin*": "S(1)"}, {}),
         (SavesWhatItMakes, (4,), {}, {}),
+        (TwoReaders, (4,), {"mul_1": "R"}, {}),
+        (TwoReaders, (4,), {"mul_1": "R"}, {"regather_activations": True}),
+        (SavesWhatItMakes, (4,), {"sin*": "R"}, {"regather_activations": True}),
         (Product, (4, 4), {}, {"overlap": True}),
         (SavesWhatItMakes, (4,), {}, {"overlap": True}),
         (Product, (4, 4), {}, {"micro_batches": 3}),
@@ -299,6 +314,25 @@ def test_every_limit_has_the_best_of_all_plans(
     plans = list(every_plan(formulation))
     assert_agrees(formulation, plans)
     assert_bounds(formulation, plans)
+
+
+@pytest.mark.parametrize("regathers", [False, True])
+def test_what_products_save_in_float8_is_counted_so(regathers: bool) -> None:
+    mesh = make_mesh((2,), axes=("a",), topology="h100-sxm")
+    options = {
+        "pins": {"inputs": {"x": "S(0)"}, "nodes": {"linear*": "R", "sum*": "R"}},
+        "float8_modules": ("product",),
+        "regather_activations": regathers,
+        "overlap": False,
+    }
+    plain, narrow = (
+        formulated(HalfProducts, (16, 16), mesh, **options, float8_saved_inputs=is_narrow)
+        for is_narrow in (False, True)
+    )
+    least = [min(plan.nbytes for plan in every_plan(f)) for f in (plain, narrow)]
+    # Of what the product reads, 16 x 16 numbers, a rank keeps at least its half.
+    assert least[0] - least[1] == 16 * 16 / 2
+    assert_agrees(narrow, list(every_plan(narrow)))
 
 
 @pytest.mark.parametrize(

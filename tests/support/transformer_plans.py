@@ -42,6 +42,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "hsdp": {"pins": {"parameters": {"*": "*,S(0)"}, "inputs": {"*": "S(0),S(0)"}}},
     "megatron": {"algo": "megatron"},
     "sequence": _sequence_parallel("*layernorm"),
+    "sequence, gathered again": {
+        **_sequence_parallel("*layernorm"),
+        "regather_activations": True,
+    },
     "sequence of gpt2": _sequence_parallel("*.ln_?"),
     "inference": {"mode": "inference"},
 }

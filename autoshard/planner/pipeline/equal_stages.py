@@ -201,8 +201,14 @@ class EqualStages:
         budget = options.memory_budget or mesh.topology.device.memory
         key = found.plan.id, options.in_flight
         if key not in self._peaks:
-            optimizer = Prices(graph, mesh, options).optimizer
-            own = timeline(stage, graph, training=True, optimizer=optimizer)
+            prices = Prices(graph, mesh, options)
+            own = timeline(
+                stage,
+                graph,
+                training=True,
+                optimizer=prices.optimizer,
+                saving=prices.saving,
+            )
             self._peaks[key] = peak_memory(own, budget)
         peak = self._peaks[key].model_copy(update={"budget": budget})
         if peak.peak > budget:

@@ -32,7 +32,7 @@ from autoshard.planner.edge_costs import EdgeCosts
 from autoshard.planner.formulation import Formulation, Role
 from autoshard.planner.pipeline.limits import SearchLimits
 from autoshard.planner.planner import plan_id
-from autoshard.planner.stage_builder import Decisions, StageBuilder
+from autoshard.planner.stage_builder import Decisions, StageBuilder, with_gathers_again
 from autoshard.solve import (
     Edge,
     KeyValueStore,
@@ -342,6 +342,8 @@ class _NodeCosts:
                 self._add_operator(number)
             elif variable.role is Role.INPUT:
                 self._add_input(number)
+        decisions = with_gathers_again(formulation, decisions)
+        self._again = decisions.regathered
         builder = StageBuilder(formulation, decisions)
         for number in range(len(formulation.uses)):
             self._add_resharding(builder, number)
@@ -414,6 +416,8 @@ class _NodeCosts:
         self._add("forward", place, every.forward)
         part = "backward_weight" if formulation.reads_parameter(use) else "backward_input"
         self._add(part, place, every.backward)
+        if number in self._again:
+            self._add(part, place, every.forward)
         once = communication.seconds() - self._micro_batches * (every.forward + every.backward)
         self._add("end", place, max(once, 0.0))
         if communication.frequency is Frequency.STEP and formulation.gradients.exists(use.value):
@@ -441,12 +445,14 @@ class _NodeCosts:
 
     def _add_saved(self, stage: Stage) -> None:
         """Tensors that autograd saves, at the operation that makes them."""
-        memory = StageMemory(lower(stage, self.graph), self._formulation.gradients)
+        formulation = self._formulation
+        saving = formulation.prices.saving
+        memory = StageMemory(lower(stage, self.graph), formulation.gradients, saving)
         places = [self._place_of_operation(op) for op in memory.ops]
         nbytes: dict[int, int] = {}
         for storage, tensor in zip(memory.storages, memory.tensors, strict=True):
             nbytes.setdefault(storage, tensor.nbytes)
-        saved: set[int] = set()
+        saved: set[tuple[int, bool]] = set()
         once = {
             memory.storages[tensor]
             for op in memory.ops
@@ -455,12 +461,12 @@ class _NodeCosts:
         }
         for op, place in zip(memory.ops, places, strict=True):
             self._add("saved", place, op.saved_bytes)
-            saved.update(memory.storages[tensor] for tensor in op.saved)
-        for storage in saved:
+            saved.update(memory.saved_by(op))
+        for storage, in_float8 in saved:
             maker = memory.made_by[storage]
             if maker >= 0 and not memory.ops[maker].regather:
                 kind = "state" if storage in once else "saved"
-                self._add(kind, places[maker], nbytes[storage])
+                self._add(kind, places[maker], nbytes[storage] / (2 if in_float8 else 1))
 
     def _place_of_operation(self, op: MemoryOp) -> int:
         numbers = self.graph.numbers

@@ -35,6 +35,11 @@ class Case:
         self.plan = make_plan(graph, slow_devices(dp=2, tp=2), options)
         assert self.plan.found, self.plan.reason
         assert self.plan.collectives
+        if self.options.get("regather_activations"):
+            parameters = {p.name for p in self.plan.stages[0].parameters}
+            again = [c.value for c in self.plan.stages[0].reshardings if c.regather]
+            assert again
+            assert parameters.isdisjoint(again)
 
     def __call__(self) -> None:
         torch.manual_seed(0)
@@ -46,6 +51,9 @@ CASES = {
     "megatron gpt2": Case("gpt2", {"algo": "megatron"}),
     "megatron bert": Case("bert", {"algo": "megatron"}),
     "megatron llama": Case("llama", {"algo": "megatron"}),
+    "megatron llama, activations gathered again": Case(
+        "llama", {"algo": "megatron-sp", "regather_activations": True}
+    ),
     "pinned gpt2": Case(
         "gpt2",
         {

@@ -90,6 +90,7 @@ CASES = {
         ("llama", "2x2", "hsdp", everything_again),
         ("llama", "2x2", "sequence", plain),
         ("llama", "2x2", "sequence", everything_again),
+        ("llama", "2x2", "sequence, gathered again", plain),
         ("llama", "2x2", "sequence", checkpoints),
         ("llama", "2x2", "inference", plain),
     ]
