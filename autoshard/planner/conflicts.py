@@ -173,14 +173,14 @@ class _ConflictSearch:
             budget = plan.memory.peak
             if is_over():
                 break
-            outcome = search.run(budget - 1)
+            outcome = search.run(budget - 1, quick=True)
             if outcome.solution.status is SolveStatus.INFEASIBLE:
                 return budget, budget
             plan = outcome.plan
         if budget is not None and not is_over():
             # Just below it, the small values that are not counted may be all that is missing.
             below = int(_CLEARLY_LESS * budget)
-            if search.run(below).solution.status is SolveStatus.INFEASIBLE:
+            if search.run(below, quick=True).solution.status is SolveStatus.INFEASIBLE:
                 return max(bound or 0, below + 1), budget
         return bound, budget
 

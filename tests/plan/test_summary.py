@@ -117,7 +117,7 @@ def test_a_pipeline_says_how_long_its_ranks_wait(planned: Planner) -> None:
 
 
 def test_a_document_without_a_plan_gives_the_reason(planned: Planner) -> None:
-    missing = planned(small_graph(gpt2), slow_devices(dp=2), memory_budget=1000)
+    missing = planned(small_graph(gpt2), slow_devices(dp=2), memory_budget=1000, time_limit=3)
     text = missing.summary(width=80)
     assert "No plan: " in text
     assert " ".join(missing.reason.split()) in " ".join(text.split())
