@@ -121,6 +121,14 @@ class Outcome:
         return self.solution.status is SolveStatus.INFEASIBLE or exceeds
 
 
+@dataclass(frozen=True)
+class Exceeding:
+    """A plan that does not fit: strategy of each variable, and seconds of a step."""
+
+    layouts: IntArray
+    cost: float
+
+
 class LimitSearch:
     """Searches the largest usage limit for which the peak of the plan is within the budget.
 
@@ -178,6 +186,7 @@ class Rounds:
             if there is no such plan.
         best: the fastest plan that fits; None if none was found.
         fits: True if a plan of the problem with all layouts fits.
+        exceeding: the last plan, if it does not fit.
         relaxed: the last solution with the budget itself as the limit.
         points: time points of backward at which memory is counted.
         counted: the problem with these time points; None if it has to be built.
@@ -194,6 +203,7 @@ class Rounds:
         self.unlimited: tuple[Solution, StagePlan] | None = None
         self.best: Outcome | None = None
         self.fits = False
+        self.exceeding: Exceeding | None = None
         self.relaxed: Solution | None = None
         self.points: list[BackwardPoint] = []
         self.counted: CountedProblem | None = None

@@ -29,6 +29,7 @@ from autoshard.limits import LimitReached, Limits, limited
 from autoshard.outcome import TIME_LIMIT_REACHED, SolveStatus
 from autoshard.planner.budget_rounds import (
     CountedProblem,
+    Exceeding,
     Outcome,
     Rounds,
     StagePlan,
@@ -40,6 +41,7 @@ from autoshard.planner.formulation import Formulation, Role
 from autoshard.planner.frequencies import Frequencies, most_savings
 from autoshard.planner.saved_tensors import SavedTensors
 from autoshard.planner.stage_builder import Decisions
+from autoshard.planner.time_points import BackwardPoint
 from autoshard.solve import (
     Node,
     Problem,
@@ -180,11 +182,19 @@ class BudgetSearch(BudgetSolver):
         solution = self._with_bound(first.solution, unlimited.bound)
         return self._of_variables(replace(solution, blocks=unlimited.blocks), first.plan)
 
-    def _with_layouts(self, strategies: IntArray, memory_budget: int) -> Rounds:
-        """The rounds of a search of a plan that fits with given strategies of all variables."""
+    def _with_layouts(
+        self, strategies: IntArray, memory_budget: int, *, points: Sequence[BackwardPoint] = ()
+    ) -> Rounds:
+        """The rounds of a search of a plan that fits with given strategies of all variables.
+
+        Args:
+            strategies: strategy index of each variable.
+            memory_budget: bytes per device.
+            points: time points of backward at which memory is counted from the start.
+        """
         masks = self._only(strategies)
         rounds = Rounds(memory_budget, -float("inf"))
-        rounds.add_points(self.block_points())
+        rounds.add_points(chain(points, self.block_points()))
         for _ in range(_FIRST_ROUNDS):
             if rounds.counted is None:
                 rounds.counted = self._counted(rounds).restricted(masks)
@@ -310,6 +320,7 @@ class BudgetSearch(BudgetSolver):
             solution = self._solve_round(rounds, gap=self._loose_gap, proves=True)
             if solution is None or rounds.limits.is_over or self._is_over(rounds):
                 break
+        self._repair(rounds)
         if rounds.fits and rounds.counted is not None and not self._is_good(rounds):
             # Once more with the full gap: for the bound, or under the best limit for the plan.
             assert rounds.best is not None
@@ -319,6 +330,24 @@ class BudgetSearch(BudgetSolver):
             rounds.limits.limit = float(rounds.budget) if is_bound else rounds.limits.fits
             self._solve_round(rounds, proves=True)
         return self._outcome(rounds)
+
+    def _repair(self, rounds: Rounds) -> None:
+        """Change what the last plan recomputes, if it is faster than the best and does not fit.
+
+        The time may end with a plan that exceeds the budget by little.
+        """
+        exceeding, best = rounds.exceeding, rounds.best
+        if exceeding is None or self.is_cancelled:
+            return
+        if best is not None and self._is_close(best.solution.objective, exceeding.cost):
+            return
+        found = self._with_layouts(exceeding.layouts, rounds.budget, points=rounds.points).best
+        if found is None or found.plan is None:
+            return
+        if best is None or found.solution.objective < best.solution.objective:
+            # Its blocks are not those of the problem with all layouts.
+            solution = self._with_bound(replace(found.solution, blocks=()), rounds.bound)
+            rounds.best = self._of_variables(solution, found.plan)
 
     def _record(
         self, rounds: Rounds, counted: CountedProblem, limited: Problem, solution: Solution
@@ -331,7 +360,11 @@ class BudgetSearch(BudgetSolver):
             priced = replace(solution, objective=plan.costs.total)
             outcome = Outcome(priced, problem_sizes(limited), plan, counted.variable_of)
             rounds.keep(outcome, counted.whole(solution.choice)[: counted.num_common])
-        elif rounds.add_points(self.peak_points(plan)):
+            rounds.exceeding = None
+        else:
+            layouts = counted.decisions(solution.choice).choice
+            rounds.exceeding = Exceeding(layouts, plan.costs.total)
+        if rounds.exceeding is not None and rounds.add_points(self.peak_points(plan)):
             return
         rounds.limits.record(limited.peak_usage(solution.choice), plan.memory.peak)
 

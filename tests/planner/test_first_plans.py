@@ -5,13 +5,13 @@ from typing import Any
 import pytest
 from scenarios.architectures import mlp as chain
 from support.meshes import slow_devices
-from support.models import Planner
+from support.models import Planner, gpt2, small_graph
 
 from autoshard.graph import Graph
 from autoshard.outcome import SolveStatus
 from autoshard.plan import Plan
 from autoshard.plan.options import PlanOptions
-from autoshard.planner import problem_size
+from autoshard.planner import budget_search, make_plan, problem_size
 
 MESH = slow_devices(a=2, b=2)
 NO_TIME = 1e-6
@@ -48,6 +48,26 @@ def test_a_plan_is_found_although_time_is_over(
     best = planned(graph, MESH, **options, memory_budget=budget, time_limit=20)
     assert best.costs.total <= plan.costs.total * (1 + 1e-9)
     assert best.certificate.bound <= plan.costs.total
+
+
+def test_a_last_plan_that_exceeds_the_budget_recomputes_more(
+    planned: Planner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The only round with all layouts ends with a plan that does not fit, but is faster."""
+    small, mesh = small_graph(gpt2), slow_devices(dp=2, tp=2)
+    budget = int(0.9 * planned(small, mesh).memory.peak)
+    best = planned(small, mesh, memory_budget=budget)
+    monkeypatch.setattr(budget_search, "_MAX_ROUNDS", 1)
+    plan = make_plan(small, mesh, memory_budget=budget)
+    assert plan.memory is not None
+    assert plan.memory.peak <= budget
+    assert plan.costs is not None
+    assert plan.costs.total == pytest.approx(best.costs.total, rel=1e-4)
+    with monkeypatch.context() as without:
+        without.setattr(budget_search.BudgetSearch, "_repair", lambda *_: None)
+        first = make_plan(small, mesh, memory_budget=budget)
+    assert first.costs is not None
+    assert plan.costs.total < 0.95 * first.costs.total
 
 
 def test_more_micro_batches_in_flight_are_recomputed(planned: Planner, graph: Graph) -> None:
