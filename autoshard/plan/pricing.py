@@ -368,6 +368,8 @@ class Prices:
         )
         pairs = [(s, _without_gradient(s, flags, backward=backward)) for s in every]
         pairs = [(s, own) for s, own in pairs if all(allowed(own) for allowed in constraints)]
+        if not pairs:
+            return OperatorPrices((), np.zeros(0), {}, ())
         found, seen = [s for s, _ in pairs], [own for _, own in pairs]
         times = self.micro_batches * self._times(node, found, backward=backward)
         if rule.communicates:

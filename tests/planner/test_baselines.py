@@ -54,6 +54,15 @@ def test_ddp_all_reduces_every_gradient_once(planned: Planner, build: Callable[[
 
 
 @pytest.mark.parametrize("build", [gpt2, LLAMA])
+def test_heads_that_ranks_do_not_divide_leave_every_pattern(build: Callable[[], Any]) -> None:
+    """With rates of kernels, attention has a price of its own, here without any strategy."""
+    mesh = make_mesh((8,), topology="h100-sxm")
+    found = by_name(compare_baselines(small_graph(build), mesh))
+    assert found["megatron"].found
+    assert not found["hsdp"].found, "it needs two axes"
+
+
+@pytest.mark.parametrize("build", [gpt2, LLAMA])
 def test_fsdp_gathers_parameters_and_reduce_scatters_gradients(
     planned: Planner, build: Callable[[], Any]
 ) -> None:
