@@ -45,7 +45,7 @@ def executions(graph: Graph, options: PlanOptions) -> tuple[Execution, ...]:
 
 
 def saving_of(graph: Graph, executed: Sequence[Execution], options: PlanOptions) -> Saving:
-    """What is saved otherwise than in eager mode."""
+    """How the tensors that a program saves for backward differ from those of eager mode."""
     pairs = list(zip(graph.nodes, executed, strict=True))
     again = frozenset(node.outputs[i] for node, x in pairs for i in x.computed_again)
     if not options.float8_saved_inputs:

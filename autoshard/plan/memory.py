@@ -245,7 +245,7 @@ class StageMemory:
     Args:
         lowering: the lowered stage.
         gradients: gradient flow of its program.
-        saving: what is saved otherwise than in eager mode.
+        saving: how the saved tensors differ from those of eager mode.
 
     Attributes:
         tensors: every tensor on one rank; the stage's inputs come first.

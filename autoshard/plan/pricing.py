@@ -167,7 +167,7 @@ class Prices:
         has_rates = mesh.topology.device.kernels is not None
         self.overlaps = has_rates if options.overlap is None else options.overlap
         self.checkpointed_modules = options.checkpointed_modules
-        self.gathers_activations_again = options.regather_activations
+        self.gathers_activations_again = self.training and options.regather_activations
         self.memory_budget = options.memory_budget or mesh.topology.device.memory
         if options.master_weights and graph.converted:
             raise OptionError(
@@ -188,7 +188,7 @@ class Prices:
 
     @cached_property
     def saving(self) -> Saving:
-        """What is saved for backward otherwise than in eager mode."""
+        """How the tensors that are saved for backward differ from those of eager mode."""
         return saving_of(self.graph, self._executions, self._options)
 
     @cached_property

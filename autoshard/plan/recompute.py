@@ -204,7 +204,7 @@ def _readers_inside(graph: Graph, stage: Stage, spans: Sequence[range]) -> Itera
 
 @dataclass(frozen=True, slots=True)
 class Saving:
-    """What is saved otherwise than autograd saves it for operators in eager mode.
+    """Differences from the tensors that autograd saves for backward in eager mode.
 
     Attributes:
         computed_again: values that compiled kernels compute again, so that they are not saved.
@@ -216,7 +216,7 @@ class Saving:
 
 
 AS_IN_EAGER = Saving()
-"""Everything is saved as autograd saves it for operators in eager mode."""
+"""No difference."""
 
 
 def saved_for(graph: Graph, node: Node, saving: Saving = AS_IN_EAGER) -> SavedByAutograd:

@@ -4,6 +4,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from math import isclose, prod
+from typing import NamedTuple
 
 from autoshard.costs import GATHERED_ONCE, Frequency, StepCommunication
 from autoshard.graph import DType, Tensor
@@ -17,6 +18,26 @@ from autoshard.plan.pricing import communication_of
 
 TOLERANCE = 1e-6
 """Maximum relative difference between stated and computed seconds."""
+
+
+class ReshardedValue(NamedTuple):
+    """What the checks of a resharding depend on, besides its steps.
+
+    Attributes:
+        tensor: the value.
+        gradient: its gradient.
+        fixed_dims: dims that must not be resharded.
+        charge: what is charged of its collectives.
+        of_parameter: True if it is a parameter as it is stored.
+        reduced: element type in which its gradient is reduced.
+    """
+
+    tensor: Tensor
+    gradient: Gradient
+    fixed_dims: AbstractSet[int]
+    charge: Charge
+    of_parameter: bool
+    reduced: DType
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,55 +73,16 @@ class ReshardingCheck:
         self._constraints = constraints
         self._checked: dict[Hashable, CheckedResharding] = {}
 
-    def check(
-        self,
-        resharding: Resharding,
-        tensor: Tensor,
-        gradient: Gradient,
-        *,
-        fixed_dims: AbstractSet[int],
-        charge: Charge,
-        of_parameter: bool,
-        reduced: DType,
-    ) -> CheckedResharding:
-        """Check one resharding of a tensor.
-
-        Args:
-            resharding: the planned resharding.
-            tensor: the resharded value.
-            gradient: its gradient.
-            fixed_dims: dims that must not be resharded.
-            charge: what is charged of its collectives.
-            of_parameter: True if it reshards a parameter as it is stored.
-            reduced: element type in which its gradient is reduced.
-        """
+    def check(self, resharding: Resharding, value: ReshardedValue) -> CheckedResharding:
+        """Check one resharding of a value."""
         forbidden = self._constraints.forbidden(resharding.value)
-        what = tensor, gradient, fixed_dims, charge, of_parameter, reduced, forbidden
         chain = resharding.source, resharding.target, resharding.steps
-        key = (*what, *chain, resharding.frequency)
+        key = (value, forbidden, *chain, resharding.frequency)
         if key not in self._checked:
-            self._checked[key] = self._check(
-                resharding,
-                tensor,
-                gradient,
-                fixed_dims=fixed_dims,
-                charge=charge,
-                of_parameter=of_parameter,
-                reduced=reduced,
-            )
+            self._checked[key] = self._check(resharding, value)
         return self._checked[key]
 
-    def _check(
-        self,
-        resharding: Resharding,
-        tensor: Tensor,
-        gradient: Gradient,
-        *,
-        fixed_dims: AbstractSet[int],
-        charge: Charge,
-        of_parameter: bool,
-        reduced: DType,
-    ) -> CheckedResharding:
+    def _check(self, resharding: Resharding, value: ReshardedValue) -> CheckedResharding:
         source = Layout.parse(resharding.source)
         findings: list[str] = []
         path: list[Step] = []
@@ -108,21 +90,21 @@ class ReshardingCheck:
         is_sound = True
         for stated in resharding.steps:
             try:
-                step, after = self._follow(stated, end, tensor, reduced)
+                step, after = self._follow(stated, end, value.tensor, value.reduced)
             except ValueError as error:
                 findings.append(str(error))
                 is_sound = False
                 break
-            findings += self._step_findings(stated, step, end, gradient, resharding.value)
-            if {step.source.dim, step.target.dim} & fixed_dims:
+            findings += self._step_findings(stated, step, end, value.gradient, resharding.value)
+            if {step.source.dim, step.target.dim} & value.fixed_dims:
                 findings.append(f"{stated.source} -> {stated.target} moves rows of experts")
             path.append(step)
             end = after
         communication, times = communication_of(
             path,
             self._mesh,
-            charge=charge,
-            of_parameter=of_parameter,
+            charge=value.charge,
+            of_parameter=value.of_parameter,
             micro_batches=self._num,
             frequency=resharding.frequency,
             contention=self._mesh.topology.device.contention,
@@ -132,7 +114,7 @@ class ReshardingCheck:
         for stated, seconds in zip(resharding.steps, times, strict=True):
             if not isclose(seconds, stated.time, rel_tol=TOLERANCE):
                 findings.append(f"a step takes {seconds} s, not {stated.time}")
-        findings += self._frequency_findings(resharding, path, of_parameter=of_parameter)
+        findings += self._frequency_findings(resharding, path, of_parameter=value.of_parameter)
         if str(end) != resharding.target:
             findings.append(f"it ends in {end}, not {resharding.target}")
         return CheckedResharding(source, tuple(findings), True, communication)

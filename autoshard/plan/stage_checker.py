@@ -54,7 +54,7 @@ from autoshard.plan.options import PlanOptions
 from autoshard.plan.predictions import Certificate, Costs, Memory
 from autoshard.plan.pricing import Prices
 from autoshard.plan.recompute import checkpoint_spans, checkpoint_units, recomputed, saved_for
-from autoshard.plan.resharding_checker import TOLERANCE, ReshardingCheck
+from autoshard.plan.resharding_checker import TOLERANCE, ReshardedValue, ReshardingCheck
 from autoshard.plan.timeline import Timeline, timeline
 
 NOTHING = 1e-15
@@ -400,8 +400,7 @@ class StageCheck:
         self._used.add(resharding.use)
         where = f"resharding of {resharding.value} for {resharding.consumer or 'all'}"
         gradient = self._gradient(*resharding.use)
-        found = self._reshardings.check(
-            resharding,
+        value = ReshardedValue(
             self._graph.values[resharding.value],
             gradient,
             fixed_dims=RAGGED_DIMS if resharding.value in self._ragged else frozenset(),
@@ -409,6 +408,7 @@ class StageCheck:
             of_parameter=self._reads_parameter(resharding),
             reduced=self._graph.reduced_dtype(resharding.value),
         )
+        found = self._reshardings.check(resharding, value)
         if _as_seen(found.source, gradient) != _as_seen(source, gradient):
             yield f"{where} starts from {found.source}, but the value is made as {source}"
         yield from (f"{where}: {finding}" for finding in found.findings)

@@ -171,7 +171,7 @@ def timeline(
         graph: the stage's program, `graph_from_json(stage.program)`.
         training: True if there is a backward pass.
         optimizer: the optimizer; None for AdamW.
-        saving: what is saved otherwise than in eager mode (`Prices.saving`).
+        saving: how the saved tensors differ from those of eager mode (`Prices.saving`).
 
     Raises:
         PlanError: the stage is inconsistent or does not fit its program.

@@ -354,18 +354,18 @@ class BudgetSearch(BudgetSolver):
     ) -> None:
         """Build the plan of a solution; keep it if it fits, else adjust time points or limits."""
         assert solution.choice is not None
-        plan = self.build(counted.decisions(solution.choice))
+        decisions = counted.decisions(solution.choice)
+        plan = self.build(decisions)
+        rounds.exceeding = None
         if plan.memory.peak <= rounds.budget:
             rounds.fits = True
             priced = replace(solution, objective=plan.costs.total)
             outcome = Outcome(priced, problem_sizes(limited), plan, counted.variable_of)
             rounds.keep(outcome, counted.whole(solution.choice)[: counted.num_common])
-            rounds.exceeding = None
         else:
-            layouts = counted.decisions(solution.choice).choice
-            rounds.exceeding = Exceeding(layouts, plan.costs.total)
-        if rounds.exceeding is not None and rounds.add_points(self.peak_points(plan)):
-            return
+            rounds.exceeding = Exceeding(decisions.choice, plan.costs.total)
+            if rounds.add_points(self.peak_points(plan)):
+                return
         rounds.limits.record(limited.peak_usage(solution.choice), plan.memory.peak)
 
     def _outcome(self, rounds: Rounds) -> Outcome:

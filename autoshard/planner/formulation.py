@@ -123,8 +123,8 @@ class Formulation:
         # Pairs of variables that must have the same layout, and the labels of their strategies.
         self.ties: list[tuple[int, int, IntArray, IntArray]] = []
         self._overlap = Overlap(graph, mesh) if prices.overlaps else None
-        gathers_again = prices.training and prices.gathers_activations_again
-        self._saved = SavedTensors(prices, self.blocks) if gathers_again else None
+        again = prices.gathers_activations_again
+        self._saved = SavedTensors(prices, self.blocks) if again else None
         self._ragged = ragged_values(graph)
         self._several = self._values_with_several_uses()
         self._input_names = {graph_input.name for graph_input in graph.inputs}

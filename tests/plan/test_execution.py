@@ -1,5 +1,6 @@
 """Programs that are compiled, multiplied in float8, or run by another attention kernel."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -20,11 +21,11 @@ COMPILED = PlanOptions(execution="compile")
 
 
 class Layers(nn.Module):
-    """Products with chains of pointwise operators between them."""
+    """Layers one after the other."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(2))
+        self.layers = nn.ModuleList(layers)
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -33,6 +34,8 @@ class Layers(nn.Module):
 
 
 class Layer(nn.Module):
+    """Products with a chain of pointwise operators between them."""
+
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(1024, 1024), nn.Linear(1024, 1024)
@@ -44,7 +47,12 @@ class Layer(nn.Module):
 
 
 def layers(dtype: torch.dtype = torch.bfloat16) -> Graph:
-    module = meta(lambda: (Layers().to(dtype), {"x": torch.zeros(4, 8, 1024, dtype=dtype)}))
+    module = meta(
+        lambda: (
+            Layers(Layer() for _ in range(2)).to(dtype),
+            {"x": torch.zeros(4, 8, 1024, dtype=dtype)},
+        )
+    )
     return graph_of(module)
 
 
@@ -97,17 +105,14 @@ def test_backward_computes_again_what_only_its_kernel_reads_if_its_inputs_are_ke
     assert saving_of(graph, executions(graph, eager), eager) == AS_IN_EAGER
 
 
-class GatedLayers(nn.Module):
+class GatedLayers(Layers):
     """Layers with a norm of plain operators in float32 and a gated product, and a loss."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(GatedLayer() for _ in range(3))
+        super().__init__(GatedLayer() for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x.float().square().mean()
+        return super().forward(x).float().square().mean()
 
 
 class GatedLayer(nn.Module):

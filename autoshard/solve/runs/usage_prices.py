@@ -280,8 +280,7 @@ class UsageLagrangian:
                 if state.choice is not None:
                     return True
             # Where shared nodes are relaxed, a point can have a choice of infinite cost.
-            choices = (point.choice for point in self.points)
-            finite = (c for c in choices if np.isfinite(problem.objective(c)))
+            finite = (point.choice for point in self.points if np.isfinite(point.cost))
             least = min(map(problem.peak_usage, finite), default=np.inf)
             allowed = self.bound + _ACCURACY * steep * least
             tight = bool(np.isfinite(least)) and steep * (least - limit) <= allowed
