@@ -214,6 +214,7 @@ class Planning:
         ),
     ] = None
     float8_saved_inputs: Annotated[bool, _described("float8_saved_inputs", _KERNELS)] = False
+    weighted_activations: Annotated[bool, _described("weighted_activations", _KERNELS)] = False
     expert_launch: Annotated[float, _described("expert_launch", _KERNELS, metavar="SECONDS")] = 0.0
     float8_weights_once: Annotated[bool, _described("float8_weights_once", _KERNELS)] = False
     attention_kernel: Annotated[AttentionKernel, _described("attention_kernel", _KERNELS)] = "auto"

@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 from autoshard.costs import Category, Execution, categorise
 from autoshard.errors import OptionError
 from autoshard.graph import DType, Graph, Node, layer_path, module_paths
+from autoshard.graph.experts import COMBINE
 from autoshard.mesh import Device
 from autoshard.ops import call_of, is_fusible, is_view, rule_for, weights_of
 from autoshard.plan.options import PlanOptions
@@ -16,6 +17,8 @@ FLOAT8 = DType.FLOAT8_E4M3FN
 """Element type of products in float8."""
 
 _HALF = (DType.BFLOAT16, DType.FLOAT16)
+_WEIGHTS = frozenset({2})
+"""Position of the weights of `autoshard.combine`."""
 
 
 def executions(graph: Graph, options: PlanOptions) -> tuple[Execution, ...]:
@@ -48,9 +51,9 @@ def saving_of(graph: Graph, executed: Sequence[Execution], options: PlanOptions)
     """How the tensors that a program saves for backward differ from those of eager mode."""
     pairs = list(zip(graph.nodes, executed, strict=True))
     again = frozenset(node.outputs[i] for node, x in pairs for i in x.computed_again)
-    if not options.float8_saved_inputs:
-        return Saving(again)
-    weights = weights_of(graph)
+    combining = [n.name for n in graph.nodes if n.operator == COMBINE]
+    for_free = dict.fromkeys(combining if options.weighted_activations else (), _WEIGHTS)
+    weights = weights_of(graph) if options.float8_saved_inputs else {}
     in_float8 = {
         node.name: frozenset(
             i
@@ -58,9 +61,9 @@ def saving_of(graph: Graph, executed: Sequence[Execution], options: PlanOptions)
             if value not in weights and graph.values[value].dtype in _HALF
         )
         for node, x in pairs
-        if x.in_float8
+        if options.float8_saved_inputs and x.in_float8
     }
-    return Saving(again, in_float8)
+    return Saving(again, in_float8, for_free)
 
 
 def _is_grouped(node: Node) -> bool:

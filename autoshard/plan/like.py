@@ -29,7 +29,7 @@ _SWITCHES = {
 }
 _LAYOUT = (
     *("algo", "distributed_optimizer", "reshard_after_forward", "regather_activations"),
-    *("stages", "stages_per_rank", "schedule", "balance"),
+    *("weighted_activations", "stages", "stages_per_rank", "schedule", "balance"),
 )
 """Options of a layout; the others that arguments of Megatron-LM set are left to the request."""
 

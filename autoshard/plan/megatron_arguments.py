@@ -150,6 +150,7 @@ def _options(given: Namespace, data_parallel: int) -> PlanOptions:
             "distributed_optimizer": given.use_distributed_optimizer or given.use_megatron_fsdp,
             "activation_checkpointing": recomputed[given.recompute_granularity],
             "regather_activations": given.sequence_parallel or given.context_parallel_size > 1,
+            "weighted_activations": True,
             "reshard_after_forward": "always" if given.use_megatron_fsdp else "auto",
             "master_weights": given.bf16 or given.fp16,
             "accumulation_dtype": "float32"

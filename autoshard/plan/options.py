@@ -417,6 +417,14 @@ class PlanOptions(_Options):
             "Transformer Engine; torchao's save them in 16 bits."
         ),
     )
+    weighted_activations: bool = Field(
+        default=False,
+        description=(
+            "whether the weights of a token's experts multiply the activation inside the experts, "
+            "as in Megatron-Core, so that what experts return is not kept for the gradients of "
+            "these weights; here they multiply what experts return, which is kept."
+        ),
+    )
     expert_launch: float = Field(
         default=0.0,
         ge=0,

@@ -38,7 +38,6 @@ from autoshard.ops import (
     interleaved_types,
     is_view,
     rule_for,
-    saved_tensors,
     strategies,
 )
 from autoshard.plan.charges import charges
@@ -49,7 +48,7 @@ from autoshard.plan.gradients import Gradients
 from autoshard.plan.legality import without_invariant
 from autoshard.plan.nontrivial_axes import NontrivialAxes
 from autoshard.plan.options import PlanOptions
-from autoshard.plan.recompute import Saving
+from autoshard.plan.recompute import Saving, saved_by
 
 Usage = Mapping[str, FloatArray]
 """Bytes per device of each strategy, by kind."""
@@ -399,8 +398,7 @@ class Prices:
             return activation_bytes(rule, chosen, outputs, is_view=is_view(node.operator))
         if not gradients or not self.gradients.flows(node):
             return np.zeros(len(chosen))
-        saved = saved_tensors(call, gradients)
-        saved = replace(saved, outputs=saved.outputs - self.kind(node)[1].computed_again)
+        saved = saved_by(self.graph, node, gradients, self.saving)
         nbytes = saved_bytes(rule, chosen, inputs, outputs, saved)
         return sum(nbytes.outputs.values(), nbytes.extra + halo_bytes(rule, chosen)[0])
 

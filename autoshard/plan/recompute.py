@@ -209,10 +209,13 @@ class Saving:
     Attributes:
         computed_again: values that compiled kernels compute again, so that they are not saved.
         in_float8: positions of the 16-bit inputs that a product saves in float8, by its name.
+        for_free: positions of the inputs whose gradients need no saved tensor, by the name of the
+            operator.
     """
 
     computed_again: frozenset[str] = frozenset()
     in_float8: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    for_free: Mapping[str, frozenset[int]] = field(default_factory=dict)
 
 
 AS_IN_EAGER = Saving()
@@ -221,9 +224,24 @@ AS_IN_EAGER = Saving()
 
 def saved_for(graph: Graph, node: Node, saving: Saving = AS_IN_EAGER) -> SavedByAutograd:
     """The tensors that are saved for the backward of a node."""
-    call = call_of(graph, node)
-    saved = saved_tensors(call, [graph.values[v].requires_grad for v in node.inputs])
-    again = saving.computed_again
+    needed = [graph.values[v].requires_grad for v in node.inputs]
+    return saved_by(graph, node, needed, saving)
+
+
+def saved_by(
+    graph: Graph, node: Node, gradients: Sequence[bool], saving: Saving
+) -> SavedByAutograd:
+    """The tensors that are saved for some gradients of a node.
+
+    Args:
+        graph: the program.
+        node: one of its nodes.
+        gradients: for each input, whether backward computes its gradient.
+        saving: differences from eager mode.
+    """
+    for_free = saving.for_free.get(node.name, ())
+    flags = [flag and i not in for_free for i, flag in enumerate(gradients)]
+    saved, again = saved_tensors(call_of(graph, node), flags), saving.computed_again
     if again.isdisjoint((*node.inputs, *node.outputs)):
         return saved
     return replace(

@@ -271,7 +271,7 @@ class _Baselines:
             return _late(pattern)
         budget, least = formulation.prices.memory_budget, formulation.min_input_bytes
         certificate = outcome_certificate(outcome, self._options(pattern), self.mesh)
-        _, smallest = search.min_usage_plan()
+        _, smallest = search.min_usage_plan
         if smallest is None and least <= budget:
             reason = "an operator of the program does not allow this pattern"
             return _without_plan(pattern, reason).model_copy(update={"certificate": certificate})

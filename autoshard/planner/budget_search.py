@@ -18,6 +18,7 @@ runs when it is over ends there, and the search says so.
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import chain
 from math import isfinite
 
@@ -163,7 +164,8 @@ class BudgetSearch(BudgetSolver):
             same_layouts = self._with_frequencies(unlimited, memory_budget)
         assert unlimited.choice is not None
         layouts = unlimited.choice
-        given = self._with_layouts(layouts, memory_budget)
+        peaks = tuple(self.peak_points(rounds.unlimited[1])) if rounds.unlimited else ()
+        given = self._with_layouts(layouts, memory_budget, points=peaks)
         # All strategies of a problem that is not wide take little more time than these layouts.
         tried = rounds.quick or self._unlimited.strategy_bounds
         for elasticity in _ELASTICITIES if tried else ():
@@ -172,12 +174,13 @@ class BudgetSearch(BudgetSolver):
             priced = self._priced(elasticity * unlimited.objective / memory_budget)
             if priced.choice is not None:
                 layouts = priced.choice
-                given = self._with_layouts(layouts, memory_budget)
+                given = self._with_layouts(layouts, memory_budget, points=given.points)
         outcomes = [outcome for outcome in (same_layouts, given.best) if outcome is not None]
         if not outcomes:
             return None
         first = min(outcomes, key=lambda outcome: outcome.solution.objective)
         rounds.layouts, rounds.common = layouts, given.common
+        rounds.add_points(given.points)
         # Its blocks are those of the problem without memory, as its layouts.
         solution = self._with_bound(first.solution, unlimited.bound)
         return self._of_variables(replace(solution, blocks=unlimited.blocks), first.plan)
@@ -275,8 +278,12 @@ class BudgetSearch(BudgetSolver):
         feasible = replace(solution, status=SolveStatus.FEASIBLE, objective=objective)
         return self._of_variables(feasible, plan)
 
+    @cached_property
     def min_usage_plan(self) -> tuple[float, StagePlan | None]:
-        """The minimum counted usage, and the fastest plan with it, whose peak may be larger."""
+        """The minimum counted usage, and the fastest plan with it, whose peak may be larger.
+
+        As far as the search had time when it was asked for.
+        """
         counted = self.count(0.0)
         least = self.least_usage(counted.problem)
         if not isfinite(least):
@@ -373,7 +380,7 @@ class BudgetSearch(BudgetSolver):
         relaxed = rounds.relaxed
         assert relaxed is not None
         if rounds.best is None and relaxed.status is not SolveStatus.INFEASIBLE:
-            plan = self.min_usage_plan()[1]
+            plan = self.min_usage_plan[1]
             if plan is not None and plan.memory.peak <= rounds.budget:
                 status, objective = SolveStatus.FEASIBLE, plan.costs.total
                 solution = replace(relaxed, status=status, objective=objective, blocks=())

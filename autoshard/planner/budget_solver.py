@@ -29,6 +29,9 @@ _NEGLIGIBLE = 0.005
 _MIN_SECONDS = 1.0
 """Minimum time limit of a single solve, seconds, even after the deadline."""
 
+_CountedKey = tuple[float, tuple[BackwardPoint, ...]]
+"""Bytes that are negligible, and the time points."""
+
 
 class BudgetSolver:
     """Makes and solves the problems of one search, and builds plans of their solutions.
@@ -69,6 +72,7 @@ class BudgetSolver:
         self.bound = -float("inf")
         self.cut_short = False
         self._unlimited = WarmStart()  # for the problem without memory
+        self._last_counted: tuple[_CountedKey, CountedProblem] | None = None
         self.must_recompute = "always" in (
             options.reshard_after_forward,
             options.activation_checkpointing,
@@ -148,12 +152,18 @@ class BudgetSolver:
         return StagePlan(stage, memory.lowering, builder.costs(stage), builder.memory(memory))
 
     def count(self, negligible: float, points: Sequence[BackwardPoint] = ()) -> CountedProblem:
-        """The problem that counts memory as usage.
+        """The problem that counts memory as usage; the last one is kept.
 
         Args:
             negligible: maximum total bytes of the small values that are not counted.
             points: time points of backward at which memory is counted.
         """
+        key = negligible, tuple(points)
+        if self._last_counted is None or self._last_counted[0] != key:
+            self._last_counted = key, self._count(*key)
+        return self._last_counted[1]
+
+    def _count(self, negligible: float, points: Sequence[BackwardPoint]) -> CountedProblem:
         formulation, options = self._formulation, self._options
         if not formulation.prices.training:
             problem = formulation.problem

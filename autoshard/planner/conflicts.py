@@ -159,7 +159,7 @@ class _ConflictSearch:
         seconds = self._remaining if is_small else min(self._remaining, _LEAST_BUDGET_SECONDS)
         end = time.perf_counter() + seconds
         search = self._search(self._formulation, seconds)
-        usage, plan = search.min_usage_plan()
+        usage, plan = search.min_usage_plan
 
         def is_over() -> bool:
             return self._is_over or time.perf_counter() > end

@@ -71,7 +71,7 @@ def _saved_for_all(graph: Graph, saving: Saving) -> Callable[[int], SavedByAutog
         if not saving.computed_again.isdisjoint((*node.inputs, *node.outputs)):
             return saved_for(graph, node, saving)
         if kind not in known:
-            known[kind] = saved_for(graph, node)
+            known[kind] = saved_for(graph, node, saving)
         return known[kind]
 
     return saved

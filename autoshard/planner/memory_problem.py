@@ -90,6 +90,7 @@ class MemoryProblem:
         self._rare: dict[int, RareGathers] = {}  # of parameters, by use
         self._groups: list[list[int]] = []  # nodes of the problem by variable
         self._switches: dict[int, int] = {}  # node that checkpoints a span, by its first node
+        self._uses_of: dict[int, list[int]] = {}  # numbers of the uses by a variable
         # Equal nodes and edges share their arrays, since the solver compares them by identity.
         self._arrays: dict[tuple[object, ...], tuple[FloatArray, FloatArray]] = {}
         self._distinct: dict[int, tuple[FloatArray, IntArray]] = {}
@@ -162,13 +163,13 @@ class MemoryProblem:
         if self._checkpointing == "auto":
             for span in self._spans:
                 self._switches[span.nodes.start] = self._add(np.zeros(2), np.zeros(2), (0, 0))
-        uses: dict[int, list[int]] = {}
         for number, use in enumerate(self._formulation.uses):
-            uses.setdefault(use.target, []).append(number)
+            self._uses_of.setdefault(use.target, []).append(number)
         for i, variable in enumerate(self._formulation.variables):
+            uses = self._uses_of.get(i, ())
             self._groups.append([])
-            self._add_variable(i, variable, uses.get(i, ()))
-            for number in uses.get(i, ()):
+            self._add_variable(i, variable, uses)
+            for number in uses:
                 self._add_use(number, self._formulation.uses[number])
         for first, second, rows, cols in self._formulation.ties:
             self._equate(self._ends[first].node, self._ends[second].node, rows, cols)
@@ -266,6 +267,8 @@ class MemoryProblem:
             node = self._add(np.zeros(len(distinct)), distinct, interval)
             labels = np.tile(numbers, len(end.states))
             self._equate(end.node, node, labels, np.arange(len(distinct)))
+            for number in self._uses_of.get(point.variable, ()):
+                self._add_gathered(number, interval)
             return
         use = self._formulation.uses[point.use]
         costs = self._formulation.edge_costs(use)
@@ -276,6 +279,40 @@ class MemoryProblem:
         rows, cols = (x.ravel() for x in np.indices(nbytes.shape))
         self._equate(start.node, node, np.tile(costs.rows, len(start.states)), rows)
         self._equate(end.node, node, np.tile(costs.cols, len(end.states)), cols)
+
+    def _add_gathered(self, number: int, interval: Interval) -> None:
+        """Add a node for what backward gathers again for the reader of a use."""
+        use = self._formulation.uses[number]
+        operator = self._graph.numbers[self._formulation.variables[use.target].name]
+        if use.position not in self._saved.saved[operator].inputs:
+            return
+        costs, reader = self._formulation.edge_costs(use), self._ends[use.target]
+        num_layouts = len(costs.targets)
+        if number in self._copies:
+            copy = self._copies[number]
+            ends, sizes, cols = copy, copy.sizes(costs), np.arange(num_layouts)
+        elif self._in_place.get(use.target) == number:
+            ends, sizes, cols = reader, [len(costs.cols)] * len(reader.states), costs.cols
+        else:
+            return
+        if Residency.REGATHERED not in ends.states:
+            return
+        # The layout after all others stands for a tensor that is not gathered again.
+        cols_by_state = [
+            cols if state is Residency.REGATHERED else np.full(size, num_layouts)
+            for state, size in zip(ends.states, sizes, strict=True)
+        ]
+        labels = np.concatenate([*cols_by_state, np.full(len(ends.rare or ()), num_layouts)])
+        nbytes = np.zeros((2, len(costs.sources), num_layouts + 1))
+        nbytes[:, :, :-1] = self._share(use) * self._time.gathered_bytes(use, costs)
+        # If the source is gathered again itself, it is in memory too.
+        nbytes[1, :, :-1] += costs.source_bytes[:, None]
+        node = self._add(np.zeros(nbytes.size), nbytes.ravel(), interval)
+        start = self._ends[use.source]
+        again = [len(costs.sources) * (state is Residency.REGATHERED) for state in start.states]
+        rows, columns = (x.ravel() for x in np.indices((2 * len(costs.sources), num_layouts + 1)))
+        self._equate(start.node, node, np.add.outer(again, costs.rows).ravel(), rows)
+        self._equate(ends.node, node, labels, columns)
 
     def _equate(self, first: int, second: int, rows: IntArray, cols: IntArray) -> None:
         """Add an edge that forces two nodes to strategies with equal labels."""

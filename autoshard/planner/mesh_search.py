@@ -52,8 +52,7 @@ class Candidate:
         mesh: the mesh.
         options: those of its plan, which is of one stage if no axis of the mesh is for a pipeline.
         plan: its plan, a document without stages if none was found; None if the options do not
-            fit this mesh, every plan for it is proven slower than that of another mesh, or the
-            process died.
+            fit this mesh, no plan for it is faster than that of another mesh, or the process died.
         error: reason why `plan` is None; empty otherwise.
     """
 
@@ -111,9 +110,9 @@ def search_meshes(
     'auto', meshes without it are planned as one stage.
 
     Meshes of one and two axes are planned first. Planning for a mesh of more axes ends without a
-    plan as soon as a bound proves that each of its plans of one stage is slower than the best one
-    of the meshes before it, but for the last few; its error names the bound. Those whose innermost
-    axis has about the size of a node, which are often fastest, come first.
+    plan as soon as a bound proves that its plans of one stage are at most `relative_gap` faster
+    than the best one of the meshes before it, but for the last few; its error names the bound.
+    Those whose innermost axis has about the size of a node, which are often fastest, come first.
 
     Args:
         graph: the program, as for `make_plan`.

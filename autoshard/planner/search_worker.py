@@ -40,14 +40,16 @@ class _RemoteBlockCache:
 
 
 class _Cutoff:
-    """A cancel token that ends planning once every plan is proven slower than a known one.
+    """A cancel token that ends planning once no plan can be faster than a known one.
 
     Args:
         seconds: a step of the known plan; inf to make a plan in any case.
+        relative_gap: relative difference by which a plan that is not made may be faster.
     """
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, relative_gap: float) -> None:
         self._seconds = seconds
+        self._least = (1 - relative_gap) * seconds
         self._bound = -inf
 
     def report(self, progress: Progress) -> None:
@@ -55,16 +57,18 @@ class _Cutoff:
         self._bound = max(self._bound, progress.bound)
 
     def is_set(self) -> bool:
-        """True if every plan is slower; an infinite bound means that there is none."""
-        return self._seconds < self._bound < inf
+        """True if no plan is faster; an infinite bound means that there is none."""
+        return self._least < self._bound < inf
 
     @property
     def reason(self) -> str:
         """Reason why there is no plan."""
-        return (
-            f"every plan takes at least {self._bound:.4g} s per step, more than the "
-            f"{self._seconds:.4g} s of another mesh"
-        )
+        other = f"the {self._seconds:.5g} s of another mesh"
+        compared = f"more than {other}"
+        if self._bound <= self._seconds:
+            faster = 1 - self._bound / self._seconds
+            compared = f"at most {faster:.2%} less than {other}, which is within relative_gap"
+        return f"every plan takes at least {self._bound:.5g} s per step, {compared}"
 
 
 def plans_one_stage(graph: Graph, mesh: Mesh, options: PlanOptions) -> bool:
@@ -95,7 +99,7 @@ def main() -> None:
         options = PlanOptions.model_validate(question["options"])
         try:
             has_bound = question["best"] is not None and plans_one_stage(graph, mesh, options)
-            cutoff = _Cutoff(question["best"] if has_bound else inf)
+            cutoff = _Cutoff(question["best"] if has_bound else inf, options.relative_gap)
             plan = make_plan(
                 graph,
                 mesh,

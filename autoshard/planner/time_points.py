@@ -133,6 +133,39 @@ class TimePoints:
                     nbytes[i, j] = self._path_bytes(use.value, source, target, path)
         return nbytes
 
+    def gathered_bytes(self, use: Use, costs: EdgeCosts) -> FloatArray:
+        """What backward gathers again for the reader of a use, with working memory.
+
+        Args:
+            use: the use.
+            costs: its costs, between R source and C target layouts.
+
+        Returns:
+            Bytes, shape [R, C].
+        """
+        nbytes = np.where(costs.is_noop | ~costs.is_possible, 0.0, costs.target_bytes)
+        if self._formulation.reads_parameter(use):
+            return nbytes  # A bucket may need no working memory.
+        for i, j in zip(*np.nonzero(nbytes), strict=True):
+            source, target = costs.source_layouts[i], costs.target_layouts[j]
+            nbytes[i, j] += self._working(use.value, source, costs.table.path(source, target))
+        return nbytes
+
+    def _working(self, value: str, source: Layout, path: Sequence[Step]) -> float:
+        """Bytes of working memory of the forward of a resharding."""
+        layouts = [source]
+        for step in path:
+            layouts.append(layouts[-1].replace_all(step.axes, step.target))
+        tensor, axis_sizes = self._graph.values[value], self._formulation.axes.sizes
+        sizes = local_bytes(tensor, layouts, axis_sizes).tolist()
+        between = [0.0, *sizes[1:-1], 0.0]
+        working = (
+            step_working(step.forward, str(step.source), str(step.target), int(a), int(b))
+            + sum(around)
+            for step, (a, b), around in zip(path, pairwise(sizes), pairwise(between), strict=True)
+        )
+        return float(max(working))
+
     def _place(self, point: BackwardPoint) -> float:
         """Position of a time point in the program; backward runs from the end to the start."""
         numbers, variables = self._graph.numbers, self._formulation.variables

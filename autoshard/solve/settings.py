@@ -37,6 +37,7 @@ class SolverSettings:
 
         max_group_work: work of the table of one group of a run with axes for shared nodes, and of
             its powers.
+        max_counted_work: work of all tables of runs for each number of groups in one component.
 
         wide_strategies: mean number of strategies of a node class from which on a problem is
             solved through restricted problems.
@@ -62,6 +63,7 @@ class SolverSettings:
     branch_work: float = 5e6
 
     max_group_work: float = 2e8
+    max_counted_work: float = 4e9
 
     wide_strategies: float = 100.0
     first_width: int = 24

@@ -43,10 +43,21 @@ def is_megatron(row: Row) -> bool:
 
 
 def reduces_in_bfloat16(row: Row) -> bool:
-    """True if gradients are reduced in bfloat16."""
+    """True if gradients are reduced in bfloat16.
+
+    If the row does not say it, they are with NeMo's recipes since 2024 (`grad_sync_dtype: bf16` in
+    the yaml files of NVIDIA/dgxc-benchmarking, `grad_reduce_in_fp32 = False` in the scripts of
+    NeMo 2), and with the recommended configuration of Megatron FSDP (`--grad-reduce-in-bf16` in
+    its user guide).
+    """
     text = row["precision"]
     stated = re.search(r"\breduc\w*( in)? bf16|\bbf16 (grad\w* )?reduc", text)
-    return "PURE" in text or "bf16 params/grads" in text or stated is not None
+    if "PURE" in text or "bf16 params/grads" in text or stated is not None:
+        return True
+    if re.search(r"\b(fp32|float32) (grad\w* )?(accum|reduc)", text):
+        return False
+    is_recipe = re.match(r"NeMo (2 |2[4-9]\.|\(DGX)", row["framework"]) is not None
+    return is_recipe or (is_megatron(row) and is_fully_sharded(row))
 
 
 def attention_kernel(row: Row) -> str:

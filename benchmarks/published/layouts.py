@@ -261,6 +261,7 @@ def _megatron(row: Row, degrees: Degrees, dims: Dimensions) -> dict[str, Any]:
         "fused_gradient_accumulation": True,
         "float8_weights_once": has_engine,
         "float8_saved_inputs": True,
+        "weighted_activations": True,
         "expert_launch": 0.0 if _has_graphs(row) else _EXPERT_LAUNCH,
         "eager_modules": () if _has_graphs(row) or not dims.clamp else _NOT_FUSED,
     }

@@ -28,7 +28,10 @@ LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
         {"dp": 2, "ep": 4, "cp": 2},
         {"distributed_optimizer": True, "reshard_after_forward": "always"},
     ),
-    "megatron tp=2 ep=8 etp=1": ({"dp": 2, "ep": 4, "tp": 2}, {"algo": "megatron"}),
+    "megatron tp=2 ep=8 etp=1": (
+        {"dp": 2, "ep": 4, "tp": 2},
+        {"algo": "megatron", "weighted_activations": True},
+    ),
 }
 
 

@@ -53,6 +53,19 @@ def test_eight_devices_take_an_expert_each(plan: Plan, mixtral: Graph) -> None:
     assert {node.inputs for node in placed(plan, mixtral, GROUPED_MM)} == {("S(0)", "S(0)", "R")}
 
 
+def test_what_experts_return_is_not_kept_if_their_weights_are_in_the_activation(
+    plan: Plan, mixtral: Graph
+) -> None:
+    options = PlanOptions(weighted_activations=True)
+    lean = make_plan(mixtral, make_mesh((8,)), options)
+    assert check_plan(lean) == ()
+    assert plan.memory is not None
+    assert lean.memory is not None
+    assert plan.memory.per_micro_batch - lean.memory.per_micro_batch == NUM_LAYERS * ROW_BYTES
+    claimed = plan.model_copy(update={"options": options})
+    assert any("memory peaks at" in finding for finding in check_plan(claimed))
+
+
 def test_its_error_is_that_of_mixtures_of_experts(plan: Plan) -> None:
     assert plan.performance is not None
     assert "(mixture of experts, Hopper GPUs" in plan.performance.comparison

@@ -13,7 +13,7 @@ from support.layered import free_node, layered
 from autoshard.outcome import SolveStatus
 from autoshard.solve import Node, Problem, Repeat, SolverSettings, brute_force, solve_problem
 from autoshard.solve.runs import RunOutcome, find_runs, solve_runs
-from autoshard.solve.runs.contraction import batched_min_plus, cheapest_path, min_plus_power
+from autoshard.solve.runs.run_tables import batched_min_plus, cheapest_path, min_plus_power
 from autoshard.solve.state import SolveState
 
 

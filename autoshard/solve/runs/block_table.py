@@ -299,35 +299,61 @@ class BlockTable:
             self._kept.keep(np.zeros(0) if values is None else values)
         return values
 
-    def interior(self, seen: tuple[int, ...]) -> tuple[int, ...]:
+    @property
+    def num_components(self) -> int:
+        """Number of components of the group."""
+        return len(self._block.components)
+
+    def by_component(self) -> list[FloatArray]:
+        """Prices of each component; those of the table are their minimum."""
+        return [part.values for part in self._solved()]
+
+    def interior(
+        self, seen: tuple[int, ...], within: Collection[int] | None = None
+    ) -> tuple[int, ...]:
         """Strategies of the nodes of a group that attain an entry of the table.
 
         A table from the store is computed again only if the store does not have the strategies.
+
+        Args:
+            seen: strategies of the nodes of the table's axes.
+            within: components to choose from; None for all of them.
         """
         group = self.run.instances[1]
-        if self._parts is None and self._kept is not None:
+        if within is None and self._parts is None and self._kept is not None:
             sizes = [self._block.num_strategies(v) for v in group]
             found = self._kept.find_interior(seen, sizes)
             if found is not None:
                 return found
-        self._parts = self._parts or self._solve()
-        assert self._parts is not None, "the same table was computed before"
-        best = min(self._parts, key=lambda part: float(part.values[seen]))
+        parts = self._solved()
+        allowed = parts if within is None else [parts[i] for i in within]
+        best = min(allowed, key=lambda part: float(part.values[seen]))
         choice = np.zeros(len(self._place), dtype=np.intp)
         for i, s in best.plan.complete(best.result, dict(enumerate(seen))).items():
             choice[i] = best.left[i][s]
         best.inverse(choice)
         strategies = tuple(int(choice[self._place[v]]) for v in group)
-        if self._kept is not None:
+        if within is None and self._kept is not None:
             self._kept.keep_interior(seen, strategies)
         return strategies
 
-    def as_batch(self) -> FloatArray:
-        """One matrix per state of the shared nodes: states before the group by those after it."""
-        assert self.values is not None
+    def as_batch(self, values: FloatArray | None = None) -> FloatArray:
+        """One matrix per state of the shared nodes: states before the group by those after it.
+
+        Args:
+            values: prices as those of the table, which are used if None.
+        """
+        values = self.values if values is None else values
+        assert values is not None
         number = len(self.run.boundary)
         rows, cols = prod(self.shape[:number]), prod(self.shape[number : 2 * number])
-        return np.ascontiguousarray(np.moveaxis(self.values.reshape(rows, cols, -1), 2, 0))
+        return np.ascontiguousarray(np.moveaxis(values.reshape(rows, cols, -1), 2, 0))
+
+    def _solved(self) -> "list[_ComponentTable]":
+        """The table of each component, computed again if this table is from the store."""
+        self._parts = self._parts or self._solve()
+        assert self._parts is not None, "the same table was computed before"
+        return self._parts
 
     def _solve(self) -> "list[_ComponentTable] | None":
         """The table of each component; None if one would be too large."""

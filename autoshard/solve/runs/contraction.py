@@ -5,16 +5,15 @@ group has a price for each pair of states, so the table of a run is its min-plus
 """
 
 from collections.abc import Sequence
-from functools import reduce
-from itertools import pairwise
+from dataclasses import replace
 
 import numpy as np
 
 from autoshard.arrays import FloatArray, IntArray
 from autoshard.solve.block_cache import KeyValueStore, SolvedBlock
-from autoshard.solve.elimination import Elimination, Evaluation, Table
+from autoshard.solve.elimination import Elimination
 from autoshard.solve.network import Network, Variable
-from autoshard.solve.presolve import Inverse, min_plus, sequence
+from autoshard.solve.presolve import Inverse, sequence
 from autoshard.solve.problem import Problem
 from autoshard.solve.runs.block_table import (
     BlockTable,
@@ -23,91 +22,10 @@ from autoshard.solve.runs.block_table import (
     Shared,
     reduce_around,
 )
-from autoshard.solve.runs.find import Run, independent_runs, uncovered_edges
+from autoshard.solve.runs.counted_groups import CountedMinimum, Outside
+from autoshard.solve.runs.find import independent_runs, uncovered_edges
+from autoshard.solve.runs.run_tables import RunTables, alike_groups, joined_table, write_choices
 from autoshard.solve.settings import DEFAULT_EFFORT, Effort
-
-
-def batched_min_plus(left: FloatArray, right: FloatArray) -> FloatArray:
-    """Min-plus products of stacks of matrices, [M, I, K] by [M, K, J] to [M, I, J]."""
-    return np.stack([min_plus(*pair) for pair in zip(left, right, strict=True)])
-
-
-def min_plus_power(matrices: FloatArray, exponent: int) -> FloatArray:
-    """Min-plus power of a stack of square matrices [M, N, N] by repeated squaring."""
-    result: FloatArray | None = None
-    square = matrices
-    while exponent:
-        if exponent & 1:
-            result = square if result is None else batched_min_plus(result, square)
-        exponent >>= 1
-        if exponent:
-            square = batched_min_plus(square, square)
-    assert result is not None
-    return result
-
-
-def cheapest_path(prices: Sequence[FloatArray], start: int, end: int) -> list[int]:
-    """States of the cheapest path from start to end, both included.
-
-    Args:
-        prices: of each step from state to state, shape [N, N] each; at least one step.
-        start: first state.
-        end: last state.
-    """
-    remaining = [np.where(np.arange(len(prices[0])) == end, 0.0, np.inf)]
-    for matrix in reversed(prices):
-        remaining.append((matrix + remaining[-1][None, :]).min(axis=1))
-    path = [start]
-    for matrix, left in zip(prices, reversed(remaining[:-1]), strict=True):
-        path.append(int((matrix[path[-1]] + left).argmin()))
-    return path
-
-
-RunTables = tuple[tuple[BlockTable, int], ...]
-"""Tables of a run's groups in order, each with the number of consecutive groups it is for."""
-
-
-def alike_groups(run: Run, costs: Sequence[FloatArray]) -> tuple[tuple[int, int], ...]:
-    """Representatives of consecutive groups with equal costs, and the number of groups of each."""
-    groups = run.instances
-    inner, last = groups[min(1, len(groups) - 2)], groups[-1]
-    if all(np.array_equal(costs[v], costs[w]) for v, w in zip(inner, last, strict=True)):
-        return ((1, len(groups)),)
-    return (min(1, len(groups) - 2), len(groups) - 1), (len(groups) - 1, 1)
-
-
-def joined_table(tables: RunTables) -> Table:
-    """The least price of all groups of a run, by strategies before it, at its end, and shared."""
-    table = tables[0][0]
-    run = table.run
-    powers = [min_plus_power(part.as_batch(), number) for part, number in tables]
-    values = np.moveaxis(reduce(batched_min_plus, powers), 0, 2).reshape(table.shape)
-    return Table((*run.before, *run.last_boundary, *table.shared_nodes), values)
-
-
-def write_choices(tables: RunTables, result: Evaluation, choice: IntArray) -> None:
-    """Write the choices of every group of a run, given those before it and at its end."""
-    table = tables[0][0]
-    run = table.run
-    shape = table.shape[: len(run.boundary)]
-    state = 0
-    shared_picks = tuple(result.picks[h] for h in table.shared_nodes)
-    if shared_picks:
-        shared_shape = table.shape[2 * len(run.boundary) :]
-        state = int(np.ravel_multi_index(shared_picks, shared_shape))
-    first, last = (
-        int(np.ravel_multi_index([result.picks[v] for v in nodes], shape))
-        for nodes in (run.before, run.last_boundary)
-    )
-    of_group = [part for part, (_, number) in enumerate(tables) for _ in range(number)]
-    matrices = [part.as_batch()[state] for part, _ in tables]
-    path = cheapest_path([matrices[part] for part in of_group], first, last)
-    groups: dict[tuple[int, tuple[int, int]], list[int]] = {}
-    for k, step in enumerate(pairwise(path)):
-        groups.setdefault((of_group[k], step), []).append(k)
-    for (part, step), numbers in groups.items():
-        seen = [int(i) for flat in step for i in np.unravel_index(flat, shape)]
-        choice[run.node_array[numbers]] = tables[part][0].interior((*seen, *shared_picks))
 
 
 class ContractedProblem:
@@ -154,6 +72,11 @@ class ContractedProblem:
         """True if there is a run to contract."""
         return bool(self._runs)
 
+    @property
+    def has_shared_nodes(self) -> bool:
+        """True if groups of runs have nodes outside of the runs in common."""
+        return bool(self._shared_nodes)
+
     def report(self) -> tuple[SolvedBlock, ...]:
         """Statistics of the block of each run."""
         return tuple(block.report() for block in self._blocks)
@@ -181,6 +104,62 @@ class ContractedProblem:
             return None
         fixed = self._joined(costs, rest, self._best_shared(costs, relaxed[1]), most_work)
         return None if fixed is None else (relaxed[0], fixed[1])
+
+    def minimise_by_count(
+        self, costs: Sequence[FloatArray], most: float, *, shared: IntArray | None = None
+    ) -> CountedMinimum | None:
+        """The least prices for given costs by the numbers of groups in one of their components.
+
+        If shared nodes make tables too large, prices are lower bounds, as those of `minimise`.
+
+        Args:
+            costs: shape [S] for each node of the problem.
+            most: larger prices do not matter.
+            shared: a choice whose strategies the shared nodes have; None for any strategies.
+
+        Returns:
+            None if no run has components, or the tables would be too large.
+        """
+        if shared is not None:
+            return self._counted(costs, {h: int(shared[h]) for h in self._shared_nodes}, most)
+        exact = self._counted(costs, {}, most)
+        if exact is not None or not self._shared_nodes:
+            return exact
+        relaxed = self._counted(costs, dict.fromkeys(self._shared_nodes), most)
+        if relaxed is None:
+            return None
+
+        def choice(numbers: Sequence[int]) -> IntArray:
+            found = relaxed.choice(numbers)
+            fixed = self._counted(costs, self._best_shared(costs, found), np.inf)
+            return found if fixed is None else fixed.choice(numbers)
+
+        return replace(relaxed, choice=choice)
+
+    def _counted(
+        self, costs: Sequence[FloatArray], shared: Shared, most: float
+    ) -> CountedMinimum | None:
+        """The least prices by numbers of groups, as `_joined`; larger ones than `most` are open."""
+        settings = self._effort.settings
+        most_work = settings.max_elimination_work if shared else settings.max_group_work
+        tables, (network, inverse) = [], self._rest(costs)
+        for block in self._blocks:
+            table = _evaluated(block, costs, shared, most_work)
+            if table is None:
+                return None
+            tables.append(table)
+        inverse = sequence([inverse, self._reduced_around(network, costs, shared)])
+        outside = Outside(network, inverse, len(costs), self._effort)
+        return CountedMinimum.of(outside, tables, most)
+
+    def _reduced_around(
+        self, network: Network, costs: Sequence[FloatArray], shared: Shared
+    ) -> Inverse:
+        """Reduce the network outside of runs, with the given strategies of shared nodes."""
+        for v, strategy in shared.items():
+            if strategy is not None:
+                network.keep(v, np.arange(len(costs[v])) == strategy)
+        return reduce_around(network, self._seen, self._known, effort=self._effort)
 
     def _best_shared(self, costs: Sequence[FloatArray], choice: IntArray) -> Shared:
         """The cheapest strategy of each shared node for the other strategies of a choice."""
@@ -214,12 +193,7 @@ class ContractedProblem:
                 return None
             tables.append(evaluated)
         network, inverse = rest[0].copy(), rest[1]
-        for v, strategy in shared.items():
-            if strategy is not None:
-                network.keep(v, np.arange(len(costs[v])) == strategy)
-        inverse = sequence(
-            [inverse, reduce_around(network, self._seen, self._known, effort=self._effort)]
-        )
+        inverse = sequence([inverse, self._reduced_around(network, costs, shared)])
         extra = [joined_table(table) for table in tables]
         plan = Elimination.compile(network, extra=extra, effort=self._effort)
         if plan is None:
@@ -230,7 +204,7 @@ class ContractedProblem:
             choice[v] = network.variables[v].labels[s]
         inverse(choice)
         for table in tables:
-            write_choices(table, result, choice)
+            write_choices(table, result.picks, choice)
         return result.value, choice
 
     def _rest(self, costs: Sequence[FloatArray]) -> tuple[Network, Inverse]:

@@ -13,6 +13,7 @@ import numpy as np
 
 from autoshard.arrays import FloatArray, IntArray
 from autoshard.solve.runs.contraction import ContractedProblem
+from autoshard.solve.runs.count_branches import branch_on_counts
 from autoshard.solve.runs.find import Run, find_runs
 from autoshard.solve.runs.group_master import GroupMaster
 from autoshard.solve.runs.usage_prices import UsageLagrangian, UsageWeights
@@ -106,7 +107,11 @@ def _solve_limited(
         prices = lagrangian.maximise_bound()
         state.raise_bound(lagrangian.bound)
         state.enter("combine repeated groups")
-        _combine_groups(lagrangian, prices, GroupMaster(state))
+        master = GroupMaster(state)
+        _combine_groups(lagrangian, prices, master)
+        if not state.closed:
+            state.enter("branch on numbers of groups")
+            branch_on_counts(lagrangian, prices, contracted, master)
     finally:
         best_choices[:] = [point.choice for point in lagrangian.points]
     return RunOutcome.UPDATED

@@ -11,6 +11,7 @@ they do not oscillate (in-out separation, Ben-Ameur and Neto 2007).
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 
@@ -20,6 +21,8 @@ from autoshard.solve.problem import Problem
 from autoshard.solve.runs.cutting_planes import best_mixture, best_prices
 from autoshard.solve.runs.find import Run
 from autoshard.solve.state import SolveState
+
+Bound = TypeVar("Bound", float, FloatArray)
 
 Minimise = Callable[[Sequence[FloatArray], float], tuple[float, IntArray | None] | None]
 """Returns a lower bound and the best choice found; its arguments are costs per strategy of each
@@ -171,7 +174,10 @@ class UsageLagrangian:
     @property
     def excesses(self) -> FloatArray:
         """Weighted usage minus the limit, by choice and weights, shape [C, D]."""
-        uses = np.array([point.uses for point in self.points])
+        return self._excesses(self.points)
+
+    def _excesses(self, points: Sequence[Point]) -> FloatArray:
+        uses = np.array([point.uses for point in points])
         return uses @ self.usage_weights.matrix.T - self._problem.usage_limit
 
     def priced(self, prices: FloatArray, *, nudge: float = 0.0) -> list[FloatArray]:
@@ -204,17 +210,29 @@ class UsageLagrangian:
         self.add_choice(answer[1])
         return bound
 
-    def proven(self, total: float, prices: FloatArray, *, nudge: float = 0.0) -> float:
+    def proven(self, total: Bound, prices: FloatArray, *, nudge: float = 0.0) -> Bound:
         """Lower bound under the limit, from a lower bound `total` of price plus priced usage."""
-        paid = (float(prices.sum()) + nudge + self._tie) * self._problem.usage_limit
-        return total - paid - _ROUNDING * (abs(total) + paid)
+        paid = self.paid(prices, nudge=nudge)
+        bound: Bound = total - paid - _ROUNDING * (np.abs(total) + paid)
+        return bound
 
-    def best_prices(self, *, most: float = 0.0) -> tuple[FloatArray, float]:
+    def paid(self, prices: FloatArray, *, nudge: float = 0.0) -> float:
+        """Price of usage at the limit."""
+        return (float(prices.sum()) + nudge + self._tie) * self._problem.usage_limit
+
+    def best_prices(
+        self, *, most: float = 0.0, points: Sequence[Point] | None = None
+    ) -> tuple[FloatArray, float]:
         """Maximise the least of the cutting planes; return the prices and the maximum.
 
         If the maximum is unbounded, prices end at `most`, unless that is zero.
+
+        Args:
+            most: largest price, or zero.
+            points: choices whose cutting planes count; those found if None.
         """
-        cost, excess = np.array([point.cost for point in self.points]), self.excesses
+        points = self.points if points is None else points
+        cost, excess = np.array([point.cost for point in points]), self._excesses(points)
         finite = np.isfinite(cost)
         cost, excess = cost[finite], excess[finite]
         scale = float(np.abs(excess).max(initial=0.0))
@@ -241,7 +259,7 @@ class UsageLagrangian:
             small = accuracy * max(abs(promised), SAME)
             if num_stalled > _MAX_STALLED or promised - reached <= small:
                 break
-            best, before = self._padded(best), prices
+            best, before = self.padded(best), prices
             prices = 0.5 * (target + best) if len(best) > 1 and best.any() else target
             # Evaluating the same prices again gives nothing new.
             same = len(before) == len(prices) and np.allclose(before, prices, rtol=SAME, atol=0)
@@ -251,9 +269,9 @@ class UsageLagrangian:
             num_stalled = 0 if bound - reached > accuracy * abs(bound) else num_stalled + 1
             if bound > reached:
                 best, reached = prices, bound
-        return self._padded(best)
+        return self.padded(best)
 
-    def _padded(self, prices: FloatArray) -> FloatArray:
+    def padded(self, prices: FloatArray) -> FloatArray:
         """Prices with zeros for the weights that were added after them."""
         return np.append(prices, np.zeros(len(self.usage_weights.weights) - len(prices)))
 
