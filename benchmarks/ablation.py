@@ -34,7 +34,7 @@ from autoshard.solve.presolve import (
     nothing_to_undo,
 )
 from autoshard.solve.restricted_problem import LimitedRestriction, RestrictedSolver
-from autoshard.solve.runs import block_table, contraction
+from autoshard.solve.runs import block_table, contraction, limited
 from autoshard.solve.runs.contraction import ContractedProblem
 from autoshard.solve.runs.group_master import GroupMaster
 from autoshard.solve.trws import TRWS
@@ -92,6 +92,7 @@ TECHNIQUES = {
         LimitedRestriction, "run", {"wide_strategies": float("inf")}
     ),
     "combination of groups": Technique(GroupMaster, "combine", stub=_nothing),
+    "branching on numbers of groups": Technique(limited, "branch_on_counts", stub=_nothing),
     "substitution of variables": Technique(SubstituteVariables, "apply", stub=_unchanged),
     "elimination of neighbours": Technique(
         EliminateNeighbours, "_eliminate", {"max_product_work": 0}

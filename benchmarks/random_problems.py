@@ -230,8 +230,8 @@ def _wrong_minimum(problem: Problem, found: Solution, route: Route) -> Iterator[
         return
     if not _is_feasible_at(problem, least):
         yield f"no choice satisfies the least limit {least!r}"
-    is_wide = "restricted.problems" in found.statistics
-    if not is_wide and _is_feasible_at(problem, least * (1 - _LEAST_ACCURACY) - 0.5):
+    is_least = not (found.reached_time_limit or "restricted.problems" in found.statistics)
+    if is_least and _is_feasible_at(problem, least * (1 - _LEAST_ACCURACY) - 0.5):
         yield f"the least limit is less than {least!r}"
 
 

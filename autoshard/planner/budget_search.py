@@ -327,7 +327,7 @@ class BudgetSearch(BudgetSolver):
             solution = self._solve_round(rounds, gap=self._loose_gap, proves=True)
             if solution is None or rounds.limits.is_over or self._is_over(rounds):
                 break
-        self._repair(rounds)
+        self.repair(rounds)
         if rounds.fits and rounds.counted is not None and not self._is_good(rounds):
             # Once more with the full gap: for the bound, or under the best limit for the plan.
             assert rounds.best is not None
@@ -338,7 +338,7 @@ class BudgetSearch(BudgetSolver):
             self._solve_round(rounds, proves=True)
         return self._outcome(rounds)
 
-    def _repair(self, rounds: Rounds) -> None:
+    def repair(self, rounds: Rounds) -> None:
         """Change what the last plan recomputes, if it is faster than the best and does not fit.
 
         The time may end with a plan that exceeds the budget by little.

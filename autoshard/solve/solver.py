@@ -34,6 +34,8 @@ from autoshard.solve.state import (
 from autoshard.solve.trws import ascend, is_huge
 
 _MINIMUM_USAGE_SECONDS = 20.0
+_NEARLY_ALL = 0.9
+"""Share of these seconds after which the limit that was found may not be the least one."""
 _PLAIN_ENTRIES = 50_000
 """Entries of matrices up to which plain methods close what run contraction leaves."""
 
@@ -81,8 +83,8 @@ def solve_problem(
     Returns:
         the solution; infeasible is a status, not an error. If the usage limit makes the problem
         infeasible, and the problem has no further limit or cut-off, `statistics["minimum_usage"]`
-        is a limit that is feasible: the least one, unless the time for finding it ran out or the
-        problem was solved through restricted problems.
+        is a limit that is feasible: the least one, unless the time for finding it ran out
+        (`Solution.reached_time_limit`) or the problem was solved through restricted problems.
 
     Raises:
         OptionError: an option is out of its range, or the solver is not installed.
@@ -128,10 +130,12 @@ def _check_options(time_limit: float | None, relative_gap: float) -> None:
 
 
 def _find_minimum_usage(state: SolveState) -> None:
-    """Find the least feasible usage limit of an infeasible problem."""
+    """Find the least feasible usage limit of an infeasible problem; record it if time runs out."""
     state.enter("find the least limit")
     seconds = min(state.remaining, _MINIMUM_USAGE_SECONDS)
+    late = state.elapsed + _NEARLY_ALL * seconds
     least = minimum_usage(state.problem, time_limit=seconds, cancel=state)
+    state.is_late(late)
     if np.isfinite(least):
         state.statistics["minimum_usage"] = least
 

@@ -312,7 +312,7 @@ PIPELINES = {
 def test_arguments_of_megatron_become_a_plan_and_come_back(name: str) -> None:
     arguments, expected = PIPELINES[name]
     found = read_megatron(arguments, num_ranks=8)
-    options = {"micro_batches": 4, "batch_axis": "dp", **expected}
+    options = {"micro_batches": 4, "batch_axis": "dp", "weighted_activations": True, **expected}
     assert found.options == PlanOptions.model_validate(options)
     graph = graph_of(meta(llama, layers=expected["stages"]))
     plan = make_plan(graph, slow_devices(**dict(found.axes)), found.options)

@@ -156,10 +156,10 @@ def test_the_best_mesh_is_found_whatever_the_number_of_processes(budget: int | N
     assert texts[0] == texts[1]
     excluded = [c for c in found[0] if "every plan takes at least" in c.error]
     assert excluded
-    best = found[0][0]
+    least = (1 - options.relative_gap) * found[0][0].objective
     for candidate in excluded:
         alone = make_plan(graph, candidate.mesh, options)
-        assert alone.certificate.objective is None or (alone.certificate.objective > best.objective)
+        assert alone.certificate.objective is None or alone.certificate.objective > least
 
 
 def test_meshes_are_planned_in_the_order_of_their_innermost_axis() -> None:

@@ -142,3 +142,12 @@ def test_branches_prove_what_prices_of_usage_cannot(seed: int) -> None:
     solve_runs(state)
     assert state.objective == pytest.approx(expected.objective)
     assert state.bound == pytest.approx(expected.objective)
+
+
+def test_prices_that_all_do_not_matter_are_told_apart() -> None:
+    problem = moded(0, num_shared=1)
+    costs = [node.cost for node in problem.nodes]
+    found = ContractedProblem(problem).minimise_by_count(costs, -np.inf)
+    assert found is not None
+    assert np.isinf(found.values).all()
+    assert found.least_of_others == pytest.approx(min(least_by_number(problem)))

@@ -103,7 +103,9 @@ class _Branches:
             return False
         self._work -= found.work
         state.count(EVALUATIONS)
-        proven = lagrangian.proven(np.minimum(found.values, found.least_of_others), prices)
+        values = np.minimum(found.values, found.least_of_others)
+        possible, proven = np.isfinite(values), np.full(values.shape, np.inf)
+        proven[possible] = lagrangian.proven(values[possible], prices)
         self._bounds = np.maximum(self._bounds, proven) if self._bounds.size else proven
         least = np.unravel_index(int(np.argmin(self._bounds)), proven.shape)
         before, self._branch = self._branch, tuple(int(i) for i in least)

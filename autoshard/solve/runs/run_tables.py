@@ -22,7 +22,7 @@ def batched_min_plus(left: FloatArray, right: FloatArray) -> FloatArray:
     if len(left) == 1:
         return min_plus(left[0], right[0])[None]
     out = np.full((len(left), left.shape[1], right.shape[2]), np.inf)
-    step = max(1, _BLOCK // max(out[0].size, 1))
+    step = max(1, _BLOCK // max(left.shape[1] * right.shape[2], 1))
     for start in range(0, len(left), step):
         part = slice(start, start + step)
         least, rows, cols = out[part], left[part], right[part]
