@@ -57,7 +57,7 @@ def reduces_in_bfloat16(row: Row) -> bool:
     if re.search(r"\b(fp32|float32) (grad\w* )?(accum|reduc)", text):
         return False
     is_recipe = re.match(r"NeMo (2 |2[4-9]\.|\(DGX)", row["framework"]) is not None
-    return is_recipe or (is_megatron(row) and is_fully_sharded(row))
+    return is_recipe or "Megatron FSDP" in row["dp_variant"]
 
 
 def attention_kernel(row: Row) -> str:
