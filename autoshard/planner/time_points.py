@@ -148,23 +148,10 @@ class TimePoints:
             return nbytes  # A bucket may need no working memory.
         for i, j in zip(*np.nonzero(nbytes), strict=True):
             source, target = costs.source_layouts[i], costs.target_layouts[j]
-            nbytes[i, j] += self._working(use.value, source, costs.table.path(source, target))
+            path = costs.table.path(source, target)
+            sizes = self._sizes(use.value, source, path)
+            nbytes[i, j] += _most_working(path, sizes, backward=False)
         return nbytes
-
-    def _working(self, value: str, source: Layout, path: Sequence[Step]) -> float:
-        """Bytes of working memory of the forward of a resharding."""
-        layouts = [source]
-        for step in path:
-            layouts.append(layouts[-1].replace_all(step.axes, step.target))
-        tensor, axis_sizes = self._graph.values[value], self._formulation.axes.sizes
-        sizes = local_bytes(tensor, layouts, axis_sizes).tolist()
-        between = [0.0, *sizes[1:-1], 0.0]
-        working = (
-            step_working(step.forward, str(step.source), str(step.target), int(a), int(b))
-            + sum(around)
-            for step, (a, b), around in zip(path, pairwise(sizes), pairwise(between), strict=True)
-        )
-        return float(max(working))
 
     def _place(self, point: BackwardPoint) -> float:
         """Position of a time point in the program; backward runs from the end to the start."""
@@ -185,21 +172,22 @@ class TimePoints:
     def _path_bytes(
         self, value: str, source: Layout, target: Layout, path: Sequence[Step]
     ) -> float:
-        tensor, axis_sizes = self._graph.values[value], self._formulation.axes.sizes
+        given = self._local_bytes(value, [target])[0]
+        if all(step.backward is Action.NOTHING for step in path):
+            return given
+        sizes = self._sizes(value, source, path)
+        return given + sizes[0] + _most_working(path, sizes, backward=True)
+
+    def _sizes(self, value: str, source: Layout, path: Sequence[Step]) -> list[float]:
+        """Bytes of a value before a resharding and after each of its steps."""
         layouts = [source]
         for step in path:
             layouts.append(layouts[-1].replace_all(step.axes, step.target))
-        sizes = local_bytes(tensor, [*layouts, target], axis_sizes).tolist()
-        given: float = sizes.pop()
-        if all(step.backward is Action.NOTHING for step in path):
-            return given
-        between = [0.0, *sizes[1:-1], 0.0]
-        working = [
-            step_working(step.backward, str(step.target), str(step.source), int(b), int(a))
-            + sum(around)
-            for step, (a, b), around in zip(path, pairwise(sizes), pairwise(between), strict=True)
-        ]
-        return float(given + sizes[0] + max(working))
+        return self._local_bytes(value, layouts)
+
+    def _local_bytes(self, value: str, layouts: Sequence[Layout]) -> list[float]:
+        found = local_bytes(self._graph.values[value], layouts, self._formulation.axes.sizes)
+        return [float(nbytes) for nbytes in found]
 
     def _has_full_gradient(self, value: str) -> bool:
         """True if the gradient of a value needs as much memory as the value.
@@ -221,3 +209,22 @@ class TimePoints:
             if same and len(node.outputs) == 1 and self._has_full_gradient(made):
                 return True
         return False
+
+
+def _most_working(path: Sequence[Step], sizes: Sequence[float], *, backward: bool) -> float:
+    """Most bytes of working memory of the steps of a resharding, in one of its passes.
+
+    Args:
+        path: the steps.
+        sizes: bytes of the tensor before them and after each.
+        backward: True for the backward pass.
+    """
+    between = [0.0, *sizes[1:-1], 0.0]
+    most = 0.0
+    for step, (old, new), around in zip(path, pairwise(sizes), pairwise(between), strict=True):
+        ends, (before, after) = (str(step.source), str(step.target)), (int(old), int(new))
+        working = step_working(step.forward, *ends, before, after)
+        if backward:
+            working = step_working(step.backward, *ends[::-1], after, before)
+        most = max(most, working + sum(around))
+    return most

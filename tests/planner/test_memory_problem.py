@@ -316,6 +316,42 @@ def test_every_limit_has_the_best_of_all_plans(
     assert_bounds(formulation, plans)
 
 
+class Head(nn.Module):
+    """A product with a weight that is much larger than what it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(64, 256, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x.sin()).sum()
+
+
+def test_what_is_gathered_again_for_an_operator_is_counted_while_that_runs() -> None:
+    options = PlanOptions(
+        pins={
+            "inputs": {"x": "S(0)"},
+            "parameters": {"*": "S(0)"},
+            "nodes": {"linear*": "S(0) R -> S(0)"},
+        },
+        reshard_after_forward="always",
+        activation_checkpointing="never",
+    )
+    with torch.device("meta"):
+        graph = graph_of((Head(), {"x": torch.zeros(8, 64, requires_grad=True)}))
+    solver = BudgetSolver(Formulation.of(graph, slow_devices(a=2), options), options)
+    variables = Formulation.of(graph, slow_devices(a=2), options).variables
+    reader = next(i for i, v in enumerate(variables) if v.name.startswith("linear"))
+    counted = solver.count(0.0, [BackwardPoint(variable=reader)])
+    choice = solve_problem(counted.problem).choice
+    assert choice is not None
+    peak = solver.build(counted.decisions(choice)).memory.peak
+    # The weight and its gradient are whole; without the time point, only their shards count.
+    least = minimum_usage(counted.problem)
+    assert peak - 64 <= least <= peak
+    assert minimum_usage(solver.count(0.0).problem) < peak - 256 * 64 * 4
+
+
 @pytest.mark.parametrize("regathers", [False, True])
 def test_what_products_save_in_float8_is_counted_so(regathers: bool) -> None:
     mesh = make_mesh((2,), axes=("a",), topology="h100-sxm")
