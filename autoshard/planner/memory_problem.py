@@ -281,38 +281,30 @@ class MemoryProblem:
         self._equate(end.node, node, np.tile(costs.cols, len(end.states)), cols)
 
     def _add_gathered(self, number: int, interval: Interval) -> None:
-        """Add a node for what backward gathers again for the reader of a use."""
+        """Add a node for the bytes that backward gathers again for the operator of a use."""
         use = self._formulation.uses[number]
         operator = self._graph.numbers[self._formulation.variables[use.target].name]
         if use.position not in self._saved.saved[operator].inputs:
             return
-        costs, reader = self._formulation.edge_costs(use), self._ends[use.target]
-        num_layouts = len(costs.targets)
-        if number in self._copies:
-            copy = self._copies[number]
-            ends, sizes, cols = copy, copy.sizes(costs), np.arange(num_layouts)
-        elif self._in_place.get(use.target) == number:
-            ends, sizes, cols = reader, [len(costs.cols)] * len(reader.states), costs.cols
-        else:
+        in_place = self._ends[use.target] if self._in_place.get(use.target) == number else None
+        copy = self._copies.get(number, in_place)
+        if copy is None or Residency.REGATHERED not in copy.states:
             return
-        if Residency.REGATHERED not in ends.states:
-            return
+        costs = self._formulation.edge_costs(use)
+        start = self._source_end(use, self._formulation.variables[use.source])
+        num_sources, num_targets = len(costs.sources), len(costs.targets)
         # The layout after all others stands for a tensor that is not gathered again.
-        cols_by_state = [
-            cols if state is Residency.REGATHERED else np.full(size, num_layouts)
-            for state, size in zip(ends.states, sizes, strict=True)
-        ]
-        labels = np.concatenate([*cols_by_state, np.full(len(ends.rare or ()), num_layouts)])
-        nbytes = np.zeros((2, len(costs.sources), num_layouts + 1))
+        nbytes = np.zeros((2, num_sources, num_targets + 1))
         nbytes[:, :, :-1] = self._share(use) * self._time.gathered_bytes(use, costs)
         # If the source is gathered again itself, it is in memory too.
         nbytes[1, :, :-1] += costs.source_bytes[:, None]
         node = self._add(np.zeros(nbytes.size), nbytes.ravel(), interval)
-        start = self._ends[use.source]
-        again = [len(costs.sources) * (state is Residency.REGATHERED) for state in start.states]
-        rows, columns = (x.ravel() for x in np.indices((2 * len(costs.sources), num_layouts + 1)))
-        self._equate(start.node, node, np.add.outer(again, costs.rows).ravel(), rows)
-        self._equate(ends.node, node, labels, columns)
+        rows, cols = (x.ravel() for x in np.indices((2 * num_sources, num_targets + 1)))
+        again = [num_sources * (state is Residency.REGATHERED) for state in start.states]
+        self._equate(start.node, node, start.labels(costs, again, 0), rows)
+        kept = [num_targets * (state is not Residency.REGATHERED) for state in copy.states]
+        labels = np.minimum(copy.labels(costs, kept, num_targets), num_targets)
+        self._equate(copy.node, node, labels, cols)
 
     def _equate(self, first: int, second: int, rows: IntArray, cols: IntArray) -> None:
         """Add an edge that forces two nodes to strategies with equal labels."""
