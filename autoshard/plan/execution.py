@@ -53,15 +53,15 @@ def saving_of(graph: Graph, executed: Sequence[Execution], options: PlanOptions)
     again = frozenset(node.outputs[i] for node, x in pairs for i in x.computed_again)
     combining = [n.name for n in graph.nodes if n.operator == COMBINE]
     for_free = dict.fromkeys(combining if options.weighted_activations else (), _WEIGHTS)
-    weights = weights_of(graph) if options.float8_saved_inputs else {}
+    narrow = [node for node, x in pairs if options.float8_saved_inputs and x.in_float8]
+    weights = weights_of(graph) if narrow else {}
     in_float8 = {
         node.name: frozenset(
             i
             for i, value in enumerate(node.inputs)
             if value not in weights and graph.values[value].dtype in _HALF
         )
-        for node, x in pairs
-        if options.float8_saved_inputs and x.in_float8
+        for node in narrow
     }
     return Saving(again, in_float8, for_free)
 

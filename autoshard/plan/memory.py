@@ -367,8 +367,7 @@ class StageMemory:
         ]
         # Without backward, internal tensors that would be saved are allocated and freed.
         needed = [tensor.requires_grad or not flows for tensor in inputs]
-        for_free = self._saving.for_free.get(node.name, ())
-        saved = saved_tensors(call, [x and i not in for_free for i, x in enumerate(needed)])
+        saved = saved_tensors(call, self._saving.needs_saved(node, needed))
         local = [*(tensor.shape for tensor in inputs), *shapes]
         halo = rule_for(call).halo
         borders = halo.nbytes(call.inputs[0].shape, local[0]) if halo.edges else NO_HALO_BYTES

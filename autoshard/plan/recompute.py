@@ -217,6 +217,11 @@ class Saving:
     in_float8: Mapping[str, frozenset[int]] = field(default_factory=dict)
     for_free: Mapping[str, frozenset[int]] = field(default_factory=dict)
 
+    def needs_saved(self, node: Node, gradients: Sequence[bool]) -> list[bool]:
+        """For each input of a node, True if its gradient is computed and may need saved tensors."""
+        for_free = self.for_free.get(node.name, ())
+        return [flag and i not in for_free for i, flag in enumerate(gradients)]
+
 
 AS_IN_EAGER = Saving()
 """No difference."""
@@ -239,9 +244,8 @@ def saved_by(
         gradients: for each input, whether backward computes its gradient.
         saving: differences from eager mode.
     """
-    for_free = saving.for_free.get(node.name, ())
-    flags = [flag and i not in for_free for i, flag in enumerate(gradients)]
-    saved, again = saved_tensors(call_of(graph, node), flags), saving.computed_again
+    saved = saved_tensors(call_of(graph, node), saving.needs_saved(node, gradients))
+    again = saving.computed_again
     if again.isdisjoint((*node.inputs, *node.outputs)):
         return saved
     return replace(

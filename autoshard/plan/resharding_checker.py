@@ -21,7 +21,7 @@ TOLERANCE = 1e-6
 
 
 class ReshardedValue(NamedTuple):
-    """What the checks of a resharding depend on, besides its steps.
+    """A value that is resharded, with what its tensor, gradient and charges allow.
 
     Attributes:
         tensor: the value.

@@ -282,7 +282,7 @@ class BudgetSearch(BudgetSolver):
     def min_usage_plan(self) -> tuple[float, StagePlan | None]:
         """The minimum counted usage, and the fastest plan with it, whose peak may be larger.
 
-        As far as the search had time when it was asked for.
+        Computed once. If time was short then, usage is an upper bound of the minimum.
         """
         counted = self.count(0.0)
         least = self.least_usage(counted.problem)

@@ -52,7 +52,8 @@ class Candidate:
         mesh: the mesh.
         options: those of its plan, which is of one stage if no axis of the mesh is for a pipeline.
         plan: its plan, a document without stages if none was found; None if the options do not
-            fit this mesh, no plan for it is faster than that of another mesh, or the process died.
+            fit this mesh, its plans are proven to be at most `relative_gap` faster than that of
+            another mesh, or the process died.
         error: reason why `plan` is None; empty otherwise.
     """
 

@@ -40,7 +40,7 @@ class _RemoteBlockCache:
 
 
 class _Cutoff:
-    """A cancel token that ends planning once no plan can be faster than a known one.
+    """A cancel token that ends planning once a known plan is proven to be nearly as fast as any.
 
     Args:
         seconds: a step of the known plan; inf to make a plan in any case.
@@ -57,7 +57,7 @@ class _Cutoff:
         self._bound = max(self._bound, progress.bound)
 
     def is_set(self) -> bool:
-        """True if no plan is faster; an infinite bound means that there is none."""
+        """True if no plan is faster by more than the gap; an infinite bound: there is none."""
         return self._least < self._bound < inf
 
     @property

@@ -7,13 +7,13 @@ The memory counted at a time point is a lower bound of the true memory there.
 """
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 
-from autoshard.arrays import FloatArray
+from autoshard.arrays import BoolArray, FloatArray
 from autoshard.costs import halo_bytes, saved_bytes
 from autoshard.layouts import Action, Layout, Step
 from autoshard.ops import SavedByAutograd, backward_workspace, call_of, passes_gradient, rule_for
@@ -122,19 +122,18 @@ class TimePoints:
         Returns:
             Bytes, shape [R, C].
         """
-        table = costs.table
         nbytes = np.zeros((len(costs.sources), len(costs.targets)))
         if use.gradient is not Gradient.FLOWS or not self._has_full_gradient(use.value):
             return nbytes
-        for i, source in enumerate(costs.source_layouts):
-            for j, target in enumerate(costs.target_layouts):
-                if costs.is_possible[i, j]:
-                    path = table.path(source, target)
-                    nbytes[i, j] = self._path_bytes(use.value, source, target, path)
+        for i, j, path in _paths(costs, costs.is_possible):
+            source, target = costs.source_layouts[i], costs.target_layouts[j]
+            nbytes[i, j] = self._path_bytes(use.value, source, target, path)
         return nbytes
 
     def gathered_bytes(self, use: Use, costs: EdgeCosts) -> FloatArray:
-        """What backward gathers again for the reader of a use, with working memory.
+        """Bytes of the all-gathers that backward repeats for the reader of a use.
+
+        They include working memory where no bucket has it.
 
         Args:
             use: the use.
@@ -146,10 +145,8 @@ class TimePoints:
         nbytes = np.where(costs.is_noop | ~costs.is_possible, 0.0, costs.target_bytes)
         if self._formulation.reads_parameter(use):
             return nbytes  # A bucket may need no working memory.
-        for i, j in zip(*np.nonzero(nbytes), strict=True):
-            source, target = costs.source_layouts[i], costs.target_layouts[j]
-            path = costs.table.path(source, target)
-            sizes = self._sizes(use.value, source, path)
+        for i, j, path in _paths(costs, nbytes > 0):
+            sizes = self._sizes(use.value, costs.source_layouts[i], path)
             nbytes[i, j] += _most_working(path, sizes, backward=False)
         return nbytes
 
@@ -209,6 +206,12 @@ class TimePoints:
             if same and len(node.outputs) == 1 and self._has_full_gradient(made):
                 return True
         return False
+
+
+def _paths(costs: EdgeCosts, mask: BoolArray) -> Iterator[tuple[int, int, Sequence[Step]]]:
+    """The steps between each source and target layout where a mask is true, shape [R, C]."""
+    for i, j in np.argwhere(mask).tolist():
+        yield i, j, costs.table.path(costs.source_layouts[i], costs.target_layouts[j])
 
 
 def _most_working(path: Sequence[Step], sizes: Sequence[float], *, backward: bool) -> float:

@@ -316,17 +316,22 @@ class Elimination:
 
 
 class MinMarginals:
-    """The best choices that pick each strategy of a node; usage limits are ignored.
+    """The best choices that pick each joint strategy of some variables; usage limits are ignored.
+
+    Args:
+        network: the variables.
+        plan: an elimination of the others.
+        kept: the variables whose strategies are picked.
 
     Attributes:
-        least: the least objective of all choices that pick each of the node's strategies,
-            shape [S]; inf where a strategy is impossible.
+        least: the least objective of all choices that pick each of their joint strategies, one
+            axis for each of them; inf where that is impossible.
     """
 
-    def __init__(self, network: Network, plan: Elimination, node: int) -> None:
-        self._plan, self._node = plan, node
+    def __init__(self, network: Network, plan: Elimination, kept: Sequence[int]) -> None:
+        self._plan, self._kept = plan, kept
         self._result = plan.evaluate({v: x.cost for v, x in network.variables.items()})
-        self.least = plan.joint_table(self._result, (node,))
+        self.least = plan.joint_table(self._result, kept)
 
     @classmethod
     def of(
@@ -342,10 +347,34 @@ class MinMarginals:
         if problem.ties or problem.has_path_costs:
             return None
         network = Network.from_problem(problem, limited=False)
-        plan = Elimination.compile(network, keep=(node,), effort=effort)
-        return None if plan is None else cls(network, plan, node)
+        return cls.of_network(network, (node,), effort=effort)
+
+    @classmethod
+    def of_network(
+        cls,
+        network: Network,
+        kept: Sequence[int],
+        *,
+        extra: Sequence[Table] = (),
+        effort: Effort = DEFAULT_EFFORT,
+    ) -> "MinMarginals | None":
+        """Marginals of some variables; None if tables would be too large.
+
+        Args:
+            network: its usage terms are ignored.
+            kept: the variables.
+            extra: prices added to those of the network.
+            effort: limits of work, and when to stop.
+        """
+        plan = Elimination.compile(network, keep=kept, extra=extra, effort=effort)
+        return None if plan is None else cls(network, plan, kept)
+
+    def picks(self, strategies: Sequence[int]) -> dict[int, int]:
+        """Positions of all variables that attain an entry of `least`, which must be finite."""
+        kept = dict(zip(self._kept, strategies, strict=True))
+        return self._plan.complete(self._result, kept)
 
     def choice(self, strategy: int) -> IntArray:
-        """A choice that attains `least[strategy]`, which must be finite."""
-        picks = self._plan.complete(self._result, {self._node: strategy})
+        """A choice that attains `least[strategy]` of a problem's node, which must be finite."""
+        picks = self.picks((strategy,))
         return np.array([picks[v] for v in sorted(picks)], dtype=np.intp)

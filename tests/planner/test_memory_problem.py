@@ -339,8 +339,8 @@ def test_what_is_gathered_again_for_an_operator_is_counted_while_that_runs() -> 
     )
     with torch.device("meta"):
         graph = graph_of((Head(), {"x": torch.zeros(8, 64, requires_grad=True)}))
-    solver = BudgetSolver(Formulation.of(graph, slow_devices(a=2), options), options)
-    variables = Formulation.of(graph, slow_devices(a=2), options).variables
+    formulation = Formulation.of(graph, slow_devices(a=2), options)
+    solver, variables = BudgetSolver(formulation, options), formulation.variables
     reader = next(i for i, v in enumerate(variables) if v.name.startswith("linear"))
     counted = solver.count(0.0, [BackwardPoint(variable=reader)])
     choice = solve_problem(counted.problem).choice

@@ -139,18 +139,28 @@ class ContractedProblem:
     def _counted(
         self, costs: Sequence[FloatArray], shared: Shared, most: float
     ) -> CountedMinimum | None:
-        """The least prices by numbers of groups, as `_joined`; larger ones than `most` are open."""
+        """The least prices by numbers of groups, or None, with arguments as those of `_joined`."""
         settings = self._effort.settings
         most_work = settings.max_elimination_work if shared else settings.max_group_work
-        tables, (network, inverse) = [], self._rest(costs)
-        for block in self._blocks:
-            table = _evaluated(block, costs, shared, most_work)
-            if table is None:
-                return None
-            tables.append(table)
+        tables = self._tables(costs, shared, most_work)
+        if tables is None:
+            return None
+        network, inverse = self._rest(costs)
         inverse = sequence([inverse, self._reduced_around(network, costs, shared)])
         outside = Outside(network, inverse, len(costs), self._effort)
         return CountedMinimum.of(outside, tables, most)
+
+    def _tables(
+        self, costs: Sequence[FloatArray], shared: Shared, most_work: float
+    ) -> list[RunTables] | None:
+        """The tables of each run; None if one would be too large."""
+        found = []
+        for block in self._blocks:
+            tables = _evaluated(block, costs, shared, most_work)
+            if tables is None:
+                return None
+            found.append(tables)
+        return found
 
     def _reduced_around(
         self, network: Network, costs: Sequence[FloatArray], shared: Shared
@@ -186,12 +196,9 @@ class ContractedProblem:
             shared: shared nodes that are no axes of tables.
             most_work: largest number of additions for one table.
         """
-        tables = []
-        for block in self._blocks:
-            evaluated = _evaluated(block, costs, shared, most_work)
-            if evaluated is None:
-                return None
-            tables.append(evaluated)
+        tables = self._tables(costs, shared, most_work)
+        if tables is None:
+            return None
         network, inverse = rest[0].copy(), rest[1]
         inverse = sequence([inverse, self._reduced_around(network, costs, shared)])
         extra = [joined_table(table) for table in tables]

@@ -13,7 +13,7 @@ from math import prod
 import numpy as np
 
 from autoshard.arrays import BoolArray, FloatArray, IntArray
-from autoshard.solve.elimination import Elimination, Table
+from autoshard.solve.elimination import MinMarginals, Table
 from autoshard.solve.network import Network, Variable
 from autoshard.solve.presolve import Inverse
 from autoshard.solve.runs.block_table import BlockTable
@@ -139,15 +139,6 @@ class Outside:
     size: int
     effort: Effort
 
-    def marginals(self, joined: Sequence[Table], nodes: Sequence[int]) -> FloatArray | None:
-        """Least price by joint strategy of some nodes, shape [M]; None if that is too much work."""
-        network = self.network
-        plan = Elimination.compile(network, keep=nodes, extra=joined, effort=self.effort)
-        if plan is None:
-            return None
-        result = plan.evaluate({v: x.cost for v, x in network.variables.items()})
-        return plan.joint_table(result, nodes).ravel()
-
 
 @dataclass(frozen=True)
 class CountedMinimum:
@@ -184,9 +175,12 @@ class CountedMinimum:
             first = table[0][0]
             if first.num_components == 1:
                 continue
-            prices = outside.marginals(joined, first.shared_nodes)
-            if prices is None:
+            shared = MinMarginals.of_network(
+                outside.network, first.shared_nodes, extra=joined, effort=outside.effort
+            )
+            if shared is None:
                 return None
+            prices = shared.least.ravel()
             is_open = prices <= most
             least = min(least, float(prices[~is_open].min(initial=np.inf)))
             work += CountedRun.work(table, is_open)
@@ -216,16 +210,14 @@ class _Counted:
             numbers = np.arange(run.num_groups + 1)
             network.add(run.variable, Variable(numbers, np.zeros(len(numbers))))
         keep = [run.variable for run in self.counted.values()]
-        plan = Elimination.compile(network, keep=keep, extra=joined, effort=self.outside.effort)
-        if plan is None:
+        found = MinMarginals.of_network(network, keep, extra=joined, effort=self.outside.effort)
+        if found is None:
             return None
-        result = plan.evaluate({v: x.cost for v, x in network.variables.items()})
 
         def choice(numbers: Sequence[int]) -> IntArray:
-            picks = plan.complete(result, dict(zip(keep, numbers, strict=True)))
-            return self._written(picks)
+            return self._written(found.picks(numbers))
 
-        return CountedMinimum(plan.joint_table(result, keep), least_of_others, work, choice)
+        return CountedMinimum(found.least, least_of_others, work, choice)
 
     def _written(self, picks: Mapping[int, int]) -> IntArray:
         """The choice with given strategies around the runs, and numbers of counted groups."""
