@@ -5,8 +5,9 @@ INSTALLED := $(VENV)/.installed
 IMAGE ?= autoshard:latest
 BASE ?= python:3.13-slim-trixie
 BUILD ?= docker build
+TORCH ?= 2.12.0
 
-.PHONY: help install demo test test-all check serve generated examples bench faults hostile upgrade prove prove-pipelines prove-loading prove-image load scale conformance fuzz zoo zoo-ranks published image audit format clean
+.PHONY: help install demo test test-all test-gpu test-torch check serve generated examples bench faults hostile upgrade prove prove-pipelines prove-loading prove-image load scale conformance fuzz zoo zoo-ranks published image audit format clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 16
@@ -54,6 +55,15 @@ faults: $(INSTALLED)  ## Kill servers, workers and databases while jobs run, int
 
 hostile: $(INSTALLED)  ## Attack a service in all ways at the same time, into docs/reliability.md
 	$(BIN)/python -m benchmarks.hostile
+
+test-gpu: $(INSTALLED)  ## Run the cases of ranks on GPUs with NCCL; docs/measured.md says how ranks share one
+	AUTOSHARD_TEST_DEVICE=cuda $(BIN)/python -m pytest -m ranks tests/runtime
+
+test-torch:  ## Run the tests of graphs and ranks with another PyTorch, in an environment of its own: TORCH=2.12.0
+	$(PYTHON) -m venv build/torch-$(TORCH)
+	sed -e '/^torch==/d' -e '/^setuptools==/d' constraints.txt > build/torch-$(TORCH)/constraints.txt
+	build/torch-$(TORCH)/bin/python -m pip install --quiet -c build/torch-$(TORCH)/constraints.txt 'torch==$(TORCH)' -e '.[dev]'
+	build/torch-$(TORCH)/bin/python -m pytest -n logical --maxprocesses 4 --dist loadfile -o filterwarnings= tests/graph tests/runtime
 
 upgrade: $(INSTALLED)  ## Run two releases on one database, and change between them, into docs/reliability.md
 	$(BIN)/python -m benchmarks.upgrade

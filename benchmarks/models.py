@@ -43,18 +43,30 @@ class Model:
 
     def export(self) -> bytes:
         """The archive of the model in training mode."""
+        model, inputs = self.build("meta")
+        return export_model(model, (), inputs)
+
+    def build(self, device: str) -> tuple[nn.Module, Inputs]:
+        """The model in training mode with random weights, and a batch, on a device."""
         config = getattr(transformers, self.config)(**self.sizes)
-        with torch.device("meta"):
+        with torch.device(device):
             model: nn.Module = getattr(transformers, self.head)(config).to(self.dtype)
             inputs = self.inputs()
-        return export_model(model.train(), (), inputs)
+        floats = {name: x.to(self.dtype) for name, x in inputs.items() if _is_float(x)}
+        return model.train(), inputs | floats
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 def _tokens(batch: int, sequence: int) -> torch.Tensor:
     return torch.zeros(batch, sequence, dtype=torch.long)
 
 
-def _decoder_inputs(batch: int, sequence: int) -> Callable[[], Inputs]:
+def decoder_inputs(batch: int, sequence: int) -> Callable[[], Inputs]:
+    """Tokens and labels of a decoder."""
+
     def inputs() -> Inputs:
         ids = _tokens(batch, sequence)
         return {"input_ids": ids, "labels": ids, "use_cache": False}
@@ -62,7 +74,9 @@ def _decoder_inputs(batch: int, sequence: int) -> Callable[[], Inputs]:
     return inputs
 
 
-def _masked_inputs(batch: int, sequence: int) -> Callable[[], Inputs]:
+def masked_inputs(batch: int, sequence: int) -> Callable[[], Inputs]:
+    """Tokens, labels and a mask without padding."""
+
     def inputs() -> Inputs:
         ids = _tokens(batch, sequence)
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
@@ -78,7 +92,9 @@ def _translation_inputs(batch: int, source: int, target: int) -> Callable[[], In
     return inputs
 
 
-def _image_inputs(batch: int) -> Callable[[], Inputs]:
+def image_inputs(batch: int) -> Callable[[], Inputs]:
+    """Images of 224 x 224 pixels and labels."""
+
     def inputs() -> Inputs:
         labels = torch.zeros(batch, dtype=torch.long)
         return {"pixel_values": torch.zeros(batch, 3, 224, 224), "labels": labels}
@@ -98,12 +114,12 @@ def _llama3(layers: int, batch: int, sequence: int, **sizes: int) -> Model:
         "max_position_embeddings": 8192,
         "rope_theta": 500_000.0,
     }
-    inputs = _decoder_inputs(batch, sequence)
+    inputs = decoder_inputs(batch, sequence)
     return Model("LlamaConfig", "LlamaForCausalLM", llama | sizes, torch.bfloat16, inputs)
 
 
 def _gpt2(batch: int, sequence: int, **sizes: int) -> Model:
-    inputs = _decoder_inputs(batch, sequence)
+    inputs = decoder_inputs(batch, sequence)
     return Model("GPT2Config", "GPT2LMHeadModel", sizes, torch.float32, inputs)
 
 
@@ -113,7 +129,7 @@ MODELS: Mapping[str, Model] = MappingProxyType(
         "gpt2-tiny": _gpt2(8, 64, n_layer=2, n_embd=64, n_head=4, vocab_size=256),
         "gpt2-xl": _gpt2(8, 1024, n_layer=48, n_embd=1600, n_head=25),
         "bert-base": Model(
-            "BertConfig", "BertForMaskedLM", {}, torch.float32, _masked_inputs(32, 512)
+            "BertConfig", "BertForMaskedLM", {}, torch.float32, masked_inputs(32, 512)
         ),
         "t5-base": Model(
             "T5Config",
@@ -133,14 +149,14 @@ MODELS: Mapping[str, Model] = MappingProxyType(
             "ViTForImageClassification",
             {"num_labels": 1000},
             torch.float32,
-            _image_inputs(64),
+            image_inputs(64),
         ),
         "resnet-50": Model(
             "ResNetConfig",
             "ResNetForImageClassification",
             {"num_labels": 1000},
             torch.float32,
-            _image_inputs(256),
+            image_inputs(256),
         ),
         "llama3-8b": _llama3(32, 16, 8192),
         "llama3-8b-8-layers": _llama3(8, 16, 8192),
@@ -160,10 +176,10 @@ MODELS: Mapping[str, Model] = MappingProxyType(
                 "num_key_value_heads": 4,
             },
             torch.bfloat16,
-            _decoder_inputs(8, 4096),
+            decoder_inputs(8, 4096),
         ),
         "mixtral-8x7b": Model(
-            "MixtralConfig", "MixtralForCausalLM", {}, torch.bfloat16, _decoder_inputs(8, 4096)
+            "MixtralConfig", "MixtralForCausalLM", {}, torch.bfloat16, decoder_inputs(8, 4096)
         ),
         "llama-3-405b-micro-batch": _llama3(
             126,
@@ -178,14 +194,14 @@ MODELS: Mapping[str, Model] = MappingProxyType(
             "DeepseekV3ForCausalLM",
             {"max_position_embeddings": 4096},
             torch.bfloat16,
-            _decoder_inputs(128, 4096),
+            decoder_inputs(128, 4096),
         ),
         "deepseek-v3-6-layers": Model(
             "DeepseekV3Config",
             "DeepseekV3ForCausalLM",
             {"num_hidden_layers": 6, "max_position_embeddings": 4096},
             torch.bfloat16,
-            _decoder_inputs(8, 4096),
+            decoder_inputs(8, 4096),
         ),
     }
 )

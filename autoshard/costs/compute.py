@@ -36,8 +36,10 @@ import numpy as np
 from autoshard.arrays import FloatArray
 from autoshard.costs.kernels import (
     Extents,
+    alignment,
     attention_seconds,
     product_seconds,
+    unaligned_seconds,
     unfused_attention_seconds,
 )
 from autoshard.costs.local import LocalSizes, letters_of
@@ -45,6 +47,9 @@ from autoshard.graph import DType, Tensor
 from autoshard.mesh import Device, KernelRates, RooflineFit
 from autoshard.mesh.topology import MATMUL_EFFICIENCY
 from autoshard.ops import Call, OperatorRule, Strategy, spec_for
+
+_FLOPS_PER_TERM = 2.0
+"""Operations per point of a matrix product: a multiplication and an addition."""
 
 
 class Category(StrEnum):
@@ -306,6 +311,12 @@ class _Operator:
         self.is_causal = rule.causal is not None
         self.slices = [sizes.nbytes(t, d) for t, d in zip(inputs, rule.inputs, strict=True)]
         self.zero = 0.0 * self.flops
+        # Inductor pads the factors, and cuDNN those of convolutions over windows.
+        self._needs_alignment = (
+            not execution.is_compiled
+            and self.dtype.itemsize == DType.BFLOAT16.itemsize
+            and rule.flops_per_point == _FLOPS_PER_TERM
+        )
         made = [sizes.nbytes(t, d) for t, d in zip(outputs, rule.outputs, strict=True)]
         unread, unwritten = execution.unread, execution.unwritten
         self.written = sum((x for i, x in enumerate(made) if i not in unwritten), self.zero)
@@ -374,7 +385,14 @@ class _Operator:
         read = self.read + self.written - output
         if self.execution.in_float8:
             read = read * (self.dtype.itemsize / DType.BFLOAT16.itemsize)
-        return product_seconds(extents, self.dtype, self.device, kernels, read=read, written=output)
+        seconds = product_seconds(
+            extents, self.dtype, self.device, kernels, read=read, written=output
+        )
+        if not self._needs_alignment:
+            return seconds
+        whole = self.contraction.extents(self.sizes, self.all_flops)
+        aligned = alignment(whole, self.dtype.itemsize)
+        return np.maximum(seconds, unaligned_seconds(extents, aligned, kernels))
 
 
 def _computed(rule: OperatorRule, sizes: LocalSizes, *, balanced: bool) -> FloatArray | float:

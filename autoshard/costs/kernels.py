@@ -8,6 +8,10 @@ sum may be split among several (split-K), whose partial sums go through memory. 
 splits the fastest counts, as in the heuristics of cuBLAS. Operands are read while tiles are
 computed; the output of Ampere's and Hopper's kernels is written in between.
 
+The fast kernels load and store 16 bytes at once, so they need rows of a multiple of 16 bytes, such
+as a vocabulary that 8 divides (NVIDIA, "Matrix Multiplication Background User's Guide", section on
+tensor core requirements). For others, cuBLAS has kernels whose rates hardly depend on the shape.
+
 Fused attention computes a block of queries per multiprocessor, with the time to start and to end a
 block given in keys (`AttentionRate`). Attention that is not fused is a product, a softmax and
 another product, between which the scores go through memory.
@@ -43,6 +47,19 @@ _SPLIT_KEYS = 1024
 
 _PARTIAL_BYTES = 8
 """Bytes written and read for each float32 partial sum of a split product."""
+
+
+_ALIGNED = 16
+"""Bytes that rows must be a multiple of for the fast kernels."""
+
+_UNALIGNED_RATES = {2: 0.92e12, 4: 1.8e12, 8: 1.8e12}
+"""FLOP/s of a multiprocessor, by the bytes that rows are a multiple of.
+
+Measured on an H200 with PyTorch 2.11, products of 4096 or 8192 rows with 768, 1600 or 2048 terms,
+forward and both gradients: 0.67 to 0.96e12 for 1001 columns, 1.3 to 2.0e12 for 1002 and 1004, 2.6
+to 5.4e12 for 1000. The output layer of GPT-2 (8192 tokens, 50,257 columns) reached 0.92e12 in a
+training step. Other generations are given the same.
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,6 +123,34 @@ def product_seconds(
     exposed = kernels.exposed_writes * written
     moved = (read + written - exposed) / bandwidth
     result: FloatArray = np.maximum(seconds.min(axis=(0, 1)), moved) + exposed / bandwidth
+    return result
+
+
+def alignment(extents: Extents, itemsize: int) -> FloatArray:
+    """Bytes that the rows of all matrices of a product are a multiple of, at most 16; shape [S].
+
+    The factors have rows of `terms` or `columns`, and so have those of its gradients.
+    """
+    nbytes = [np.rint(x * itemsize).astype(np.int64) for x in (extents.columns, extents.terms)]
+    powers = [np.where(x > 0, x & -x, _ALIGNED) for x in nbytes]
+    result: FloatArray = np.minimum.reduce([*powers, np.full_like(powers[0], _ALIGNED)]).astype(
+        float
+    )
+    return result
+
+
+def unaligned_seconds(extents: Extents, aligned: FloatArray, kernels: KernelRates) -> FloatArray:
+    """Least seconds of 16-bit matrix products whose rows are not aligned; 0 for others; shape [S].
+
+    Args:
+        extents: of the products.
+        aligned: their `alignment`.
+        kernels: rates of the device.
+    """
+    flops = 2 * extents.batch * extents.rows * extents.columns * extents.terms
+    result: FloatArray = np.zeros_like(flops)
+    for nbytes, rate in _UNALIGNED_RATES.items():
+        result += (aligned == nbytes) * flops / (rate * kernels.multiprocessors)
     return result
 
 

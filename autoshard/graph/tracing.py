@@ -56,7 +56,7 @@ def custom_functions() -> Iterator[set[str]]:
         )
         if passes and torch.is_grad_enabled() and not cls.__module__.startswith(_TORCH_MODULES):
             found.add(f"{cls.__module__}.{cls.__qualname__}")
-        return plain.__func__(cls, *args, **kwargs)
+        return plain.__get__(None, cls)(*args, **kwargs)
 
     # Patched here and restored below.
     Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]

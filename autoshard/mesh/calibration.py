@@ -143,7 +143,8 @@ def _rate(figures: Sequence[float], where: str) -> Rate:
             f"less busy machines"
         )
     # Bytes take some time even if the latency dominates.
-    least = _MIN_RELATIVE_TIME * next(inverse for inverse in total if inverse > 0)
+    rounding = np.finfo(float).eps * total[-1]
+    least = _MIN_RELATIVE_TIME * next(inverse for inverse in total if inverse > rounding)
     inverses = [max(inverse, least) for inverse in total]
     bends = tuple(
         Bend(start, 1 / inverse)

@@ -1,6 +1,6 @@
 """State of a step between its micro-batches: gradients and gathered parameters."""
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -46,6 +46,7 @@ class GradientAccumulation:
     Attributes:
         waits: True within `no_sync`: backward adds to gradients that can wait.
         keeps: True within `no_sync`: gathered parameters are kept for later micro-batches.
+        written: True if operators in place have written parameters since they were gathered.
     """
 
     def __init__(self, dtype: torch.dtype | None = None) -> None:
@@ -54,6 +55,8 @@ class GradientAccumulation:
         self.keeps = False
         self._unreduced: dict[Hashable, Sequence[_Sum | None]] = {}  # by bucket
         self._gathered: dict[int, list[torch.Tensor]] = {}  # by bucket
+        self._versions: dict[Hashable, int] = {}  # by program
+        self.written = False
         self._reduces = False  # the last forward was outside of no_sync
 
     def summed(
@@ -109,6 +112,20 @@ class GradientAccumulation:
             self._gathered[bucket] = whole
         else:
             self._gathered.pop(bucket, None)
+
+    def note_versions(self, program: Hashable, versions: Iterable[int]) -> None:
+        """Note whether parameters were written in place since they were gathered.
+
+        Args:
+            program: key of the program that reads them.
+            versions: which operators in place increase.
+        """
+        if not (self.keeps or self._gathered):
+            return
+        version = sum(versions)
+        if not self._gathered:
+            self._versions[program] = version
+        self.written = version != self._versions.setdefault(program, version)
 
     @contextmanager
     def forward(self) -> Iterator[None]:

@@ -310,8 +310,9 @@ class BucketOp:
         if self._gathered is None:
             self._forward = self._steps.forward(tensors)
         else:
-            shards = self._steps.as_read(tensors)
-            _check_unchanged(shards, self._steps.own_shards(self._gathered))
+            written = self._accumulation is not None and self._accumulation.written
+            own = self._steps.own_shards(self._gathered)
+            _check_unchanged(self._steps.as_read(tensors), own, written=written)
 
     def wait_forward(self) -> list[torch.Tensor]:
         """Wait for the collectives of forward."""
@@ -391,11 +392,18 @@ class BucketOp:
         ]
 
 
-def _check_unchanged(shards: Tensors, gathered: Tensors) -> None:
+def _check_unchanged(shards: Tensors, gathered: Tensors, *, written: bool) -> None:
     """Check that parameters are as they were when an earlier micro-batch gathered them.
 
+    Args:
+        shards: this rank's shards now.
+        gathered: this rank's shards of what was gathered.
+        written: True if operators in place have written parameters since; those on `data` do not
+            count.
+
     Raises:
-        PlanError: they have changed.
+        PlanError: they have changed. On a GPU, a change of `data` ends the process instead, with
+            the same words.
     """
     message = (
         "parameters have changed since the first micro-batch of this step gathered them; run the "
@@ -404,7 +412,7 @@ def _check_unchanged(shards: Tensors, gathered: Tensors) -> None:
     for shard, own in zip(shards, gathered, strict=True):
         # Compared as bytes, since NaN differs from itself.
         pair = [t.detach().contiguous().view(-1).view(torch.uint8) for t in (shard, own)]
-        if shard.is_cpu:
+        if shard.is_cpu or written:
             if not torch.equal(*pair):
                 raise PlanError(message)
         else:

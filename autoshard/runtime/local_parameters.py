@@ -7,7 +7,7 @@ parameter. Like a bucket of DistributedDataParallel, a node runs in backward whe
 all its parameters are complete, so the bytes of a group are limited.
 """
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -57,12 +57,22 @@ class LocalParameters:
         Raises:
             PlanError: a parameter was replaced by a plain tensor, or is not as planned.
         """
-        for slots, attributes in self._groups:
-            parameters = [_current(attribute) for attribute in attributes]
-            if not torch.compiler.is_compiling():
-                self._check.check(slots, parameters)
+        groups = [
+            (slots, [_current(attribute) for attribute in attributes])
+            for slots, attributes in self._groups
+        ]
+        if not torch.compiler.is_compiling():
+            self._check_all(groups)
+        for slots, parameters in groups:
             for slot, local in zip(slots, _local(parameters, slots, copied), strict=True):
                 registers[slot] = local
+
+    def _check_all(self, groups: Sequence[tuple[Sequence[int], Sequence[DTensor]]]) -> None:
+        for slots, parameters in groups:
+            self._check.check(slots, parameters)
+        accumulation = active_accumulation()
+        if accumulation is not None:
+            accumulation.note_versions(id(self), _versions(p for _, group in groups for p in group))
 
 
 def _current(attribute: ModuleAttribute) -> DTensor:
@@ -73,6 +83,13 @@ def _current(attribute: ModuleAttribute) -> DTensor:
             f"plain tensor after the plan was applied; load weights into the DTensor instead"
         )
     return parameter
+
+
+def _versions(parameters: Iterable[DTensor]) -> Iterator[int]:
+    """What operators in place increase: those on parameters, and those on their local tensors."""
+    for parameter in parameters:
+        yield parameter._version  # noqa: SLF001  torch has no public name for it
+        yield parameter._local_tensor._version  # noqa: SLF001
 
 
 def _local(

@@ -14,7 +14,7 @@ Under `torch.compile` the compiler decides about overlap.
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from spmd_types import redistribute  # type: ignore[attr-defined]  # exported without __all__
@@ -144,7 +144,7 @@ def bind_with_casts(
                 for t in (source, target)
                 if t.is_shard and shape[t.dim] % num_ranks
             )
-            even = _FunctionalStep(source, target, group.group_name, num_ranks, rank)
+            even = _FunctionalStep.of(source, target, group)
             bound.append(_UnevenStep(even, uneven))
     return _CastSteps(dtypes, tuple(bound))
 
@@ -289,7 +289,7 @@ class _Slice(torch.autograd.Function):
 def _bind_even(source: AxisType, target: AxisType, group: ProcessGroup) -> LocalFunction:
     before, after = _spmd_type(source), _spmd_type(target)
     num_ranks = group.size()
-    functional = _FunctionalStep(source, target, group.group_name, num_ranks, group.rank())
+    functional = _FunctionalStep.of(source, target, group)
     if source.is_shard and target.is_shard:
         return functional
 
@@ -335,6 +335,8 @@ class _FunctionalStep:
         group: name of the process group.
         num_ranks: number of ranks of the axis.
         rank: index of this rank on the axis.
+        actions: of forward and of backward; not looked up in each run, since `torch.compile` of
+            PyTorch 2.12 does not trace that.
     """
 
     source: AxisType
@@ -342,6 +344,13 @@ class _FunctionalStep:
     group: str
     num_ranks: int
     rank: int
+    actions: tuple[Action, Action]
+
+    @classmethod
+    def of(cls, source: AxisType, target: AxisType, group: ProcessGroup) -> Self:
+        """The step between two types on the axis of a process group."""
+        actions = STEPS[source.kind, target.kind]
+        return cls(source, target, group.group_name, group.size(), group.rank(), actions)
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         """Run the step differentiably."""
@@ -350,7 +359,7 @@ class _FunctionalStep:
 
     def run(self, tensor: torch.Tensor, *, backward: bool) -> torch.Tensor:
         """Run the forward or the backward action of the step."""
-        action = STEPS[self.source.kind, self.target.kind][backward]
+        action = self.actions[backward]
         old, new = (self.target, self.source) if backward else (self.source, self.target)
         if action is Action.SLICE:
             return self._split(tensor, new)[self.rank].contiguous()

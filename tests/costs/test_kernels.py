@@ -44,6 +44,7 @@ ATTENTION = {
     "PyTorch unfused": "math",
 }
 H100 = get_topology("h100-sxm").device
+EAGER = Execution()
 BF16, FP8 = DType.BFLOAT16, DType.FLOAT8_E4M3FN
 
 SDPA = "aten.scaled_dot_product_attention.default"
@@ -57,6 +58,7 @@ def seconds(
     *,
     training: bool = False,
     sharded: Sequence[dict[str, int]] = ({},),
+    execution: Execution = EAGER,
 ) -> list[float]:
     inputs = tuple(value for value in arguments.values() if isinstance(value, Tensor))
     given = tuple(
@@ -65,15 +67,27 @@ def seconds(
     )
     rule = rule_for(Call(operator, given, inputs, (output,)))
     chosen = [Strategy((), (), {**rule.sizes, **sizes}) for sizes in sharded]
-    found = operator_times(rule, chosen, inputs, (output,), device, training=training)
+    found = operator_times(
+        rule, chosen, inputs, (output,), device, training=training, execution=execution
+    )
     return [float(x) for x in found]
 
 
 def product(
-    m: int, n: int, k: int, dtype: DType = BF16, device: Device = H100, *, training: bool = False
+    m: int,
+    n: int,
+    k: int,
+    dtype: DType = BF16,
+    device: Device = H100,
+    *,
+    training: bool = False,
+    execution: Execution = EAGER,
 ) -> float:
     factors = {"self": Tensor((m, k), dtype, training), "mat2": Tensor((k, n), dtype, training)}
-    return seconds("aten.mm.default", factors, Tensor((m, n), BF16), device, training=training)[0]
+    output = Tensor((m, n), BF16)
+    return seconds(
+        "aten.mm.default", factors, output, device, training=training, execution=execution
+    )[0]
 
 
 def attention(
@@ -173,6 +187,38 @@ def test_a_product_of_few_tiles_splits_its_sum() -> None:
     one, many = product(64, 64, 1 << 17), product(64, 64, 1 << 16)
     assert (one - launch) < 2 * 64 * 64 * (1 << 17) / (989.4e12 * 0.77 / 132) / 8
     assert one - launch == pytest.approx(2 * (many - launch), rel=0.1)
+
+
+# Rows, terms and columns of products in bfloat16, and TFLOP/s of forward and of both gradients, on
+# an H200 with PyTorch 2.11 (cuBLAS 13.0). Its compute is that of H100.
+UNALIGNED = [
+    (8192, 768, 1001, (88, 113, 114)),
+    (4096, 1600, 1001, (102, 107, 117)),
+    (8192, 2048, 1001, (101, 126, 127)),
+    (8192, 768, 1002, (222, 175, 187)),
+    (4096, 1600, 1002, (241, 177, 176)),
+    (8192, 2048, 1004, (258, 237, 251)),
+]
+
+
+def test_products_of_rows_that_are_not_aligned_are_slow_as_measured() -> None:
+    ratios = []
+    for rows, terms, columns, rates in UNALIGNED:
+        flops = 2e-12 * rows * terms * columns
+        step = product(rows, columns, terms, BF16, training=True)
+        ratios.append(step / sum(flops / rate for rate in rates))
+        assert step > 2 * product(rows, 1000, terms, BF16, training=True)
+    assert min(ratios) > 0.8
+    assert max(ratios) < 1.25
+
+
+def test_only_16_bit_products_of_eager_mode_need_aligned_rows() -> None:
+    """Inductor pads, and products in float32 use other units."""
+    for dtype, execution in ((BF16, Execution(is_compiled=True)), (DType.FLOAT32, Execution())):
+        odd, even = (
+            product(8192, columns, 768, dtype, execution=execution) for columns in (50257, 50256)
+        )
+        assert odd == pytest.approx(even, rel=0.01)
 
 
 def test_gradients_of_a_product_have_its_extents_in_another_order() -> None:

@@ -14,6 +14,7 @@ from autoshard.mesh import (
     Mesh,
     Rate,
     Topology,
+    calibration,
     get_topology,
     make_mesh,
     topology_from_json,
@@ -168,3 +169,10 @@ def test_measurements_that_other_work_disturbed_count_little() -> None:
     for sample in samples(known, 0):
         predicted = found.collective_time(sample.action, 0, sample.nbytes)
         assert predicted == pytest.approx(sample.seconds, rel=0.2)
+
+
+def test_a_slope_of_rounding_errors_is_none() -> None:
+    """Small tensors take equally long; what the fit leaves as their slope is no bandwidth."""
+    rate = calibration._rate([1e-4, 1e-34, *[0.0] * (len(BENDS) - 1), 1e-9], "all_gather")
+    assert rate.bandwidth == pytest.approx(1e11)
+    assert rate.bends[-1].bandwidth == pytest.approx(1e9)

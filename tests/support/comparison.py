@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from support.devices import DEVICE
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -24,7 +25,7 @@ TOLERANCE = 1e-5
 @cache
 def mesh_of_ranks(sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
     """A mesh on this process group; cases that ask for the same one share its groups."""
-    return init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    return init_device_mesh(DEVICE, sizes, mesh_dim_names=names)
 
 
 def device_mesh(plan: Plan) -> DeviceMesh:
@@ -33,8 +34,9 @@ def device_mesh(plan: Plan) -> DeviceMesh:
 
 
 def whole(value: Any) -> Any:
-    """A tensor as one device would hold it."""
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    """A tensor as one device would hold it, on the CPU."""
+    full = value.full_tensor() if isinstance(value, DTensor) else value
+    return full.cpu() if isinstance(full, torch.Tensor) else full
 
 
 def check_training(
@@ -102,7 +104,13 @@ def _compare_collectives(found: tuple[CollectiveCount, ...], plan: Plan, mesh: D
             assert one.nbytes <= planned_one.nbytes
             assert one.model_copy(update={"nbytes": planned_one.nbytes}) == planned_one
     else:
-        assert found == plan.collectives
+        check_collectives(found, plan)
+
+
+def check_collectives(found: Sequence[CollectiveCount], plan: Plan) -> None:
+    """What a rank ran is what the plan counts; what differs is named."""
+    differences = sorted(map(str, {*found} ^ {*plan.collectives}))
+    assert tuple(found) == plan.collectives, differences
 
 
 def shards_unevenly(plan: Plan) -> bool:
@@ -194,8 +202,15 @@ def check_inference(
 def close(
     actual: torch.Tensor, expected: torch.Tensor, what: str, tolerance: float = TOLERANCE
 ) -> None:
+    """Check that a tensor on any device has the numbers that are expected."""
     torch.testing.assert_close(
-        actual, expected, rtol=tolerance, atol=tolerance, msg=lambda text: f"{what}: {text}"
+        *(
+            value.cpu() if isinstance(value, torch.Tensor) else value
+            for value in (actual, expected)
+        ),
+        rtol=tolerance,
+        atol=tolerance,
+        msg=lambda text: f"{what}: {text}",
     )
 
 

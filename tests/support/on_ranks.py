@@ -1,6 +1,7 @@
-"""Fixtures that run the cases of test files on gloo ranks."""
+"""Fixtures that run the cases of test files on ranks."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-_RANKS = Path(__file__).with_name("ranks.py")
+_TESTS = Path(__file__).parents[1]
 _TIMEOUT = 1800
 
 RunLaunch = Callable[[Path, Path, int, list[str]], None]
@@ -17,8 +18,12 @@ RunLaunch = Callable[[Path, Path, int, list[str]], None]
 @pytest.fixture(scope="session")
 def run_launch() -> Iterator[RunLaunch]:
     """Runs launches in forks of one process, started when the first test of a session asks."""
-    with subprocess.Popen(  # noqa: S603  our own program
-        [sys.executable, str(_RANKS)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    with subprocess.Popen(
+        [sys.executable, "-m", "support.ranks"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(_TESTS), *sys.path])},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     ) as process:
         assert process.stdin is not None
         assert process.stdout is not None

@@ -1,4 +1,4 @@
-"""Runs the cases of test files on real gloo ranks; started as a program by `on_ranks.py`.
+"""Runs the cases of test files on real ranks; started as a program by `on_ranks.py`.
 
 Starting ranks takes far longer than most cases. So the program imports once what most files
 need, and runs each file in a fork of itself. One launch runs all cases of a file: the file is
@@ -12,7 +12,6 @@ import importlib
 import importlib.util
 import json
 import multiprocessing
-import multiprocessing.process
 import os
 import signal
 import sys
@@ -21,13 +20,16 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from multiprocessing import connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import ModuleType
 from typing import Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
+from support.devices import BACKEND, DEVICE, use_device
 
 TIMEOUT = timedelta(minutes=2)
 _SUPPORT = ("support.comparison", "support.training", "support.transformer_plans", "fsspec.core")
@@ -78,17 +80,19 @@ def run_cases(
     warnings.filterwarnings("ignore", ".*_functional_collectives", FutureWarning)
     # Over real links, models as small as those of the cases are often best left whole.
     warnings.filterwarnings("ignore", "no operator is sharded", UserWarning)
+    use_device(rank)
     store = dist.FileStore(str(folder / "rendezvous"), num_ranks)
     store.set_timeout(TIMEOUT)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=TIMEOUT)
+    dist.init_process_group(BACKEND, store=store, rank=rank, world_size=num_ranks, timeout=TIMEOUT)
     outcomes = {}
     for number, (name, case) in enumerate(cases):
         torch.manual_seed(0)
         outcomes[name] = _outcome(case)
         _file(folder, rank).write_text(json.dumps(outcomes))
-        store.set(f"{number}/{rank}", "failed" if outcomes[name] else "passed")
+        store.set(f"{number}/{rank}", outcomes[name].strip().rpartition("\n")[2] or "passed")
         states = [store.get(f"{number}/{other}") for other in range(num_ranks)]
-        if any(state == b"failed" for state in states):
+        # New ranks on GPUs take long; where all have failed alike, no collective waits for one.
+        if any(state != states[0] for state in states) or (DEVICE == "cpu" and outcomes[name]):
             break
     dist.destroy_process_group()
 
@@ -130,17 +134,75 @@ class Launch:
         with (folder / "log").open("w") as log:
             os.dup2(log.fileno(), sys.stdout.fileno())
             os.dup2(log.fileno(), sys.stderr.fileno())
-        known = load_cases(Path(self.file))
-        cases = [(name, known[name]) for name in self.names]
-        unprepared = {n: _outcome(c.prepare) for n, c in cases if isinstance(c, Prepared)}
-        failed = {name: error for name, error in unprepared.items() if error}
-        outcomes = [dict(failed) for _ in range(self.num_ranks)]
-        while remaining := [case for case in cases if case[0] not in outcomes[0]]:
+        cases = Forked(self) if DEVICE == "cpu" else Fresh(self)
+        outcomes = [dict(cases.failed) for _ in range(self.num_ranks)]
+        while remaining := [name for name in self.names if name not in outcomes[0]]:
             attempt = folder / f"launch{len(outcomes[0])}"
             attempt.mkdir()
-            for rank, found in enumerate(_launch(self.num_ranks, remaining, attempt)):
+            processes = [cases.process(rank, remaining, attempt) for rank in range(self.num_ranks)]
+            for rank, found in enumerate(_launch(processes, remaining, attempt)):
                 outcomes[rank].update(found)
         (folder / "outcomes.json").write_text(json.dumps(outcomes))
+
+
+class Forked:
+    """Ranks that are forks of this process, where the cases are prepared.
+
+    Attributes:
+        failed: errors of cases that could not be prepared.
+    """
+
+    def __init__(self, launch: Launch) -> None:
+        self._num_ranks = launch.num_ranks
+        self._cases = load_cases(Path(launch.file))
+        self.failed = _prepare([(name, self._cases[name]) for name in launch.names])
+
+    def process(self, rank: int, names: Sequence[str], folder: Path) -> BaseProcess:
+        """The process of a rank, to be started."""
+        settings = {
+            "num_ranks": self._num_ranks,
+            "cases": [(name, self._cases[name]) for name in names],
+            "folder": folder,
+        }
+        context = multiprocessing.get_context("fork")
+        return context.Process(target=run_cases, args=(rank,), kwargs=settings)
+
+
+class Fresh:
+    """Ranks that prepare the cases themselves: GPUs do not work in forks.
+
+    Attributes:
+        failed: empty; ranks report what could not be prepared.
+    """
+
+    def __init__(self, launch: Launch) -> None:
+        self._launch = launch
+        self.failed: dict[str, str] = {}
+
+    def process(self, rank: int, names: Sequence[str], folder: Path) -> BaseProcess:
+        """The process of a rank, to be started."""
+        given = (rank, self._launch.file, self._launch.num_ranks, list(names), folder)
+        return multiprocessing.get_context("spawn").Process(target=run_fresh, args=given)
+
+
+def run_fresh(rank: int, file: str, num_ranks: int, names: Sequence[str], folder: Path) -> None:
+    """One rank's life, with what comes before it; see `run_cases`."""
+    known = load_cases(Path(file))
+    failed = _prepare([(name, known[name]) for name in names])
+    cases = [
+        (name, partial(_fail, failed[name]) if name in failed else known[name]) for name in names
+    ]
+    run_cases(rank, num_ranks=num_ranks, cases=cases, folder=folder)
+
+
+def _fail(error: str) -> None:
+    raise AssertionError(error)
+
+
+def _prepare(cases: Sequence[tuple[str, Callable[[], None]]]) -> dict[str, str]:
+    """Prepare cases; the errors of those that fail."""
+    outcomes = {name: _outcome(case.prepare) for name, case in cases if isinstance(case, Prepared)}
+    return {name: error for name, error in outcomes.items() if error}
 
 
 def main() -> None:
@@ -150,7 +212,6 @@ def main() -> None:
     # A build of torch for CUDA without a GPU: the first backward after an export would start
     # threads for a pretended device, and then none could run in the forks of this process.
     torch.ones(1, requires_grad=True).sum().backward()
-    sys.path.insert(0, str(Path(__file__).parents[1]))
     for name in (*_SUPPORT, *_MODELS):
         importlib.import_module(name)
     for line in sys.stdin:
@@ -166,18 +227,12 @@ def main() -> None:
 
 
 def _launch(
-    num_ranks: int, cases: Sequence[tuple[str, Callable[[], None]]], folder: Path
+    processes: Sequence[BaseProcess], names: Sequence[str], folder: Path
 ) -> list[dict[str, str]]:
     """The outcomes on each rank of the cases up to the first that fails."""
     # What is there before the ranks is no garbage: no rank looks through it, or copies its pages.
     gc.collect()
     gc.freeze()
-    context = multiprocessing.get_context("fork")
-    settings = {"num_ranks": num_ranks, "cases": cases, "folder": folder}
-    processes = [
-        context.Process(target=run_cases, args=(rank,), kwargs=settings)
-        for rank in range(num_ranks)
-    ]
     for process in processes:
         process.start()
     died = _first_deaths(processes)
@@ -185,16 +240,16 @@ def _launch(
         if died:
             process.kill()
         process.join()
-    files = [_file(folder, rank) for rank in range(num_ranks)]
+    files = [_file(folder, rank) for rank in range(len(processes))]
     outcomes = [json.loads(file.read_text()) if file.exists() else {} for file in files]
     if died:
-        during = cases[min(*map(len, outcomes), len(cases) - 1)][0]
+        during = names[min(*map(len, outcomes), len(names) - 1)]
         for found in outcomes:
             found[during] = found.get(during) or f"ended: {died}"
     return outcomes
 
 
-def _first_deaths(processes: Sequence[multiprocessing.process.BaseProcess]) -> str:
+def _first_deaths(processes: Sequence[BaseProcess]) -> str:
     """Waits until all have ended well, or some have not: which, and how; else empty."""
     running = {process.sentinel: process for process in processes}
     while running:

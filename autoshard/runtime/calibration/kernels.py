@@ -162,8 +162,9 @@ def _product(
 ) -> Timing:
     rows, terms, columns = extents
     kind = {"dtype": getattr(torch, dtype), "device": device}
-    multiply = partial(torch.mm, torch.ones(rows, terms, **kind))
-    return clock.measure(partial(multiply, torch.ones(terms, columns, **kind)))
+    # Products of equal numbers need less power, so GPUs compute them at a higher clock.
+    multiply = partial(torch.mm, torch.randn(rows, terms, **kind))
+    return clock.measure(partial(multiply, torch.randn(terms, columns, **kind)))
 
 
 def measure_copies(device: torch.device, clock: KernelClock, take: Take) -> Iterator[CopySample]:

@@ -168,7 +168,7 @@ def check_placements(
         layout = Layout.parse(placed[name].layout)
         shard = local_shard(wholes[name].detach(), layout, tuple(mesh.shape), coordinate)
         local = local_of(found[name].detach())
-        as_planned[number] = local.shape == shard.shape and bool(torch.equal(local, shard))
+        as_planned[number] = local.shape == shard.shape and bool(torch.equal(local.cpu(), shard))
     dist.all_reduce(as_planned, dist.ReduceOp.MIN)
     claimed = [name for name, same in zip(found, as_planned.tolist(), strict=True) if same]
     assert set(claimed) == expressed.parameters

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from autoshard.plan.buckets import buckets_of
 from autoshard.plan.lowering import BeginBucket, lower
 from autoshard.plan.timeline import timeline
 from autoshard.planner import make_plan
-from autoshard.runtime import parallelize, record_collectives, summarize
+from autoshard.runtime import buckets, parallelize, record_collectives, summarize
 
 NUM = 4
 
@@ -223,13 +224,17 @@ class PlannedMicroBatches:
 
     def check_changed(self, planned: nn.Module, batches: Sequence[dict[str, Any]]) -> None:
         """Parameters that change between micro-batches are an error, not the old ones."""
-        with planned.no_sync():
-            planned(**batches[0])["loss"].backward()
-        with torch.no_grad():
-            for parameter in planned.parameters():
-                parameter.mul_(0.5)
-        with pytest.raises(PlanError, match="changed since the first micro-batch"):
-            planned(**batches[-1])
+        with patch.object(buckets, "_check_unchanged", wraps=buckets._check_unchanged) as check:
+            with planned.no_sync():
+                for batch in batches[:2]:
+                    planned(**batch)["loss"].backward()
+            assert {call.kwargs["written"] for call in check.call_args_list} == {False}
+            with torch.no_grad():
+                for parameter in planned.parameters():
+                    parameter.mul_(0.5)
+            with pytest.raises(PlanError, match="changed since the first micro-batch"):
+                planned(**batches[-1])
+            assert check.call_args.kwargs["written"]
 
 
 MICRO_BATCH, REDUCE_STEP, GATHER_STEP, STEP = Frequency

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from runtime.cases.timeline import PEAK
 from runtime.cases.updated_buffers import MESHES
 from support.comparison import close, device_mesh
+from support.devices import DEVICE
 from support.live_memory import LiveMemory
 from support.meshes import slow_devices
 from support.models import Case, gpt2, llama
@@ -42,7 +43,7 @@ alone: both err, and the largest errors of few elements vary."""
 def fsdp2(model: nn.Module, policy: MixedPrecisionPolicy) -> nn.Module:
     """The model as FSDP2 runs it on one device."""
     mesh = DeviceMesh(
-        "cpu", torch.arange(dist.get_world_size())[:, None], mesh_dim_names=("n", "one")
+        DEVICE, torch.arange(dist.get_world_size())[:, None], mesh_dim_names=("n", "one")
     )
     return fully_shard(model, mesh=mesh["one"], mp_policy=policy)
 
@@ -229,21 +230,21 @@ class Autocast:
         for given in (batch, smaller):
             with pytest.warns(match="run the unsharded") if given is smaller else nullcontext():
                 outside = planned(**given)["loss"]
-            with torch.autocast("cpu", BF16):
+            with torch.autocast(DEVICE, BF16):
                 inside = planned(**given)["loss"]
                 assert torch.is_autocast_enabled("cpu")
             assert torch.equal(outside, inside)
             inside.backward()
-        with torch.autocast("cpu", torch.float16), pytest.raises(PlanError, match="float16"):
+        with torch.autocast(DEVICE, torch.float16), pytest.raises(PlanError, match="float16"):
             planned(**batch)
         plain = parallelize(deepcopy(model), self.plans["none"], mesh)
         with (
-            torch.autocast("cpu", BF16),
+            torch.autocast(DEVICE, BF16),
             pytest.raises(PlanError, match="mixed_precision='bfloat16'"),
         ):
             plain(**batch)
         plain(**batch)["loss"].backward()
-        with torch.autocast("cpu", BF16), pytest.raises(ExportError, match="mixed_precision="):
+        with torch.autocast(DEVICE, BF16), pytest.raises(ExportError, match="mixed_precision="):
             export_model(model, (), batch)
 
 

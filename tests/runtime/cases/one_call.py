@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from support.devices import DEVICE
 from support.models import Case, gpt2, llama, mlp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -65,7 +66,7 @@ def trains_as_on_one_device(build: Callable[[], Case], mesh: Any) -> Callable[[]
 
 
 def a_device_mesh_of_the_program_is_used() -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("dp", "tp"))
     trains_as_on_one_device(gpt2, mesh)()
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from support import two_layers
 from support.comparison import check_inference, check_training, close, device_mesh, whole
+from support.devices import DEVICE
 from support.hand_plans import HandPlan
 from support.two_layers import MEAN, POW, Net
 from torch import nn
@@ -193,7 +194,7 @@ def check_inference_plan(plan: Plan) -> None:
 
 def check_mesh_that_does_not_fit(plan: Plan) -> None:
     model, _ = net()
-    other = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    other = init_device_mesh(DEVICE, (4,), mesh_dim_names=("dp",))
     with pytest.raises(PlanError, match=r"mesh with the axes dp=2, tp=2; .* init_device_mesh"):
         parallelize(model, plan, other)
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from runtime.cases.pipelines import check_gradients, joined_batch, loss_of
 from support.comparison import close, device_mesh, whole
+from support.devices import DEVICE
 from support.meshes import slow_devices
 from support.models import Case, gpt2, graph_of, mlp
 from torch import nn
@@ -177,7 +178,7 @@ def check_other_models(habit: Habit) -> None:
     """A plan for another model, or another mesh, is refused."""
     with pytest.raises(PlanError, match="the plan was made for another model"):
         parallelize(gpt2(batch=4, layers=3)[0], habit.plan, habit.mesh)
-    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(DEVICE, (4,), mesh_dim_names=("dp",))
     with pytest.raises(PlanError, match="the plan is for a mesh with the axis names"):
         parallelize(gpt2(batch=4)[0], habit.plan, mesh)
 
@@ -201,7 +202,7 @@ def check_dropout(habit: Habit) -> None:
 
 def dropped_out(habit: Habit, plan: Plan) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
     """Losses of two steps and their gradients, on every rank alone."""
-    mesh = init_device_mesh("cpu", (4, 1), mesh_dim_names=("copy", "one"))
+    mesh = init_device_mesh(DEVICE, (4, 1), mesh_dim_names=("copy", "one"))
     model = parallelize(habit.built()[0][0], plan, mesh["one"], seed=5)
     losses = []
     for _ in range(2):
@@ -332,7 +333,7 @@ def check_evaluation(habit: Habit) -> None:
 
 def check_scaler(habit: Habit) -> None:
     """A step of GradScaler is skipped on all ranks if one stage has an infinite gradient."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=4.0)
     scaler.scale(torch.zeros(()))  # a loss is scaled on the ranks of the last stage only
     planned = pipeline(
         habit.model,

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.comparison import TOLERANCE, close, device_mesh, whole
+from support.devices import DEVICE
 from support.meshes import slow_devices
 from support.models import Case, bert, gpt2, llama, resnet, small_graph, t5
 from torch import nn
@@ -94,7 +95,7 @@ class Mixed(Trained):
         assert all(p.grad.dtype is torch.float64 for p in planned.parameters())
         check_collectives(recorder, self.plan, planned)
         check_messages(recorder, self.plan)
-        with torch.autocast("cpu", torch.bfloat16), pytest.raises(PlanError, match="autocast"):
+        with torch.autocast(DEVICE, torch.bfloat16), pytest.raises(PlanError, match="autocast"):
             planned.step(**joined_batch(parts))
 
 

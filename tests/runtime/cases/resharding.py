@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.comparison import mesh_of_ranks
+from support.devices import DEVICE
 from support.prices import Prices
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -95,12 +96,13 @@ def gather(part: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
 
 
 def cut(value: torch.Tensor, kind: str, group: dist.ProcessGroup) -> torch.Tensor:
-    """This rank's part of a logical value."""
+    """This rank's part of a logical value, on its device."""
+    value = value.to(DEVICE)
     rank, size = group.rank(), group.size()
     if kind in "IR":
         return value.clone()
     if kind == "P":
-        weights = torch.arange(1, size + 1)
+        weights = torch.arange(1, size + 1, device=DEVICE)
         weights[-1] -= weights.sum() - 1
         return value * weights[rank]
     cut = parse_type(kind)
@@ -115,8 +117,8 @@ def sub_shards_of(value: torch.Tensor, cut: AxisType) -> tuple[torch.Tensor, ...
 
 
 def merge(part: torch.Tensor, kind: str, group: dist.ProcessGroup) -> torch.Tensor:
-    """The logical value that the ranks' parts make up."""
-    parts = gather(part, group)
+    """The logical value that the ranks' parts make up, on the CPU."""
+    parts = [other.cpu() for other in gather(part, group)]
     if kind in "IR":
         for other in parts:
             torch.testing.assert_close(other, parts[0], rtol=0, atol=0)
@@ -216,7 +218,7 @@ def check_without_gradient(
 def check_masks_keep_the_first_rank() -> None:
     device_mesh = mesh(2, 2)
     group = device_mesh.get_group("a")
-    value = logical(1, torch.float32)
+    value = logical(1, torch.float32).to(DEVICE)
     for source in "IR":
         (run,) = bind_steps([step(source, "P", axis="a")], device_mesh, SHAPE)
         expected = value if group.rank() == 0 else torch.zeros_like(value)
@@ -244,7 +246,7 @@ def check_chain() -> None:
     """Two axes that cut one dim, gathered from the innermost: the slices come back in order."""
     device_mesh = mesh(2, 2)
     row, column = device_mesh.get_coordinate() or (0, 0)
-    value = logical(1, torch.float32)
+    value = logical(1, torch.float32).to(DEVICE)
     steps = [step("S(0)", "R", axis=name) for name in ("a", "b")]
     mine = value[2 * column + row : 2 * column + row + 1]
     for run in bind_steps(steps, device_mesh, SHAPE):
@@ -276,7 +278,7 @@ def local_part(value: torch.Tensor, kind: str, device_mesh: DeviceMesh) -> torch
 
 
 def check_group_of_ranks_in_another_order() -> None:
-    permuted = DeviceMesh("cpu", torch.tensor([[0, 2], [1, 3]]), mesh_dim_names=("a", "b"))
+    permuted = DeviceMesh(DEVICE, torch.tensor([[0, 2], [1, 3]]), mesh_dim_names=("a", "b"))
     with pytest.raises(PlanError, match=r"must ascend, but those of the mesh are \[0, 2, 1, 3\]"):
         bind_steps([step("S(0)", "R", axis=JOINT)], permuted, SHAPE)
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from support import models
 from support.comparison import close, device_mesh, whole
+from support.devices import DEVICE
 from support.live_memory import LiveMemory
 from support.meshes import slow_devices
 from support.models import graph_of
@@ -311,7 +312,7 @@ def run_out_of_memory(_writer: FileWriter) -> None:
 
 def unequal_slices() -> None:
     """Ranks hold slices of unequal length, of a module that no plan was made for."""
-    mesh = init_device_mesh("cpu", (NUM_RANKS,))
+    mesh = init_device_mesh(DEVICE, (NUM_RANKS,))
     saved = distributed(nn.Linear(7, 10), mesh, 0)
     assert {len(saved.weight.to_local())} == {1 if dist.get_rank() == 3 else 3}
     for save in (save_checkpoint, save_distributed):
@@ -332,7 +333,7 @@ def distributed(module: nn.Linear, mesh: DeviceMesh, dim: int) -> nn.Linear:
 
 def sums_over_ranks() -> None:
     """What is not summed yet is neither saved nor loaded."""
-    mesh = init_device_mesh("cpu", (NUM_RANKS,))
+    mesh = init_device_mesh(DEVICE, (NUM_RANKS,))
     model = nn.Linear(2, 3, bias=False)
     parts = DTensor.from_local(torch.ones(3, 2), mesh, [Partial()])
     model.weight = nn.Parameter(parts)
