@@ -28,7 +28,7 @@ from benchmarks.document import caption, replace_table
 from benchmarks.ranked import MODELS
 
 _DOCUMENT = Path(__file__).parent.parent / "docs" / "measured.md"
-_ROUNDS = 7
+_ROUNDS = 21
 
 Seconds = tuple[float, float]
 """Wall time of a step on the slowest rank; processor time of all ranks per processor."""
