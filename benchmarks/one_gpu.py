@@ -7,7 +7,7 @@ The first command runs on a machine with a GPU, the second writes its results in
 docs/measured.md. Every model trains in bfloat16 with AdamW: as it is written, with and without
 `torch.compile`, and as planned for one device, with gradients and optimizer states as large as the
 parameters. One device has no collectives, so this compares compute, memory and what the runtime
-adds with the cost model. No constant of the cost model was fitted to these steps.
+adds with the cost model.
 """
 
 import argparse
@@ -27,6 +27,7 @@ from autoshard import LaunchContext, Plan, PlanOptions, launch, load_graph, make
 from autoshard.runtime.profiling import SyntheticStep, profile
 from benchmarks.document import caption, replace_table
 from benchmarks.models import MODELS, Model, decoder_inputs, image_inputs, masked_inputs
+from benchmarks.planning import code_digest
 
 _DOCUMENT = Path(__file__).parent.parent / "docs" / "measured.md"
 _STEPS, _WARM_UP = 10, 3
@@ -120,9 +121,9 @@ class Measured:
 def plans_of(name: str, topology: str, folder: Path) -> dict[str, Plan]:
     """The plans for one device: of an eager step, of a compiled one, and in less memory.
 
-    Those that are in the folder are taken from there.
+    Those that this code has made before are taken from the folder.
     """
-    file = folder / f"{topology} {name}.json"
+    file = folder / f"{topology} {name} {code_digest()}.json"
     if not file.exists():
         folder.mkdir(parents=True, exist_ok=True)
         made = {kind: plan.to_json() for kind, plan in _made(name, topology)}

@@ -31,8 +31,8 @@ _CLEARLY_LESS = 0.99
 _LEAST_BUDGET_SECONDS = 10.0
 """Time limit of the search for the smallest feasible budget of larger problems, seconds."""
 _FEW_STRATEGIES = 10_000
-"""Number of strategies up to which only the time limit of the request ends that search, so that its
-result does not depend on the load of the machine."""
+"""Number of strategies up to which only half of the request's time limit ends that search, so that
+its result hardly depends on the load of the machine."""
 
 
 def find_conflict(
@@ -156,7 +156,8 @@ class _ConflictSearch:
         """
         variables = self._formulation.variables
         is_small = sum(len(variable.strategies) for variable in variables) <= _FEW_STRATEGIES
-        seconds = self._remaining if is_small else min(self._remaining, _LEAST_BUDGET_SECONDS)
+        half = self._remaining - self._options.time_limit / 2
+        seconds = max(half if is_small else min(half, _LEAST_BUDGET_SECONDS), _MIN_SECONDS)
         end = time.perf_counter() + seconds
         search = self._search(self._formulation, seconds)
         usage, plan = search.min_usage_plan

@@ -5,6 +5,7 @@ families.
 """
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from benchmarks.planning import code_digest
 from benchmarks.zoo.families import FAMILIES
 
 _ROOT = Path(__file__).parents[2]
-_LAUNCHER = Path("tests/support/ranks.py")
+_LAUNCHER = "support.ranks"
 
 PRECISIONS = ("float64", "float32")
 
@@ -109,7 +110,8 @@ def _launch(
         "timeout": settings.timeout,
     }
     done = subprocess.run(  # noqa: S603  our own program
-        [sys.executable, str(_LAUNCHER)],
+        [sys.executable, "-m", _LAUNCHER],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(_ROOT / "tests"), str(_ROOT)])},
         input=json.dumps(launch),
         stdout=subprocess.PIPE,
         cwd=_ROOT,

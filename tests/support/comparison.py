@@ -68,6 +68,7 @@ def check_training(
         outputs = _outputs(planned(*args, **kwargs))
     if isinstance(outputs[0], DTensor):
         cotangent = distribute_tensor(cotangent, mesh, outputs[0].placements)
+    cotangent = cotangent.to(outputs[0].device)
     with recorder:
         outputs[0].backward(cotangent)
     _compare_outputs(outputs, expected, tolerance)

@@ -19,6 +19,7 @@ def use_device(rank: int) -> None:
     """Let this process run on its GPU, with products as exact as those of CPUs."""
     if DEVICE == "cpu":
         return
+    os.environ.setdefault("LOCAL_RANK", str(rank))  # as of launchers
     torch.cuda.set_device(rank % torch.cuda.device_count())
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False

@@ -32,6 +32,7 @@ from autoshard.runtime.calibration.measurements import (
     Progress,
     Timing,
 )
+from autoshard.runtime.launch import own_gpu
 
 _HIGH_LOAD = 0.5
 """Load average per CPU from which other work disturbs a calibration."""
@@ -276,9 +277,7 @@ def _levels(num_ranks: int, per_node: int) -> list[tuple[str, int | None]]:
 def _device() -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    return device
+    return own_gpu()
 
 
 def _mesh(

@@ -6,6 +6,7 @@ from autoshard.runtime.launch.context import (
     check_world,
     get_context,
     join,
+    own_gpu,
     synchronize,
 )
 from autoshard.runtime.launch.functions import launch
@@ -17,5 +18,6 @@ __all__ = [
     "get_context",
     "join",
     "launch",
+    "own_gpu",
     "synchronize",
 ]

@@ -175,10 +175,19 @@ def check_world(plan: Plan, num_ranks: int) -> None:
 
 def _device(plan: Plan) -> torch.device:
     if plan.mesh.topology.backend == "nccl" and torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-        return device
+        return own_gpu()
     return torch.device("cpu")
+
+
+def own_gpu() -> torch.device:
+    """The GPU of this rank, which becomes the current one.
+
+    It is that of the local rank, or the only one where each process sees its own, as with SLURM's
+    `--gpus-per-task`.
+    """
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
 
 
 def _check_same_plan(plan: Plan, device: torch.device) -> None:

@@ -35,12 +35,16 @@ class Classifier(nn.Module):
         return self.down(self.up(x).relu())
 
 
-WEIGHT = torch.linspace(0.5, 2.0, CLASSES)
+def weight_on(like: torch.Tensor) -> torch.Tensor:
+    """A weight of each class."""
+    return torch.linspace(0.5, 2.0, CLASSES, device=like.device)
+
+
 LOSSES: dict[str, Loss] = {
     "cross entropy": lambda x, labels, _: functional.cross_entropy(x, labels),
     "module": lambda x, labels, _: nn.CrossEntropyLoss()(x.float(), labels),
     "smoothed": lambda x, labels, _: functional.cross_entropy(x, labels, label_smoothing=0.1),
-    "weighted": lambda x, labels, _: functional.cross_entropy(x, labels, weight=WEIGHT),
+    "weighted": lambda x, labels, _: functional.cross_entropy(x, labels, weight=weight_on(x)),
     "sum": lambda x, labels, _: functional.cross_entropy(x, labels, reduction="sum"),
     "nll": lambda x, labels, _: functional.nll_loss(x.log_softmax(-1), labels),
     "probabilities": lambda x, _, like: functional.cross_entropy(x, like.softmax(-1)),

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from support import models
 from support.comparison import close, device_mesh
+from support.devices import DEVICE
 from support.transformer_plans import OPTIONS, planned
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -83,6 +84,7 @@ class Code:
         expected = reference(**inputs).loss
         expected.backward()
         mesh = device_mesh(self._plan)
+        model.to(DEVICE)
         names = run(self._text)
         if "parallelize" in names:
             model = names["parallelize"](model, mesh, **dict(self.arguments))
@@ -205,7 +207,11 @@ def parameters(plan: Plan) -> dict[str, PlacedInput]:
 
 
 def rows(inputs: dict[str, Any], mesh: DeviceMesh, axes: list[int]) -> dict[str, Any]:
-    """The rows of the inputs that this rank has of its own."""
+    """The rows of the inputs that this rank has of its own, on its device."""
+    inputs = {
+        name: value.to(DEVICE) if isinstance(value, torch.Tensor) else value
+        for name, value in inputs.items()
+    }
     for axis in axes:
         part, size = mesh.get_local_rank(axis), mesh.size(axis)
         inputs = {

@@ -10,6 +10,7 @@ import pytest
 import torch
 from runtime.cases.updated_buffers import FEATURES, LENGTH, MESHES, Averaged, Decoder, tokens
 from support.comparison import close, device_mesh, whole
+from support.devices import DEVICE
 from support.meshes import slow_devices
 from support.models import Case, gpt2, graph_of
 from torch import nn
@@ -182,7 +183,7 @@ class PlannedMask(nn.Module):
         step, self.step = self.step, self.step + 1
         if not self.training:
             return x
-        mask = torch.full(x.shape, torch.nan)
+        mask = torch.full(x.shape, torch.nan, device=DEVICE)  # random numbers depend on it
         for coordinate in product(*map(range, self._sizes)):
             shard = local_shard(mask, self._layout, self._sizes, coordinate)
             axes = zip(self._layout.types, self._sizes, coordinate, strict=True)
@@ -192,13 +193,13 @@ class PlannedMask(nn.Module):
                     torch.tensor(step),
                     shard.shape,
                     dtype=x.dtype,
-                    device=x.device,
+                    device=mask.device,
                     probability=self._probability,
                     seed=0,
                     identity="/".join((self._name, *numbers)),
                 )
             )
-        return x * mask
+        return x * mask.to(x.device)
 
 
 def check_dropout_masks(
