@@ -57,7 +57,7 @@ hostile: $(INSTALLED)  ## Attack a service in all ways at the same time, into do
 	$(BIN)/python -m benchmarks.hostile
 
 test-gpu: $(INSTALLED)  ## Run the cases of ranks on GPUs with NCCL; docs/measured.md says how ranks share one
-	AUTOSHARD_TEST_DEVICE=cuda $(BIN)/python -m pytest -m ranks tests/runtime
+	AUTOSHARD_TEST_DEVICE=cuda $(BIN)/python -m pytest -m 'ranks and not long' tests/runtime
 
 test-torch:  ## Run the tests of graphs and ranks with another PyTorch, in an environment of its own: TORCH=2.12.0
 	$(PYTHON) -m venv build/torch-$(TORCH)

@@ -28,12 +28,13 @@ model" (2009).
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
 import numpy as np
 
-from autoshard.arrays import FloatArray
+from autoshard.arrays import FloatArray, IntArray
 from autoshard.costs.kernels import (
     Extents,
     alignment,
@@ -390,9 +391,13 @@ class _Operator:
         )
         if not self._needs_alignment:
             return seconds
-        whole = self.contraction.extents(self.sizes, self.all_flops)
-        aligned = alignment(whole, self.dtype.itemsize)
-        return np.maximum(seconds, unaligned_seconds(extents, aligned, kernels))
+        return np.maximum(seconds, unaligned_seconds(extents, self._alignment, kernels))
+
+    @cached_property
+    def _alignment(self) -> IntArray:
+        """Alignment of the matrices of the operator's product and of its gradients, shape [S]."""
+        extents = self.contraction.extents(self.sizes, self.all_flops)
+        return alignment(extents, self.dtype.itemsize)
 
 
 def _computed(rule: OperatorRule, sizes: LocalSizes, *, balanced: bool) -> FloatArray | float:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoshard.arrays import FloatArray
+from autoshard.arrays import FloatArray, IntArray
 from autoshard.mesh import AttentionRate, Device, KernelRates
 
 _TILES = np.array(
@@ -57,7 +57,8 @@ _UNALIGNED_RATES = {2: 0.92e12, 4: 1.8e12, 8: 1.8e12}
 
 Measured on an H200 with PyTorch 2.11, products of 4096 or 8192 rows with 768, 1600 or 2048 terms,
 forward and both gradients: 0.67 to 0.96e12 for 1001 columns, 1.3 to 2.0e12 for 1002 and 1004, 2.6
-to 5.4e12 for 1000. The output layer of GPT-2 (8192 tokens, 50,257 columns) reached 0.92e12 in a
+to 5.4e12 for 1000. Other processes used the GPU then, in turns that are longer than these products;
+on the GPU alone, the output layer of GPT-2 (8192 tokens, 50,257 columns) reached 0.92e12 in a
 training step. Other generations are given the same.
 """
 
@@ -126,20 +127,17 @@ def product_seconds(
     return result
 
 
-def alignment(extents: Extents, itemsize: int) -> FloatArray:
+def alignment(extents: Extents, itemsize: int) -> IntArray:
     """Bytes that the rows of all matrices of a product are a multiple of, at most 16; shape [S].
 
     The factors have rows of `terms` or `columns`, and so have those of its gradients.
     """
-    nbytes = [np.rint(x * itemsize).astype(np.int64) for x in (extents.columns, extents.terms)]
-    powers = [np.where(x > 0, x & -x, _ALIGNED) for x in nbytes]
-    result: FloatArray = np.minimum.reduce([*powers, np.full_like(powers[0], _ALIGNED)]).astype(
-        float
-    )
+    rows = [np.rint(x * itemsize).astype(np.int64) for x in (extents.columns, extents.terms)]
+    result: IntArray = np.gcd(_ALIGNED, np.gcd(*rows))
     return result
 
 
-def unaligned_seconds(extents: Extents, aligned: FloatArray, kernels: KernelRates) -> FloatArray:
+def unaligned_seconds(extents: Extents, aligned: IntArray, kernels: KernelRates) -> FloatArray:
     """Least seconds of 16-bit matrix products whose rows are not aligned; 0 for others; shape [S].
 
     Args:

@@ -156,8 +156,9 @@ class _ConflictSearch:
         """
         variables = self._formulation.variables
         is_small = sum(len(variable.strategies) for variable in variables) <= _FEW_STRATEGIES
-        half = self._remaining - self._options.time_limit / 2
-        seconds = max(half if is_small else min(half, _LEAST_BUDGET_SECONDS), _MIN_SECONDS)
+        until_half = self._remaining - self._options.time_limit / 2
+        most = until_half if is_small else min(until_half, _LEAST_BUDGET_SECONDS)
+        seconds = max(most, _MIN_SECONDS)
         end = time.perf_counter() + seconds
         search = self._search(self._formulation, seconds)
         usage, plan = search.min_usage_plan

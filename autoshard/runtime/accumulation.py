@@ -118,13 +118,13 @@ class GradientAccumulation:
 
         Args:
             program: key of the program that reads them.
-            versions: which operators in place increase.
+            versions: version counters of its parameters.
         """
         if not (self.keeps or self._gathered):
             return
         version = sum(versions)
-        if not self._gathered:
-            self._versions[program] = version
+        if not self._gathered:  # a new step
+            self._versions.clear()
         self.written = version != self._versions.setdefault(program, version)
 
     @contextmanager

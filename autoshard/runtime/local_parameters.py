@@ -86,7 +86,7 @@ def _current(attribute: ModuleAttribute) -> DTensor:
 
 
 def _versions(parameters: Iterable[DTensor]) -> Iterator[int]:
-    """What operators in place increase: those on parameters, and those on their local tensors."""
+    """Version counters of parameters and their local tensors; operators in place increase one."""
     for parameter in parameters:
         yield parameter._version  # noqa: SLF001  torch has no public name for it
         yield parameter._local_tensor._version  # noqa: SLF001

@@ -109,7 +109,7 @@ def _compare_collectives(found: tuple[CollectiveCount, ...], plan: Plan, mesh: D
 
 
 def check_collectives(found: Sequence[CollectiveCount], plan: Plan) -> None:
-    """What a rank ran is what the plan counts; what differs is named."""
+    """Check that a rank ran the collectives that a plan counts; the error lists what differs."""
     differences = sorted(map(str, {*found} ^ {*plan.collectives}))
     assert tuple(found) == plan.collectives, differences
 

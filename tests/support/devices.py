@@ -9,6 +9,8 @@ import os
 
 import torch
 
+from autoshard.runtime.launch import own_gpu
+
 DEVICE = os.environ.get("AUTOSHARD_TEST_DEVICE", "cpu")
 """Type of the devices of ranks: "cpu" or "cuda"."""
 
@@ -19,16 +21,7 @@ def use_device(rank: int) -> None:
     """Let this process run on its GPU, with products as exact as those of CPUs."""
     if DEVICE == "cpu":
         return
-    os.environ.setdefault("LOCAL_RANK", str(rank))  # as of launchers
-    torch.cuda.set_device(rank % torch.cuda.device_count())
+    os.environ["LOCAL_RANK"] = str(rank)  # as launchers do
+    own_gpu()
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
-
-
-def own_device() -> torch.device:
-    """The device of this rank."""
-    return (
-        torch.device(DEVICE, torch.cuda.current_device())
-        if DEVICE != "cpu"
-        else torch.device("cpu")
-    )

@@ -2,7 +2,8 @@
 
 Starting ranks takes far longer than most cases. So the program imports once what most files
 need, and runs each file in a fork of itself. One launch runs all cases of a file: the file is
-imported once, and each rank is a fork of that process. After every case the ranks tell each
+imported once, and each rank is a fork of that process; or a new one on GPUs, which do not work in
+forks. After every case the ranks tell each
 other through a file how it went, so that a failed case is named, and the ones behind it run on
 new ranks; also where a rank has died of it.
 """
@@ -72,7 +73,7 @@ def run_cases(
 
     The file is written after every case. The life ends with the first case that fails on any
     rank, since collectives that one rank has started and another has not leave the process
-    groups unusable.
+    groups unusable. On GPUs it goes on if all ranks have failed alike.
     """
     torch.set_num_threads(1)
     warnings.simplefilter("error")

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import torch
 from support import custom_operators
 from support.comparison import device_mesh
-from support.devices import own_device
+from support.devices import DEVICE
 from support.meshes import slow_devices
 from support.models import gpt2, graph_of, small_graph
 
@@ -43,7 +44,7 @@ class Profiled:
         made = self.plan
         assert made is not None
         mesh = device_mesh(made)
-        launched = LaunchContext(made, mesh, own_device())
+        launched = LaunchContext(made, mesh, torch.device(DEVICE))
         if self.custom:
             with pytest.raises(PlanError, match="custom_operators"):
                 profile(launched, num_steps=1)

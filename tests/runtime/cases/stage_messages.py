@@ -6,7 +6,7 @@ from math import prod
 
 import torch
 import torch.distributed as dist
-from support.devices import own_device
+from support.devices import DEVICE
 
 from autoshard.runtime.pipelining.routes import End, Route, exchange
 from autoshard.runtime.recorder import CONTENTS
@@ -27,7 +27,7 @@ class Sent:
     target: tuple[str, tuple[int, ...]]
 
     def __call__(self) -> None:
-        whole = torch.arange(prod(SHAPE), device=own_device()).view(SHAPE).float()
+        whole = torch.arange(prod(SHAPE), device=DEVICE).view(SHAPE).float()
         size = prod(self.source[1])
         ends = [
             End(tuple(range(size)), self.source[1], self.source[0]),
@@ -40,7 +40,7 @@ class Sent:
             have, want = one.shard(SHAPE, rank), other.shard(SHAPE, rank)
             given = None if have is None else whole[have]
             tag = CONTENTS.index("value")
-            (found,) = exchange([given], [route], own_device(), group, tag)
+            (found,) = exchange([given], [route], torch.device(DEVICE), group, tag)
             assert (found is None) == (want is None)
             if found is not None and want is not None:
                 assert torch.equal(found, whole[want])
