@@ -149,30 +149,37 @@ class Chains:
 
     def _from(self, sources: IntArray) -> _Table:
         """The chains from some layouts to all."""
-        steps = self._steps
+        steps, num = self._steps, self._num
         seconds, before = dijkstra(self._graph, indices=sources, return_predecessors=True)
-        shape = len(sources), self._num
-        is_noop = np.zeros(shape, dtype=np.bool_)
-        is_noop[np.arange(len(sources)), sources] = True
+        starts = np.arange(len(sources)) * num + sources
+        is_noop = np.zeros(seconds.size, dtype=np.bool_)
+        is_noop[starts] = True
         is_bucketable, is_known = is_noop.copy(), is_noop.copy()
-        forward, waiting = np.where(is_noop, 0.0, np.inf), np.zeros(shape)
-        reached = np.isfinite(seconds)
+        forward, waiting = np.where(is_noop, 0.0, np.inf), np.zeros(seconds.size)
+        # Chains by the position of their ends in the flattened table, with those they extend.
+        ends = np.flatnonzero(before >= 0)
+        last, cols = before.ravel()[ends].astype(np.intp), ends % num
+        previous, step = ends - cols + last, self._step(last, cols)
         # Extend known chains by one step until all are known.
-        while True:
+        while len(ends):
             count_made(0)
-            rows, cols = np.nonzero(reached & ~is_known)
-            previous = before[rows, cols].astype(np.intp)
-            ready = is_known[rows, previous]
-            if not ready.any():
-                return _Table(seconds, forward, is_noop, waiting, is_bucketable, before)
-            rows, cols, previous = rows[ready], cols[ready], previous[ready]
-            step = self._step(previous, cols)
-            forward[rows, cols] = forward[rows, previous] + steps.forward[step]
-            is_noop[rows, cols] = is_noop[rows, previous] & steps.is_noop[step]
-            last = np.where(is_noop[rows, cols], steps.seconds[step], 0.0)
-            waiting[rows, cols] = waiting[rows, previous] + last
-            is_bucketable[rows, cols] = is_bucketable[rows, previous] & steps.is_bucketable[step]
-            is_known[rows, cols] = True
+            ready = is_known[previous]
+            now, old, taken = ends[ready], previous[ready], step[ready]
+            forward[now] = forward[old] + steps.forward[taken]
+            is_noop[now] = is_noop[old] & steps.is_noop[taken]
+            waiting[now] = waiting[old] + is_noop[now] * steps.seconds[taken]
+            is_bucketable[now] = is_bucketable[old] & steps.is_bucketable[taken]
+            is_known[now] = True
+            ends, previous, step = ends[~ready], previous[~ready], step[~ready]
+        shape = seconds.shape
+        return _Table(
+            seconds,
+            forward.reshape(shape),
+            is_noop.reshape(shape),
+            waiting.reshape(shape),
+            is_bucketable.reshape(shape),
+            before,
+        )
 
     def _step(self, sources: IntArray, targets: IntArray) -> IntArray:
         """Indices of the steps between pairs of layouts."""

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     )
     from autoshard.ops.registry import (
         backward_workspace,
+        compiled_saved_tensors,
         draws_random_numbers,
+        has_compiled_backward,
         has_rule,
         is_fusible,
         is_view,
@@ -70,7 +72,9 @@ __all__ = [
     "axis_rules",
     "backward_workspace",
     "call_of",
+    "compiled_saved_tensors",
     "draws_random_numbers",
+    "has_compiled_backward",
     "has_rule",
     "interleaved_types",
     "is_fusible",

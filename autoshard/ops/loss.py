@@ -18,6 +18,7 @@ from autoshard.ops.spec import (
     SavedByAutograd,
     like,
     saved_by_name,
+    statistic,
 )
 
 _MEAN = 1
@@ -116,6 +117,15 @@ def _cross_entropy_saves(call: Call, gradients: Gradients) -> SavedByAutograd:
     return saved_by_name("target weight", call, gradients, log_softmax, *masks)
 
 
+def _compiled_cross_entropy_saves(call: Call, gradients: Gradients) -> SavedByAutograd:
+    """The scores, and per position the maximal score and the sum of exponentials."""
+    scores = call.inputs[0]
+    classes = 1 if len(scores.shape) > 1 else 0
+    positions = [dim for dim in range(len(scores.shape)) if dim != classes]
+    statistics = statistic(call, positions, times=2)
+    return saved_by_name("self target weight", call, gradients, statistics)
+
+
 def _scores_gradient(call: Call, _: Gradients) -> tuple[ExtraTensor, ...]:
     """The gradient of the log-softmax."""
     return (like(call, 0, call.inputs[0].dtype.itemsize),)
@@ -141,6 +151,7 @@ SPECS = (
         _classification,
         saves=_cross_entropy_saves,
         backward_workspace=_scores_gradient,
+        compiled_saves=_compiled_cross_entropy_saves,
         kernel=Kernel.CLASSES,
         kernel_argument="reduction",
         unsharded="Positions under a mean over labels, which divides by the sum of their weights. "

@@ -281,6 +281,9 @@ class OperatorSpec:
         rule: the sharding rule.
         saves: the tensors that autograd saves.
         backward_workspace: temporary tensors of backward, without the gradients that it returns.
+        compiled_saves: the tensors that are saved if a compiler generates the kernels of both
+            passes, whose backward then needs no temporary tensors; None if that is not known, or
+            no different.
         is_view: True if the outputs always share the input's memory (a reshape may copy).
         strides: strides of outputs that share the first input's memory; None if they never do.
         passes_gradient: True if the gradient of an input is the output's gradient itself, or a
@@ -302,6 +305,7 @@ class OperatorSpec:
     _: KW_ONLY
     saves: str | Callable[[Call, Gradients], SavedByAutograd]
     backward_workspace: Callable[[Call, Gradients], tuple[ExtraTensor, ...]] | None = None
+    compiled_saves: Callable[[Call, Gradients], SavedByAutograd] | None = None
     is_view: bool = False
     strides: StrideFunction | None = None
     passes_gradient: Callable[[Call, int], bool] | None = None

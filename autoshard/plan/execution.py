@@ -3,19 +3,21 @@
 from collections import defaultdict
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
+from typing import NamedTuple
 
 from autoshard.costs import Category, Execution, categorise
 from autoshard.errors import OptionError
 from autoshard.graph import DType, Graph, Node, layer_path, module_paths
 from autoshard.graph.experts import COMBINE
 from autoshard.mesh import Device
-from autoshard.ops import call_of, is_fusible, is_view, rule_for, weights_of
+from autoshard.ops import call_of, has_compiled_backward, is_fusible, is_view, rule_for, weights_of
 from autoshard.plan.options import PlanOptions
 from autoshard.plan.recompute import Saving, saved_for
 
 FLOAT8 = DType.FLOAT8_E4M3FN
 """Element type of products in float8."""
 
+_CONVERSIONS = ("aten._to_copy.default", "aten.to.dtype")
 _HALF = (DType.BFLOAT16, DType.FLOAT16)
 _WEIGHTS = frozenset({2})
 """Position of the weights of `autoshard.combine`."""
@@ -63,7 +65,17 @@ def saving_of(graph: Graph, executed: Sequence[Execution], options: PlanOptions)
         )
         for node in narrow
     }
-    return Saving(again, in_float8, for_free)
+    losses = [node for node, x in pairs if x.is_compiled and has_compiled_backward(node.operator)]
+    scores = [_FusedScores.of(graph, node, executed) for node in losses]
+    chain = frozenset(value for found in scores for value in found.values)
+    return Saving(
+        again | chain,
+        in_float8,
+        for_free,
+        compiled=frozenset(found.reader for found in scores),
+        conversions=frozenset(found.conversion for found in scores if found.conversion),
+        unwritten=chain,
+    )
 
 
 def _is_grouped(node: Node) -> bool:
@@ -102,6 +114,39 @@ def _in_float8(graph: Graph, modules: Sequence[str]) -> frozenset[int]:
         if any(is_weight) and not all(is_weight) and all(halves):
             found.add(i)
     return frozenset(found)
+
+
+class _FusedScores(NamedTuple):
+    """A loss whose kernels also convert its scores to a wider type, if they are converted.
+
+    Attributes:
+        reader: name of the loss.
+        conversion: name of the conversion; empty if there is none.
+        values: what it makes, and the views of it up to the loss.
+    """
+
+    reader: str
+    conversion: str = ""
+    values: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, graph: Graph, loss: Node, executed: Sequence[Execution]) -> "_FusedScores":
+        """Follow the scores of a loss back to their conversion."""
+        returned = {output.name for output in graph.outputs}
+        values: list[str] = []
+        value = loss.inputs[0]
+        while len(graph.consumers[value]) == 1 and value not in returned and value in graph.makers:
+            number = graph.makers[value]
+            maker = graph.nodes[number]
+            values.append(value)
+            if maker.operator in _CONVERSIONS and executed[number].is_compiled:
+                before, after = (graph.values[v].dtype for v in (maker.inputs[0], value))
+                if before.itemsize < after.itemsize and before.is_differentiable:
+                    return cls(loss.name, maker.name, tuple(values))
+            if not is_view(maker.operator):
+                break
+            value = maker.inputs[0]
+        return cls(loss.name)
 
 
 class _Fusion:

@@ -13,7 +13,6 @@ from autoshard.graph import DType, Graph, Tensor
 from autoshard.layouts import Action, S, parse_type
 from autoshard.ops import (
     Strides,
-    backward_workspace,
     call_of,
     made_strides,
     passes_gradient,
@@ -61,6 +60,8 @@ class MemoryOp(NamedTuple):
         regather: True if backward reshards the outputs again instead of keeping them.
         checkpoint: number of the checkpoint that it belongs to; -1 for none.
         frequency: how often it runs in a training step of several micro-batches.
+        keeps: the kind of tensors that autograd saves in eager mode, which decides what a
+            checkpoint runs again.
     """
 
     name: str
@@ -76,13 +77,7 @@ class MemoryOp(NamedTuple):
     regather: bool
     checkpoint: int
     frequency: Frequency = Frequency.MICRO_BATCH
-
-    @property
-    def keeps(self) -> Keeps:
-        """The kind of tensors that autograd saves."""
-        if self.saved_bytes or not set(self.saved).isdisjoint(self.targets):
-            return Keeps.MADE
-        return Keeps.READ if self.saved else Keeps.NOTHING
+    keeps: Keeps = Keeps.NOTHING
 
 
 class ReshardingMemory(NamedTuple):
@@ -221,6 +216,7 @@ class _CallMemory(NamedTuple):
     working: int
     working_backward: int
     passes_gradient: tuple[bool, ...]
+    keeps: Keeps
 
 
 class _Pending(NamedTuple):
@@ -321,7 +317,8 @@ class StageMemory:
         reads = tuple([self._of_slot[slot] for slot in instruction.reads])
         flows = self._gradients.flows(node)
         kind, layouts = self._graph.kinds[instruction.number], instruction.placed.outputs
-        key = (kind, layouts, flows, *[id(self.tensors[tensor]) for tensor in reads])
+        apart = self._saving.distinguishes(node)
+        key = (kind, layouts, flows, apart, *[id(self.tensors[tensor]) for tensor in reads])
         call = self._calls.get(key)
         if call is None:
             inputs = [self.tensors[tensor] for tensor in reads]
@@ -352,6 +349,7 @@ class StageMemory:
                 (),
                 regather=False,
                 checkpoint=instruction.checkpoint,
+                keeps=call.keeps,
             )
         )
 
@@ -367,18 +365,26 @@ class StageMemory:
         ]
         # Without backward, internal tensors that would be saved are allocated and freed.
         needed = [tensor.requires_grad or not flows for tensor in inputs]
-        saved = saved_tensors(call, self._saving.needs_saved(node, needed))
+        saving = self._saving
+        in_eager = saved_tensors(call, saving.needs_saved(node, needed))
+        saved = saving.saved(node, call, needed)
         local = [*(tensor.shape for tensor in inputs), *shapes]
         halo = rule_for(call).halo
         borders = halo.nbytes(call.inputs[0].shape, local[0]) if halo.edges else NO_HALO_BYTES
         saved_bytes = sum(extra.nbytes(local) for extra in saved.extras) + borders.saved
-        backward = sum(extra.nbytes(local) for extra in backward_workspace(call, needed))
+        backward = sum(extra.nbytes(local) for extra in saving.workspace(node, call, needed))
         outputs = [
-            LocalTensor(_nbytes(shape, tensor), self._gradients.exists(value), shape, stride)
+            LocalTensor(
+                0 if value in saving.unwritten else _nbytes(shape, tensor),
+                self._gradients.exists(value),
+                shape,
+                stride,
+            )
             for value, tensor, shape, stride in zip(
                 node.outputs, call.outputs, shapes, strides, strict=True
             )
         ]
+        keeps = Keeps.MADE if borders.saved else Keeps.of(in_eager)
         return _CallMemory(
             tuple(self._intern(tensor) for tensor in outputs),
             views is not None,
@@ -388,6 +394,7 @@ class StageMemory:
             borders.extended + (0 if flows else saved_bytes),
             backward + borders.backward_workspace if flows else 0,
             tuple(passes_gradient(call, i) for i in range(len(inputs))),
+            keeps if flows else Keeps.NOTHING,
         )
 
     def _cast(self, instruction: Cast, number: int) -> None:

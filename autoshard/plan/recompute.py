@@ -14,7 +14,15 @@ from itertools import groupby, pairwise
 from autoshard.costs import GATHERED_ONCE
 from autoshard.errors import PlanError
 from autoshard.graph import Block, Graph, Node, module_paths
-from autoshard.ops import SavedByAutograd, call_of, saved_tensors
+from autoshard.ops import (
+    Call,
+    ExtraTensor,
+    SavedByAutograd,
+    backward_workspace,
+    call_of,
+    compiled_saved_tensors,
+    saved_tensors,
+)
 from autoshard.plan.document import Stage, Use
 
 
@@ -211,11 +219,48 @@ class Saving:
         in_float8: positions of the 16-bit inputs that a product saves in float8, by its name.
         for_free: positions of the inputs whose gradients need no saved tensor, by the name of the
             operator.
+        compiled: names of the operators of which a compiler generates the kernels of both passes.
+        conversions: names of the conversions to a wider type that only such an operator reads. They
+            save what they convert.
+        unwritten: what they make, and its views, which no memory holds, nor their gradients.
     """
 
     computed_again: frozenset[str] = frozenset()
     in_float8: Mapping[str, frozenset[int]] = field(default_factory=dict)
     for_free: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    compiled: frozenset[str] = frozenset()
+    conversions: frozenset[str] = frozenset()
+    unwritten: frozenset[str] = frozenset()
+
+    def distinguishes(self, node: Node) -> tuple[bool, bool, bool]:
+        """What sets the memory of a node apart from that of others with equal calls."""
+        return (
+            node.name in self.compiled,
+            node.name in self.conversions,
+            not self.unwritten.isdisjoint(node.outputs),
+        )
+
+    def saved(self, node: Node, call: Call, gradients: Sequence[bool]) -> SavedByAutograd:
+        """The tensors that are saved for a node, with those that are computed again.
+
+        Args:
+            node: the node.
+            call: its call.
+            gradients: for each input, True if its gradient is computed.
+        """
+        needed = self.needs_saved(node, gradients)
+        saved = saved_tensors(call, needed)
+        if node.name in self.compiled:
+            return compiled_saved_tensors(call, needed) or saved
+        if node.name in self.conversions:
+            return replace(saved, inputs=frozenset({0}))
+        return saved
+
+    def workspace(
+        self, node: Node, call: Call, gradients: Sequence[bool]
+    ) -> tuple[ExtraTensor, ...]:
+        """The temporary tensors of the backward of a node; arguments as in `saved`."""
+        return () if node.name in self.compiled else backward_workspace(call, gradients)
 
     def needs_saved(self, node: Node, gradients: Sequence[bool]) -> list[bool]:
         """For each input of a node, True if its gradient is computed and may need saved tensors."""
@@ -244,7 +289,7 @@ def saved_by(
         gradients: for each input, whether backward computes its gradient.
         saving: differences from eager mode.
     """
-    saved = saved_tensors(call_of(graph, node), saving.needs_saved(node, gradients))
+    saved = saving.saved(node, call_of(graph, node), gradients)
     again = saving.computed_again
     if again.isdisjoint((*node.inputs, *node.outputs)):
         return saved

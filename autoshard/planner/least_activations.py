@@ -62,7 +62,7 @@ def least_activations(graph: Graph, options: PlanOptions) -> int:
 def _saved_for_all(graph: Graph, saving: Saving) -> Callable[[int], SavedByAutograd]:
     """The tensors that are saved for a node, by its number."""
     gradients = Gradients(graph, training=True)
-    known: dict[int, SavedByAutograd] = {}
+    known: dict[tuple[int, tuple[bool, bool, bool]], SavedByAutograd] = {}
 
     def saved(number: int) -> SavedByAutograd:
         node, kind = graph.nodes[number], graph.kinds[number]
@@ -70,9 +70,10 @@ def _saved_for_all(graph: Graph, saving: Saving) -> Callable[[int], SavedByAutog
             return SavedByAutograd()
         if not saving.computed_again.isdisjoint((*node.inputs, *node.outputs)):
             return saved_for(graph, node, saving)
-        if kind not in known:
-            known[kind] = saved_for(graph, node, saving)
-        return known[kind]
+        key = kind, saving.distinguishes(node)
+        if key not in known:
+            known[key] = saved_for(graph, node, saving)
+        return known[key]
 
     return saved
 

@@ -38,7 +38,7 @@ _MAX_AXES = 6
 """Maximum number of axes; the number of strategies is exponential in it."""
 _FIRST_AXES = 2
 """Number of axes up to which a mesh always has a plan; others only if they may be faster."""
-_MESHES_AHEAD = 4
+_MESHES_AHEAD = 2
 """Number of meshes of more axes that may be planned at the same time. A mesh is compared with those
 that are further ahead, so that results depend on neither speed nor number of the processes, as long
 as these are not more."""

@@ -16,7 +16,7 @@ import numpy as np
 from autoshard.arrays import BoolArray, FloatArray
 from autoshard.costs import halo_bytes, saved_bytes
 from autoshard.layouts import Action, Layout, Step
-from autoshard.ops import SavedByAutograd, backward_workspace, call_of, passes_gradient, rule_for
+from autoshard.ops import SavedByAutograd, call_of, passes_gradient, rule_for
 from autoshard.plan.gradients import Gradient
 from autoshard.plan.memory import step_working
 from autoshard.planner.edge_costs import EdgeCosts, local_bytes
@@ -101,10 +101,15 @@ class TimePoints:
         inputs = [graph.values[v] for v in node.inputs]
         outputs = [graph.values[v] for v in node.outputs]
         flags = [gradients.exists(v) for v in node.inputs]
-        made = {i for i, flag in enumerate(flags) if flag and not passes_gradient(call, i)}
+        saving = self._formulation.prices.saving
+        made = {
+            i
+            for i, value in enumerate(node.inputs)
+            if flags[i] and value not in saving.unwritten and not passes_gradient(call, i)
+        }
         given = {i for i, v in enumerate(node.outputs) if self._has_full_gradient(v)}
         counted = SavedByAutograd(
-            frozenset(made), frozenset(given), tuple(backward_workspace(call, flags))
+            frozenset(made), frozenset(given), saving.workspace(node, call, flags)
         )
         rule = rule_for(call)
         nbytes = saved_bytes(rule, chosen.strategies, inputs, outputs, counted)
@@ -192,6 +197,8 @@ class TimePoints:
         The gradient of the operand of a sum, for example, is an expanded scalar.
         """
         graph, gradients = self._graph, self._formulation.gradients
+        if value in self._formulation.prices.saving.unwritten:
+            return False
         returned = [i for i, output in enumerate(graph.outputs) if output.name == value]
         if any(gradients.of_output(i) is Gradient.FLOWS for i in returned):
             return True

@@ -6,9 +6,10 @@ entry of its matrix at the strategies of its two nodes, and so is its usage. Tie
 same strategy index. The public contest format IOPDDL is a special case of this.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -199,23 +200,31 @@ class Problem:
     @cached_property
     def _least_prices(self) -> tuple[float, ...]:
         """The least price of each node and then of each edge."""
-        arrays = [*(node.cost for node in self.nodes), *(edge.prices for edge in self.edges)]
-        # Arrays that are shared are checked once; paths have no negative price.
+        # Paths have no negative price.
         known = {
-            id(a): 0.0 if isinstance(a, ShortestPathCost) else float(a.min(initial=np.inf))
-            for a in arrays
+            number: 0.0 if isinstance(a, ShortestPathCost) else float(a.min(initial=np.inf))
+            for number, a in self._distinct_prices.items()
         }
-        return tuple(known[id(array)] for array in arrays)
+        return tuple(known[id(array)] for array in self._all_prices)
 
     @cached_property
     def max_price(self) -> float:
         """Upper bound of the price of every allowed choice."""
-        arrays = [*(node.cost for node in self.nodes), *(edge.prices for edge in self.edges)]
-        # Arrays that are shared are checked once.
         known = {
-            id(a): a.max_price if isinstance(a, ShortestPathCost) else _largest(a) for a in arrays
+            number: a.max_price if isinstance(a, ShortestPathCost) else _largest(a)
+            for number, a in self._distinct_prices.items()
         }
-        return sum(known[id(array)] for array in arrays)
+        return sum(known[id(array)] for array in self._all_prices)
+
+    @property
+    def _all_prices(self) -> Iterator[FloatArray | ShortestPathCost]:
+        """The prices of each node and then of each edge."""
+        return chain((node.cost for node in self.nodes), (edge.prices for edge in self.edges))
+
+    @cached_property
+    def _distinct_prices(self) -> dict[int, FloatArray | ShortestPathCost]:
+        """The prices of nodes and edges by id, those that are shared once."""
+        return {id(array): array for array in self._all_prices}
 
     @cached_property
     def _flat_arrays(self) -> "_FlatArrays":

@@ -157,6 +157,48 @@ def test_what_is_saved_is_what_pytorch_saves(planned: Planner, execution: str, m
     assert nbytes <= predicted <= most * nbytes
 
 
+class ScoredTokens(nn.Module):
+    """A product whose 16-bit results are returned, and in float32 the scores of a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(64, 512, bias=False)
+
+    def forward(self, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        scores = self.head(x)
+        flat = scores.float().view(-1, 512)
+        return torch.nn.functional.cross_entropy(flat, target.view(-1)), scores
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_compiled_loss_saves_scores_as_pytorch_does(planned: Planner, dtype: torch.dtype) -> None:
+    model = ScoredTokens().to(dtype)
+    x, target = torch.randn(8, 128, 64, dtype=dtype), torch.randint(512, (8, 128))
+    inputs = {"x": x, "target": target}
+    graph = graph_of((model, inputs))
+    found = planned(graph, (1,), execution="compile")
+    assert check_plan(found) == ()
+    torch._dynamo.reset()
+    model.compile(backend="aot_eager_decomp_partition")
+    own = {t.untyped_storage().data_ptr() for t in (*inputs.values(), *model.parameters())}
+    saved: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss, scores = model(**inputs)
+    nbytes = sum(t.untyped_storage().nbytes() for at, t in saved.items() if at not in own)
+    assert nbytes == pytest.approx(scores.nbytes, rel=0.03), "scores, and statistics of rows"
+    assert found.memory.per_micro_batch == pytest.approx(nbytes + loss.nbytes, rel=0.01)
+    # At the peak there are the scores and their gradient, nothing of them in float32.
+    memory = found.memory
+    held = 2 * memory.parameters + memory.optimizer + memory.inputs + 2 * scores.nbytes
+    assert memory.peak == pytest.approx(held, rel=0.01)
+
+
 def test_eager_operators_are_kernels_of_their_own() -> None:
     assert set(executions(layers(), PlanOptions())) == {executions(layers(), PlanOptions())[0]}
     assert all(x.launches and not x.unread for x in executions(layers(), PlanOptions()))

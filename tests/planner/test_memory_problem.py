@@ -95,6 +95,21 @@ class SavesWhatItMakes(nn.Module):
         return (x * self.weight).exp().sin().sum()
 
 
+class Scores(nn.Module):
+    """A loss of 16-bit scores, which are converted first."""
+
+    target: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.register_buffer("target", torch.zeros(2, dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = (x * self.weight).to(torch.bfloat16).float()
+        return nn.functional.cross_entropy(scores, self.target, reduction="none").sum()
+
+
 class Layers(nn.Module):
     """Blocks that are alike."""
 
@@ -285,6 +300,7 @@ def test_a_choice_is_continued_when_more_time_points_are_counted(
         (SavesWhatItMakes, (4,), {}, {}),
         (TwoReaders, (4,), {"mul_1": "R"}, {}),
         (TwoReaders, (4,), {"mul_1": "R"}, {"regather_activations": True}),
+        (Scores, (2, 4), {"to*": "S(0)", "cross*": "S(0)"}, {"execution": "compile"}),
         (SavesWhatItMakes, (4,), {"sin*": "R"}, {"regather_activations": True}),
         (Product, (4, 4), {}, {"overlap": True}),
         (SavesWhatItMakes, (4,), {}, {"overlap": True}),
