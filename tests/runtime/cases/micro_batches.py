@@ -208,7 +208,7 @@ class PlannedMicroBatches:
         time = timeline(stage, graph_from_json(stage.program), training=True)
         made = sum(time.nbytes[kind] for kind in ("activations", "gradients", "temporaries"))
         gc.collect()
-        with LiveMemory(patient_above=made.max() * (1 + PEAK)) as memory:
+        with LiveMemory(patient_above=made.max() / (1 - PEAK)) as memory:
             for number, batch in enumerate(batches):
                 is_last = number == NUM - 1
                 with nullcontext() if is_last else planned.no_sync():

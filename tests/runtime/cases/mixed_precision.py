@@ -158,7 +158,7 @@ class Mixed:
         time = timeline(stage, graph_from_json(stage.program), training=True)
         made = sum(time.nbytes[kind] for kind in ("activations", "gradients", "temporaries"))
         gc.collect()
-        with LiveMemory(patient_above=made.max() * (1 + PEAK)) as memory:
+        with LiveMemory(patient_above=made.max() / (1 - PEAK)) as memory:
             for number, batch in enumerate(batches, start=1):
                 with nullcontext() if number == len(batches) else planned.no_sync():
                     outputs = planned(**batch)

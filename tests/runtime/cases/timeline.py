@@ -29,7 +29,7 @@ from autoshard.plan.timeline import timeline
 from autoshard.runtime import parallelize
 
 TURN, PEAK = 0.015, 0.05
-"""How far, as a share, what is predicted may be from what is measured."""
+"""How far what is predicted may be from what is measured, as a share of that."""
 
 MODELS = {
     "mlp": partial(models.mlp, batch=256),
@@ -65,10 +65,10 @@ class Case:
         model, inputs = MODELS[self.model]()
         running = parallelize(model, self.plan, device_mesh(self.plan), seed=7)
         gc.collect()
-        with LiveMemory(patient_above=made.max() * (1 + PEAK)) as memory:
+        with LiveMemory(patient_above=made.max() / (1 - PEAK)) as memory:
             outputs = running(**inputs)
             if training:
-                turn = memory.settled(made[time.turn] * (1 + TURN))
+                turn = memory.settled(made[time.turn] / (1 - TURN))
                 loss = outputs if isinstance(outputs, torch.Tensor) else outputs["loss"]
                 # Whoever calls backward holds what it begins with.
                 begin = torch.ones_like(loss)
