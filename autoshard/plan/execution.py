@@ -17,7 +17,7 @@ from autoshard.plan.recompute import Saving, saved_for
 FLOAT8 = DType.FLOAT8_E4M3FN
 """Element type of products in float8."""
 
-_CONVERSIONS = ("aten._to_copy.default", "aten.to.dtype")
+_CONVERSION = "aten.to.dtype"
 _HALF = (DType.BFLOAT16, DType.FLOAT16)
 _WEIGHTS = frozenset({2})
 """Position of the weights of `autoshard.combine`."""
@@ -139,7 +139,7 @@ class _FusedScores(NamedTuple):
             number = graph.makers[value]
             maker = graph.nodes[number]
             values.append(value)
-            if maker.operator in _CONVERSIONS and executed[number].is_compiled:
+            if maker.operator == _CONVERSION and executed[number].is_compiled:
                 before, after = (graph.values[v].dtype for v in (maker.inputs[0], value))
                 if before.itemsize < after.itemsize and before.is_differentiable:
                     return cls(loss.name, maker.name, tuple(values))

@@ -1,6 +1,7 @@
 """Programs that are compiled, multiplied in float8, or run by another attention kernel."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -129,6 +130,27 @@ class GatedLayer(nn.Module):
         return x + self.down(torch.nn.functional.silu(self.gate(y)) * self.up(y))
 
 
+class Saved(dict[int, Tensor]):
+    """Tensors that autograd saves, by the address of their storage."""
+
+    def nbytes(self, besides: Iterable[Tensor]) -> int:
+        """Bytes of the storages, but for those of some tensors."""
+        own = {tensor.untyped_storage().data_ptr() for tensor in besides}
+        return sum(t.untyped_storage().nbytes() for at, t in self.items() if at not in own)
+
+
+@contextmanager
+def saved_by_pytorch() -> Iterator[Saved]:
+    saved = Saved()
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield saved
+
+
 @pytest.mark.filterwarnings(
     "ignore:.*torch.jit.script_method:DeprecationWarning", "ignore:The .grad attribute:UserWarning"
 )
@@ -142,16 +164,9 @@ def test_what_is_saved_is_what_pytorch_saves(planned: Planner, execution: str, m
         torch._dynamo.reset()
         for layer in model.layers:
             layer.compile(backend="aot_eager_decomp_partition")
-    own = {p.untyped_storage().data_ptr() for p in (x, *model.parameters())}
-    saved: dict[int, Tensor] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        saved[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with saved_by_pytorch() as saved:
         loss = model(x)
-    nbytes = sum(t.untyped_storage().nbytes() for at, t in saved.items() if at not in own)
+    nbytes = saved.nbytes(besides=(x, *model.parameters()))
     loss.backward()
     predicted = plan.memory.per_micro_batch - loss.nbytes
     assert nbytes <= predicted <= most * nbytes
@@ -181,16 +196,9 @@ def test_a_compiled_loss_saves_scores_as_pytorch_does(planned: Planner, dtype: t
     assert check_plan(found) == ()
     torch._dynamo.reset()
     model.compile(backend="aot_eager_decomp_partition")
-    own = {t.untyped_storage().data_ptr() for t in (*inputs.values(), *model.parameters())}
-    saved: dict[int, Tensor] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        saved[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with saved_by_pytorch() as saved:
         loss, scores = model(**inputs)
-    nbytes = sum(t.untyped_storage().nbytes() for at, t in saved.items() if at not in own)
+    nbytes = saved.nbytes(besides=(*inputs.values(), *model.parameters()))
     assert nbytes == pytest.approx(scores.nbytes, rel=0.03), "scores, and statistics of rows"
     assert found.memory.per_micro_batch == pytest.approx(nbytes + loss.nbytes, rel=0.01)
     # At the peak there are the scores and their gradient, nothing of them in float32.
