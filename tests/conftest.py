@@ -9,6 +9,8 @@ from hypothesis import settings
 
 # A thread for each test process and each program that it starts: they share the processors.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Without files of bytecode, each of these programs would compile the whole package again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 from support.on_ranks import on_ranks, run_launch
 
