@@ -293,7 +293,10 @@ class Prices:
             constraints: only strategies that they all allow are listed; there may be none.
         """
         node = self.graph.nodes[number]
-        key = (*self.kind(node), self.gradients.flows(node), partial, constraints)
+        key = (
+            *(*self.kind(node), self.saving.distinguishes(node)),
+            *(self.gradients.flows(node), partial, constraints),
+        )
         if key not in self._operators:
             self._operators[key] = self._price(node, partial, constraints)
         return self._operators[key]
@@ -395,7 +398,10 @@ class Prices:
         inputs = [self.graph.values[v] for v in node.inputs]
         outputs = [self.graph.values[v] for v in node.outputs]
         if not self.training:
-            return activation_bytes(rule, chosen, outputs, is_view=is_view(node.operator))
+            is_written = self.saving.unwritten.isdisjoint(node.outputs)
+            if is_view(node.operator) or not is_written:
+                return np.zeros(len(chosen))
+            return activation_bytes(rule, chosen, outputs)
         if not gradients or not self.gradients.flows(node):
             return np.zeros(len(chosen))
         saved = saved_by(self.graph, node, gradients, self.saving)

@@ -207,6 +207,16 @@ def test_a_compiled_loss_saves_scores_as_pytorch_does(planned: Planner, dtype: t
     assert memory.peak == pytest.approx(held, rel=0.01)
 
 
+def test_compiled_inference_fits_what_it_takes(planned: Planner) -> None:
+    inputs = {"x": torch.randn(8, 128, 64), "target": torch.randint(512, (8, 128))}
+    model = ScoredTokens().to(torch.bfloat16)
+    graph = graph_of((model, inputs | {"x": inputs["x"].to(torch.bfloat16)}))
+    options: dict[str, Any] = {"mode": "inference", "execution": "compile"}
+    memory = planned(graph, (1,), **options).memory
+    assert memory.peak < planned(graph, (1,), mode="inference").memory.peak
+    assert planned(graph, (1,), **options, memory_budget=memory.peak).found
+
+
 def test_eager_operators_are_kernels_of_their_own() -> None:
     assert set(executions(layers(), PlanOptions())) == {executions(layers(), PlanOptions())[0]}
     assert all(x.launches and not x.unread for x in executions(layers(), PlanOptions()))
