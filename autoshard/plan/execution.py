@@ -17,7 +17,7 @@ from autoshard.plan.recompute import Saving, saved_for
 FLOAT8 = DType.FLOAT8_E4M3FN
 """Element type of products in float8."""
 
-_CONVERSION = "aten.to.dtype"
+_CAST = "aten.to.dtype"
 _HALF = (DType.BFLOAT16, DType.FLOAT16)
 _WEIGHTS = frozenset({2})
 """Position of the weights of `autoshard.combine`."""
@@ -73,7 +73,7 @@ def saving_of(graph: Graph, executed: Sequence[Execution], options: PlanOptions)
         in_float8,
         for_free,
         compiled=frozenset(found.reader for found in scores),
-        conversions=frozenset(found.conversion for found in scores if found.conversion),
+        casts=frozenset(found.cast for found in scores if found.cast),
         unwritten=chain,
     )
 
@@ -121,17 +121,17 @@ class _FusedScores(NamedTuple):
 
     Attributes:
         reader: name of the loss.
-        conversion: name of the conversion; empty if there is none.
+        cast: name of the cast; empty if there is none.
         values: what it makes, and the views of it up to the loss.
     """
 
     reader: str
-    conversion: str = ""
+    cast: str = ""
     values: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, graph: Graph, loss: Node, executed: Sequence[Execution]) -> "_FusedScores":
-        """Follow the scores of a loss back to their conversion."""
+        """Follow the scores of a loss back to their cast."""
         returned = {output.name for output in graph.outputs}
         values: list[str] = []
         value = loss.inputs[0]
@@ -139,7 +139,7 @@ class _FusedScores(NamedTuple):
             number = graph.makers[value]
             maker = graph.nodes[number]
             values.append(value)
-            if maker.operator == _CONVERSION and executed[number].is_compiled:
+            if maker.operator == _CAST and executed[number].is_compiled:
                 before, after = (graph.values[v].dtype for v in (maker.inputs[0], value))
                 if before.itemsize < after.itemsize and before.is_differentiable:
                     return cls(loss.name, maker.name, tuple(values))

@@ -220,8 +220,8 @@ class Saving:
         for_free: positions of the inputs whose gradients need no saved tensor, by the name of the
             operator.
         compiled: names of the operators of which a compiler generates the kernels of both passes.
-        conversions: names of the conversions to a wider type that only such an operator reads. They
-            save what they convert.
+        casts: names of the casts to a wider type that only such an operator reads. They
+            save what they cast.
         unwritten: what they make, and its views, which no memory holds, nor their gradients.
     """
 
@@ -229,14 +229,14 @@ class Saving:
     in_float8: Mapping[str, frozenset[int]] = field(default_factory=dict)
     for_free: Mapping[str, frozenset[int]] = field(default_factory=dict)
     compiled: frozenset[str] = frozenset()
-    conversions: frozenset[str] = frozenset()
+    casts: frozenset[str] = frozenset()
     unwritten: frozenset[str] = frozenset()
 
     def distinguishes(self, node: Node) -> tuple[bool, bool, bool]:
         """What sets the memory of a node apart from that of others with equal calls."""
         return (
             node.name in self.compiled,
-            node.name in self.conversions,
+            node.name in self.casts,
             not self.unwritten.isdisjoint(node.outputs),
         )
 
@@ -252,7 +252,7 @@ class Saving:
         saved = saved_tensors(call, needed)
         if node.name in self.compiled:
             return compiled_saved_tensors(call, needed) or saved
-        if node.name in self.conversions:
+        if node.name in self.casts:
             return replace(saved, inputs=frozenset({0}))
         return saved
 
