@@ -55,21 +55,25 @@ def activation_bytes(
     rule: OperatorRule,
     strategies: Sequence[Strategy],
     outputs: Sequence[Tensor],
+    *,
+    is_view: bool = False,
 ) -> FloatArray:
-    """Bytes of an operator's outputs on one rank.
+    """Bytes of an operator's outputs on one rank; 0 for a view.
 
     Args:
         rule: the operator's rule.
         strategies: strategies of that rule; S of them.
         outputs: global shapes of the outputs.
+        is_view: True if the outputs only alias the inputs.
 
     Returns:
         Bytes, shape [S].
     """
     sizes = LocalSizes(rule, strategies)
     total = 0.0 * sizes.product(())
-    for tensor, dims in zip(outputs, rule.outputs, strict=True):
-        total += sizes.nbytes(tensor, dims)
+    if not is_view:
+        for tensor, dims in zip(outputs, rule.outputs, strict=True):
+            total += sizes.nbytes(tensor, dims)
     return total
 
 

@@ -10,7 +10,7 @@ from autoshard.errors import OptionError
 from autoshard.graph import DType, Graph, Node, layer_path, module_paths
 from autoshard.graph.experts import COMBINE
 from autoshard.mesh import Device
-from autoshard.ops import call_of, has_compiled_backward, is_fusible, is_view, rule_for, weights_of
+from autoshard.ops import call_of, is_fusible, is_view, rule_for, saves_less_compiled, weights_of
 from autoshard.plan.options import PlanOptions
 from autoshard.plan.recompute import Saving, saved_for
 
@@ -65,7 +65,7 @@ def saving_of(graph: Graph, executed: Sequence[Execution], options: PlanOptions)
         )
         for node in narrow
     }
-    losses = [node for node, x in pairs if x.is_compiled and has_compiled_backward(node.operator)]
+    losses = [node for node, x in pairs if x.is_compiled and saves_less_compiled(node.operator)]
     scores = [_FusedScores.of(graph, node, executed) for node in losses]
     chain = frozenset(value for found in scores for value in found.values)
     return Saving(

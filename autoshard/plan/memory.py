@@ -317,8 +317,8 @@ class StageMemory:
         reads = tuple([self._of_slot[slot] for slot in instruction.reads])
         flows = self._gradients.flows(node)
         kind, layouts = self._graph.kinds[instruction.number], instruction.placed.outputs
-        apart = self._saving.distinguishes(node)
-        key = (kind, layouts, flows, apart, *[id(self.tensors[tensor]) for tensor in reads])
+        saving = self._saving.cache_key(node)
+        key = (kind, layouts, flows, saving, *[id(self.tensors[tensor]) for tensor in reads])
         call = self._calls.get(key)
         if call is None:
             inputs = [self.tensors[tensor] for tensor in reads]

@@ -293,10 +293,8 @@ class Prices:
             constraints: only strategies that they all allow are listed; there may be none.
         """
         node = self.graph.nodes[number]
-        key = (
-            *(*self.kind(node), self.saving.distinguishes(node)),
-            *(self.gradients.flows(node), partial, constraints),
-        )
+        kind = *self.kind(node), self.saving.cache_key(node)
+        key = (*kind, self.gradients.flows(node), partial, constraints)
         if key not in self._operators:
             self._operators[key] = self._price(node, partial, constraints)
         return self._operators[key]
@@ -398,10 +396,9 @@ class Prices:
         inputs = [self.graph.values[v] for v in node.inputs]
         outputs = [self.graph.values[v] for v in node.outputs]
         if not self.training:
-            is_written = self.saving.unwritten.isdisjoint(node.outputs)
-            if is_view(node.operator) or not is_written:
+            if not self.saving.unwritten.isdisjoint(node.outputs):
                 return np.zeros(len(chosen))
-            return activation_bytes(rule, chosen, outputs)
+            return activation_bytes(rule, chosen, outputs, is_view=is_view(node.operator))
         if not gradients or not self.gradients.flows(node):
             return np.zeros(len(chosen))
         saved = saved_by(self.graph, node, gradients, self.saving)

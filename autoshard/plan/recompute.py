@@ -20,7 +20,6 @@ from autoshard.ops import (
     SavedByAutograd,
     backward_workspace,
     call_of,
-    compiled_saved_tensors,
     saved_tensors,
 )
 from autoshard.plan.document import Stage, Use
@@ -219,10 +218,11 @@ class Saving:
         in_float8: positions of the 16-bit inputs that a product saves in float8, by its name.
         for_free: positions of the inputs whose gradients need no saved tensor, by the name of the
             operator.
-        compiled: names of the operators of which a compiler generates the kernels of both passes.
-        casts: names of the casts to a wider type that only such an operator reads. They
-            save what they cast.
-        unwritten: what they make, and its views, which no memory holds, nor their gradients.
+        compiled: names of the losses whose kernels of both passes a compiler generates.
+        casts: names of the casts to a wider type that only such a loss reads; they save what they
+            cast.
+        unwritten: results of these casts, and views of them: neither they nor their gradients are
+            ever in memory.
     """
 
     computed_again: frozenset[str] = frozenset()
@@ -232,8 +232,11 @@ class Saving:
     casts: frozenset[str] = frozenset()
     unwritten: frozenset[str] = frozenset()
 
-    def distinguishes(self, node: Node) -> tuple[bool, bool, bool]:
-        """What sets the memory of a node apart from that of others with equal calls."""
+    def cache_key(self, node: Node) -> tuple[bool, bool, bool]:
+        """Key under which nodes with equal calls save the same tensors and write the same outputs.
+
+        Values that are computed again are not part of it.
+        """
         return (
             node.name in self.compiled,
             node.name in self.casts,
@@ -249,12 +252,8 @@ class Saving:
             gradients: for each input, True if its gradient is computed.
         """
         needed = self.needs_saved(node, gradients)
-        saved = saved_tensors(call, needed)
-        if node.name in self.compiled:
-            return compiled_saved_tensors(call, needed) or saved
-        if node.name in self.casts:
-            return replace(saved, inputs=frozenset({0}))
-        return saved
+        saved = saved_tensors(call, needed, is_compiled=node.name in self.compiled)
+        return replace(saved, inputs=frozenset({0})) if node.name in self.casts else saved
 
     def workspace(
         self, node: Node, call: Call, gradients: Sequence[bool]

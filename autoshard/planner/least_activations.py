@@ -70,7 +70,7 @@ def _saved_for_all(graph: Graph, saving: Saving) -> Callable[[int], SavedByAutog
             return SavedByAutograd()
         if not saving.computed_again.isdisjoint((*node.inputs, *node.outputs)):
             return saved_for(graph, node, saving)
-        key = kind, saving.distinguishes(node)
+        key = kind, saving.cache_key(node)
         if key not in known:
             known[key] = saved_for(graph, node, saving)
         return known[key]

@@ -48,6 +48,7 @@ def test_activations_are_the_local_outputs() -> None:
     nbytes = activation_bytes(rule, found, outputs)
     assert nbytes.tolist() == [2 * prod(s.outputs[0].local_shape((128, 64), (2, 4))) for s in found]
     assert nbytes.max() == 2 * 128 * 64
+    assert not activation_bytes(rule, found, outputs, is_view=True).any()
 
 
 def test_what_is_kept_follows_the_local_sizes() -> None:

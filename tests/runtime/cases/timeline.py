@@ -29,7 +29,8 @@ from autoshard.plan.timeline import timeline
 from autoshard.runtime import parallelize
 
 TURN, PEAK = 0.015, 0.05
-"""How far what is predicted may be from what is measured, as a share of that."""
+"""Largest differences of predicted and measured memory, relative to the measured one: at the turn
+from forward to backward, and at the peak."""
 
 MODELS = {
     "mlp": partial(models.mlp, batch=256),
