@@ -9,16 +9,18 @@ hints which nodes repeat):
     no products      plain: no elimination; linear relaxation, and branch and bound
     no rounding      the same with a requested gap of zero
     messages         plain: every problem counts as large: TRW-S first, no products
-    narrow           restricted problems of a few strategies, whatever the number of strategies
+    narrow           restricted problems of a few strategies, whatever the number of strategies;
+                     no path costs are made matrices
     shared relaxed   shared nodes of runs are never axes of tables
     runs alone       run contraction and its prices on usage, without the steps that close a gap
-    several limits   the same problem under several limits, each with the results of the others
+    several limits   the same problem under several limits, each with the results of the others;
+                     no path costs are made matrices
     short of time    stops after a few milliseconds; large-neighbourhood search if there is time
 
-Some solutions may stay open (feasible, but not proven optimal): those on the routes "narrow", "runs
-alone" and "short of time", and those of problems with edges priced by paths. Their choices and
-bounds are checked all the same. Run `python -m benchmarks.random_problems --count 100000`; the exit
-status is 1 if any problem failed, and the seed of each failure is printed.
+Some solutions may stay open (feasible, but not proven optimal): those on the routes "narrow",
+"runs alone" and "short of time", and those of problems with path costs on "several limits". Their
+choices and bounds are checked all the same. Run `python -m benchmarks.random_problems --count
+100000`; the exit status is 1 if any problem failed, and the seed of each failure is printed.
 """
 
 import argparse
@@ -75,7 +77,8 @@ class Route:
 
 _DEFAULT = SolverSettings()
 _NO_PRODUCTS = SolverSettings(max_product_work=0.0)
-_NARROW = SolverSettings(wide_strategies=0.0, first_width=1, last_width=2)
+_NARROW = SolverSettings(wide_strategies=0.0, first_width=1, last_width=2, max_matrix_states=0)
+_PATHS = SolverSettings(max_matrix_states=0)
 _RELAXED = SolverSettings(max_group_work=0.0)
 _HUGE = replace(_NO_PRODUCTS, large_entries=0, huge_entries=0, forest_patience=20)
 
@@ -88,7 +91,7 @@ ROUTES = MappingProxyType(
         "narrow": Route(_NARROW, may_stay_open=True),
         "shared relaxed": Route(_RELAXED),
         "runs alone": Route(_DEFAULT, may_stay_open=True, finds_least=False),
-        "several limits": Route(_DEFAULT),
+        "several limits": Route(_PATHS),
         "short of time": Route(_HUGE, may_stay_open=True, time_limit=_SHORT),
     }
 )
@@ -173,7 +176,7 @@ def _solved_by_runs(problem: Problem, route: Route) -> Solution:
 
 def _wrong(problem: Problem, found: Solution, truth: Solution, route: Route) -> Iterator[str]:
     """The errors of a solution."""
-    may_stay_open = route.may_stay_open or problem.has_path_costs
+    may_stay_open = route.may_stay_open or problem.needs_paths(route.settings)
     open_statuses = (SolveStatus.FEASIBLE, SolveStatus.TIMED_OUT) if may_stay_open else ()
     if found.status not in (truth.status, *open_statuses):
         yield f"status {found.status} instead of {truth.status}"

@@ -45,7 +45,6 @@ if TYPE_CHECKING:
         Step,
         is_bucketable,
         is_padded,
-        regather_price,
         step_price,
     )
 else:
@@ -80,7 +79,6 @@ __all__ = [
     "legend",
     "parse_type",
     "placement_texts",
-    "regather_price",
     "relative_sizes",
     "shards_unevenly",
     "step_price",

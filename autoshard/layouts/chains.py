@@ -1,6 +1,7 @@
 """Cheapest chains of steps between the layouts of a tensor."""
 
 from dataclasses import dataclass, fields
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,46 +39,40 @@ class LayoutSteps:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Table:
-    """The cheapest chains from R layouts to all N, shape [R, N] each; see `ChainCosts`.
+class _Parts:
+    """Parts of the cheapest chains from R layouts to all N, shape [R, N] each; see `ChainCosts`."""
 
-    Attributes:
-        before: index of the last layout but one, negative if there is none.
-    """
-
-    seconds: FloatArray
     forward: FloatArray
     is_noop: BoolArray
     waiting: FloatArray
     is_bucketable: BoolArray
-    before: NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChainCosts:
     """Properties of the cheapest chains from R layouts to C layouts, shape [R, C] each.
 
-    They are copied when they are read, so that what nobody needs takes no memory.
+    They are computed and copied when they are read, so that what nobody needs takes no memory.
     """
 
-    _table: _Table
+    _chains: "Chains"
     _rows: IntArray
     _cols: IntArray
 
     @property
     def seconds(self) -> FloatArray:
         """Seconds of all steps, forward plus backward; inf if there is no chain."""
-        return self._table.seconds[self._rows, self._cols]
+        return self._chains.seconds[self._rows, self._cols]
 
     @property
     def forward(self) -> FloatArray:
         """Seconds of the forward actions; inf if there is no chain."""
-        return self._table.forward[self._rows, self._cols]
+        return self._chains.parts.forward[self._rows, self._cols]
 
     @property
     def is_noop(self) -> BoolArray:
         """True if the forward actions do nothing to the tensor."""
-        return self._table.is_noop[self._rows, self._cols]
+        return self._chains.parts.is_noop[self._rows, self._cols]
 
     @property
     def waiting(self) -> FloatArray:
@@ -85,12 +80,12 @@ class ChainCosts:
 
         If the tensor is a parameter, these steps only reduce its gradient.
         """
-        return self._table.waiting[self._rows, self._cols]
+        return self._chains.parts.waiting[self._rows, self._cols]
 
     @property
     def is_bucketable(self) -> BoolArray:
         """True if all steps can share collectives in a bucket."""
-        return self._table.is_bucketable[self._rows, self._cols]
+        return self._chains.parts.is_bucketable[self._rows, self._cols]
 
 
 class Chains:
@@ -99,6 +94,9 @@ class Chains:
     Args:
         num_layouts: N.
         steps: all steps.
+
+    Attributes:
+        seconds: of the chains from the R layouts that were needed so far to all, shape [R, N].
     """
 
     def __init__(self, num_layouts: int, steps: LayoutSteps) -> None:
@@ -107,12 +105,11 @@ class Chains:
         allowed = np.isfinite(steps.seconds)
         ends = steps.sources[allowed], steps.targets[allowed]
         self._graph = csr_array((steps.seconds[allowed], ends), shape=(num_layouts, num_layouts))
-        # Steps in ascending order of their layouts, to find the one between two.
-        numbers = steps.sources * num_layouts + steps.targets
-        self._order = np.argsort(numbers)
-        self._numbers = numbers[self._order]
         self._row_of: IntArray = np.full(num_layouts, -1)
-        self._known: list[_Table] = []
+        self.seconds: FloatArray = np.zeros((0, num_layouts))
+        # The last layout but one of each chain, negative if there is none.
+        self._before: NDArray[np.int32] = np.zeros((0, num_layouts), dtype=np.int32)
+        self._parts: _Parts | None = None
 
     def costs(self, sources: IntArray, targets: IntArray) -> ChainCosts:
         """Costs of the chains from some layouts to others.
@@ -121,41 +118,53 @@ class Chains:
             sources: R indices of layouts.
             targets: C indices of layouts.
         """
-        rows, cols = self._rows(sources)[:, None], targets[None, :]
-        return ChainCosts(self._known[0], rows, cols)
+        return ChainCosts(self, self._rows(sources)[:, None], targets[None, :])
 
     def before(self, source: int) -> NDArray[np.int32]:
         """The last layout but one of the chain from a layout to each, negative if there is none."""
         row = self._rows(np.array([source]))[0]
-        before: NDArray[np.int32] = self._known[0].before[row]
+        before: NDArray[np.int32] = self._before[row]
         return before
+
+    @property
+    def parts(self) -> _Parts:
+        """Parts of the chains of `seconds`; those of rows that were added are computed now."""
+        known, num_known = self._parts, 0 if self._parts is None else len(self._parts.forward)
+        if known is None or num_known < len(self.seconds):
+            new = self._parts_from(num_known)
+            if known is not None:
+                pairs = ((getattr(x, f.name) for x in (known, new)) for f in fields(_Parts))
+                new = _Parts(*(np.concatenate([*pair]) for pair in pairs))
+            known = self._parts = new
+        return known
 
     def _rows(self, sources: IntArray) -> IntArray:
         """The rows of layouts in the known chains, after they were computed."""
         missing = np.unique(sources[self._row_of[sources] < 0])
-        if not self._known and (self._num <= _FEW_LAYOUTS or not len(missing)):
+        if not len(self.seconds) and (self._num <= _FEW_LAYOUTS or not len(missing)):
             missing = np.arange(self._num)
         if len(missing):
             count_entries(len(missing) * self._num)
-            self._row_of[missing] = np.count_nonzero(self._row_of >= 0) + np.arange(len(missing))
+            self._row_of[missing] = len(self.seconds) + np.arange(len(missing))
+            found = [(self.seconds, self._before)]
             for first in range(0, len(missing), _ROWS_AT_ONCE):
                 count_made(0)
-                self._known.append(self._from(missing[first : first + _ROWS_AT_ONCE]))
-        if len(self._known) > 1:
-            names = (field.name for field in fields(_Table))
-            columns = ([getattr(one, name) for one in self._known] for name in names)
-            self._known = [_Table(*map(np.concatenate, columns))]
+                part = missing[first : first + _ROWS_AT_ONCE]
+                found.append(dijkstra(self._graph, indices=part, return_predecessors=True))
+            seconds, before = zip(*found, strict=True)
+            self.seconds, self._before = np.concatenate(seconds), np.concatenate(before)
         return self._row_of[sources]
 
-    def _from(self, sources: IntArray) -> _Table:
-        """The chains from some layouts to all."""
+    def _parts_from(self, first: int) -> _Parts:
+        """The parts of the chains of all rows from one on."""
         steps, num = self._steps, self._num
-        seconds, before = dijkstra(self._graph, indices=sources, return_predecessors=True)
-        starts = np.arange(len(sources)) * num + sources
-        is_noop = np.zeros(seconds.size, dtype=np.bool_)
+        before, shape = self._before[first:], self.seconds[first:].shape
+        rows = np.flatnonzero(self._row_of >= first)
+        starts = (self._row_of[rows] - first) * num + rows
+        is_noop = np.zeros(before.size, dtype=np.bool_)
         is_noop[starts] = True
         is_bucketable, is_known = is_noop.copy(), is_noop.copy()
-        forward, waiting = np.where(is_noop, 0.0, np.inf), np.zeros(seconds.size)
+        forward, waiting = np.where(is_noop, 0.0, np.inf), np.zeros(before.size)
         # Chains by the position of their ends in the flattened table, with those they extend.
         ends = np.flatnonzero(before >= 0)
         last, cols = before.ravel()[ends].astype(np.intp), ends % num
@@ -171,18 +180,17 @@ class Chains:
             is_bucketable[now] = is_bucketable[old] & steps.is_bucketable[taken]
             is_known[now] = True
             ends, previous, step = ends[~ready], previous[~ready], step[~ready]
-        shape = seconds.shape
-        return _Table(
-            seconds,
-            forward.reshape(shape),
-            is_noop.reshape(shape),
-            waiting.reshape(shape),
-            is_bucketable.reshape(shape),
-            before,
-        )
+        return _Parts(*(x.reshape(shape) for x in (forward, is_noop, waiting, is_bucketable)))
 
     def _step(self, sources: IntArray, targets: IntArray) -> IntArray:
         """Indices of the steps between pairs of layouts."""
-        wanted = sources * self._num + targets
-        found: IntArray = self._order[np.searchsorted(self._numbers, wanted)]
+        order, numbers = self._step_numbers
+        found: IntArray = order[np.searchsorted(numbers, sources * self._num + targets)]
         return found
+
+    @cached_property
+    def _step_numbers(self) -> tuple[IntArray, IntArray]:
+        """The steps in ascending order of their layouts, to find the one between two."""
+        numbers = self._steps.sources * self._num + self._steps.targets
+        order = np.argsort(numbers)
+        return order, numbers[order]

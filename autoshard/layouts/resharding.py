@@ -183,30 +183,35 @@ STEP_OVERHEAD = 1e-9
 """Seconds added to every step except a slice, so that the shortest of equal chains is chosen."""
 
 
-def step_price(step: Step, pricer: Pricer, charge: Charge = ALONE) -> float:
-    """Seconds of a step, forward plus backward.
+class StepPrice(NamedTuple):
+    """Seconds of a step.
+
+    Attributes:
+        total: forward plus backward.
+        forward: the forward action alone.
+    """
+
+    total: float
+    forward: float
+
+
+def step_price(step: Step, pricer: Pricer, charge: Charge = ALONE) -> StepPrice:
+    """The price of a step.
 
     Args:
         step: the step.
         pricer: prices of collectives and copies.
         charge: what is charged of its collectives.
     """
-    if (step.forward, step.backward) == (Action.SLICE, Action.NOTHING) and not step.reorders:
-        return 0.0
-    return STEP_OVERHEAD + sum(
-        _action_price(action, step, nbytes, pricer, charge)
-        for action, nbytes in (
-            (step.forward, step.nbytes),
-            (step.backward, step.backward_nbytes),
-        )
+    forward = _action_price(step.forward, step, step.nbytes, pricer, charge)
+    backward = _action_price(step.backward, step, step.backward_nbytes, pricer, charge)
+    is_free = step.forward is Action.SLICE and not step.reorders
+    return StepPrice(
+        0.0
+        if is_free and step.backward is Action.NOTHING
+        else STEP_OVERHEAD + (forward + backward),
+        0.0 if is_free or step.forward is Action.NOTHING else STEP_OVERHEAD + forward,
     )
-
-
-def regather_price(step: Step, pricer: Pricer, charge: Charge = ALONE) -> float:
-    """Seconds of the forward action alone, when it runs again; arguments as in `step_price`."""
-    if step.forward is Action.NOTHING or (step.forward is Action.SLICE and not step.reorders):
-        return 0.0
-    return STEP_OVERHEAD + _action_price(step.forward, step, step.nbytes, pricer, charge)
 
 
 def _action_price(action: Action, step: Step, nbytes: int, pricer: Pricer, charge: Charge) -> float:
@@ -541,9 +546,7 @@ class ReshardingTable:
     def steps(self) -> tuple[IntArray, IntArray, FloatArray]:
         """Layout indices before and after each step, and its seconds; each of shape [M]."""
         table = self._step_table
-        # Steps of a class have the same price.
-        prices = [step_price(step, self._pricer, self._charge) for step in self._examples]
-        return table.sources, table.targets, np.array(prices)[table.classes]
+        return table.sources, table.targets, self._prices[table.classes, 0]
 
     def path(self, source: Layout, target: Layout) -> tuple[Step, ...]:
         """Return the cheapest chain of steps; empty if the layouts are equal.
@@ -610,10 +613,15 @@ class ReshardingTable:
         return [self._step(i) for i in self._step_table.examples.tolist()]
 
     @cached_property
+    def _prices(self) -> FloatArray:
+        """The `StepPrice` of the steps of each class, shape [K, 2]."""
+        prices = [step_price(step, self._pricer, self._charge) for step in self._examples]
+        return np.array(prices).reshape(len(prices), 2)
+
+    @cached_property
     def _chains(self) -> Chains:
         table, examples = self._step_table, self._examples
         sources, targets, seconds = self.steps
-        forward = [regather_price(step, self._pricer, self._charge) for step in examples]
         idle = [step.forward is Action.NOTHING for step in examples]
         alike = [step.is_bucketable for step in examples]
         return Chains(
@@ -622,7 +630,7 @@ class ReshardingTable:
                 sources,
                 targets,
                 seconds,
-                np.array(forward)[table.classes],
+                self._prices[table.classes, 1],
                 np.array(idle, dtype=np.bool_)[table.classes],
                 np.array(alike, dtype=np.bool_)[table.classes],
             ),

@@ -9,14 +9,15 @@ from autoshard.plan.predictions import Performance
 from autoshard.plan.throughput import StepWork, plan_work, utilisation
 
 
-def plan_performance(plan: Plan) -> Performance:
+def plan_performance(plan: Plan, work: StepWork | None = None) -> Performance:
     """The performance of a plan.
 
     Args:
         plan: a plan with stages.
+        work: of a step, if it is known.
     """
     assert plan.costs is not None
-    work = plan_work(plan)
+    work = work or plan_work(plan)
     return step_performance(work, plan.mesh, plan.costs.total, _category(plan, work))
 
 

@@ -27,7 +27,7 @@ from autoshard.costs import (
 )
 from autoshard.errors import OptionError
 from autoshard.graph import DType, Graph, Input, InputKind, Node
-from autoshard.layouts import AxisType, Charge, Layout, Pricer, Step, regather_price, step_price
+from autoshard.layouts import AxisType, Charge, Layout, Pricer, Step, step_price
 from autoshard.mesh import Device, Mesh
 from autoshard.ops import (
     AxisRule,
@@ -102,8 +102,8 @@ def communication_of(
         frequency: how often it runs.
         contention: fraction of overlapped seconds by which compute takes longer.
     """
-    both = [step_price(step, pricer, charge) for step in path]
-    forward = [regather_price(step, pricer, charge) for step in path]
+    prices = [step_price(step, pricer, charge) for step in path]
+    both, forward = [p.total for p in prices], [p.forward for p in prices]
     in_bucket = of_parameter and all(step.is_bucketable for step in path)
     actions = [step.forward for step in path]
     waiting = num_waiting(actions) if in_bucket else 0
@@ -477,6 +477,8 @@ def _without_gradient(
 
     Collectives of backward are removed if there is no backward pass.
     """
+    if backward and all(gradients):
+        return strategy
     runs_backward = backward and gradients[0]
     num_inputs = len(strategy.inputs)
     flows = any(gradients[num_inputs:])

@@ -26,7 +26,7 @@ from autoshard.collection import collection_paused
 from autoshard.costs import ForwardBackward, Overlap, overlapped_seconds
 from autoshard.errors import PlanError
 from autoshard.graph import Graph, InputKind, Node
-from autoshard.layouts import ALONE, Action, Layout, Step, is_padded, parse_type, regather_price
+from autoshard.layouts import ALONE, Action, Layout, Step, is_padded, parse_type, step_price
 from autoshard.mesh import Mesh
 from autoshard.ops import call_of, rule_for, weights_of
 from autoshard.plan.buckets import Bucket, buckets_of
@@ -356,7 +356,7 @@ class StageTiming:
             padded=is_padded(source, target, shape, step.num_ranks(sizes)),
         )
         factor = self.prices.charges.get(value, ALONE)
-        forward = min(regather_price(priced, self._mesh, factor), step.time / gathers)
+        forward = min(step_price(priced, self._mesh, factor).forward, step.time / gathers)
         backward = (step.time - gathers * forward) / reductions
         return (
             Piece(step.forward, step.axis, forward, step.nbytes),

@@ -38,8 +38,9 @@ from autoshard.planner.saved_tensors import SavedTensors
 from autoshard.solve import Edge, Problem, Repeat, ShortestPathCost
 from autoshard.solve import Node as ProblemNode
 
-_MAX_PAIRED_LAYOUTS = 600
-"""Maximum number of layouts of a producer or a consumer for which an edge has a matrix of costs."""
+_MANY_LAYOUTS = 100
+"""Number of layouts of a producer or a consumer above which an edge has the steps between layouts
+instead of a matrix: a product with a vector then takes less time, and no matrix has to be made."""
 
 
 class Role(StrEnum):
@@ -176,14 +177,15 @@ class Formulation:
         edges: dict[
             tuple[object, ...], tuple[FloatArray | ShortestPathCost, IntArray, IntArray]
         ] = {}
-        for use in self.uses:
-            kind = self.kind_of(use)
+        kinds = [self.kind_of(use) for use in self.uses]
+        for use, kind in zip(self.uses, kinds, strict=True):
             if kind not in edges:
                 edges[kind] = self._edge(self.edge_costs(use))
+        pairs = zip(self.uses, kinds, strict=True)
         return Problem(
             nodes=tuple(_problem_node(variable, totals) for variable in self.variables),
             edges=(
-                *(Edge(u.source, u.target, *edges[self.kind_of(u)]) for u in self.uses),
+                *(Edge(use.source, use.target, *edges[kind]) for use, kind in pairs),
                 *(same_label(*tie) for tie in self.ties),
             ),
             repeats=self.repeats(self.variables_of),
@@ -392,7 +394,7 @@ class Formulation:
         runs_once = costs.of_parameter and costs.micro_batches > 1
         is_path = costs.compute is None and not (runs_once or costs.keeps_shards)
         most = max(len(costs.sources), len(costs.targets))
-        if most <= _MAX_PAIRED_LAYOUTS or not is_path:
+        if most <= _MANY_LAYOUTS or not is_path:
             return costs.fastest, costs.rows, costs.cols
         if id(table) not in self._path_costs:
             sources, targets, seconds = table.steps

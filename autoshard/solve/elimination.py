@@ -337,14 +337,14 @@ class MinMarginals:
     def of(
         cls, problem: Problem, node: int, *, effort: Effort = DEFAULT_EFFORT
     ) -> "MinMarginals | None":
-        """Marginals of a node; None with ties or path costs, or if tables would be too large.
+        """Marginals of a node; None with ties or large path costs, or if tables are too large.
 
         Args:
             problem: the problem.
             node: number of the node.
             effort: limits of work, and when to stop.
         """
-        if problem.ties or problem.has_path_costs:
+        if problem.ties or problem.needs_paths(effort.settings):
             return None
         network = Network.from_problem(problem, limited=False)
         return cls.of_network(network, (node,), effort=effort)

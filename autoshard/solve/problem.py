@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from autoshard.arrays import FloatArray, IntArray
 from autoshard.errors import ProblemError
 from autoshard.solve.path_costs import ShortestPathCost
+from autoshard.solve.settings import SolverSettings
 
 MAX_USAGE = float(1 << 53)
 """Usage at one time must be below this: sums of whole numbers are then exact in any order."""
@@ -179,8 +180,14 @@ class Problem:
 
     @cached_property
     def has_path_costs(self) -> bool:
-        """True if some edges have no matrix; methods that need one cannot be used."""
+        """True if some edges have path costs instead of a matrix."""
         return any(isinstance(edge.prices, ShortestPathCost) for edge in self.edges)
+
+    def needs_paths(self, settings: SolverSettings) -> bool:
+        """True if the matrix of a path cost is too large; methods that need one cannot be used."""
+        paths = (e.prices for e in self.edges if isinstance(e.prices, ShortestPathCost))
+        most = max((path.num_states for path in paths), default=0)
+        return most > settings.max_matrix_states
 
     @cached_property
     def num_prices(self) -> int:

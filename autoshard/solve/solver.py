@@ -193,9 +193,9 @@ def _is_solution(state: SolveState, wide: RunOutcome) -> bool:
     """True if restricted problems gave the solution, or no other step can improve on it."""
     if wide is RunOutcome.INFEASIBLE or state.closed:
         return True
-    problem, is_limited = state.problem, state.warm_start.restricted is not None
-    is_large = problem.num_prices >= state.settings.large_entries
-    return is_large and (is_limited or (wide is RunOutcome.UPDATED and problem.has_path_costs))
+    is_limited = state.warm_start.restricted is not None
+    is_large = state.problem.num_prices >= state.settings.large_entries
+    return is_large and (is_limited or (wide is RunOutcome.UPDATED and state.needs_paths))
 
 
 def _solve_restricted(

@@ -20,7 +20,6 @@ from autoshard.layouts import (
     ReshardingTable,
     S,
     Step,
-    regather_price,
     step_price,
 )
 from autoshard.layouts.resharding import STEP_OVERHEAD
@@ -112,7 +111,7 @@ def test_without_a_gradient_nothing_runs_backward() -> None:
 def test_an_unpriced_backward_leaves_the_types() -> None:
     (step,) = reshardings(backward=False).path(Layout.parse("I,I"), Layout.parse("R,I"))
     assert step.backward is Action.NOTHING
-    assert step_price(step, Prices()) < 1e-8
+    assert step_price(step, Prices()).total < 1e-8
 
 
 def test_data_parallel_is_invariant_to_replicate() -> None:
@@ -131,16 +130,17 @@ def test_fully_sharded_is_shard_to_replicate() -> None:
 def test_what_makes_a_tensor_whole_pays_its_part_of_a_collective_for_many(source: str) -> None:
     (step,) = reshardings().path(Layout.parse(source), Layout.parse("I,R"))
     eightfold = replace(step, nbytes=8 * step.nbytes)
-    part = (step_price(eightfold, Prices()) - STEP_OVERHEAD) / 8
-    assert step_price(step, Prices(), Charge(8)) == pytest.approx(part + STEP_OVERHEAD)
-    assert step_price(step, Prices(), Charge(8)) < step_price(step, Prices())
-    assert regather_price(step, Prices(), Charge(8)) <= step_price(step, Prices(), Charge(8))
+    part = (step_price(eightfold, Prices()).total - STEP_OVERHEAD) / 8
+    assert step_price(step, Prices(), Charge(8)).total == pytest.approx(part + STEP_OVERHEAD)
+    assert step_price(step, Prices(), Charge(8)).total < step_price(step, Prices()).total
+    price = step_price(step, Prices(), Charge(8))
+    assert price.forward <= price.total
 
 
 @pytest.mark.parametrize("ends", [("P,I", "I,I"), ("S(0),I", "S(1),I"), ("S(0),I", "I,I")])
 def test_what_else_a_tensor_goes_through_shares_nothing(ends: tuple[str, str]) -> None:
     (step,) = reshardings().path(*map(Layout.parse, ends))
-    assert step_price(step, Prices(), Charge(8)) == step_price(step, Prices())
+    assert step_price(step, Prices(), Charge(8)).total == step_price(step, Prices()).total
 
 
 def test_a_table_of_a_tensor_that_shares_collectives_has_lower_prices() -> None:
@@ -152,8 +152,9 @@ def test_a_table_of_a_tensor_that_shares_collectives_has_lower_prices() -> None:
     source, target = ends
     (step,) = alone.path(alone.layouts[source], alone.layouts[target])
     costs = all_costs(shared)
-    assert costs.seconds[source, target] == pytest.approx(step_price(step, Prices(), Charge(8)))
-    assert costs.forward[source, target] == pytest.approx(regather_price(step, Prices(), Charge(8)))
+    price = step_price(step, Prices(), Charge(8))
+    assert costs.seconds[source, target] == pytest.approx(price.total)
+    assert costs.forward[source, target] == pytest.approx(price.forward)
     assert (costs.seconds <= all_costs(alone).seconds).all()
 
 
@@ -180,9 +181,9 @@ def test_the_costs_of_a_chain_are_those_of_its_steps() -> None:
         enumerate(table.layouts[::7]), enumerate(table.layouts[::5])
     ):
         steps = table.path(source, target)
-        total = sum(step_price(step, Prices()) for step in steps)
+        total = sum(step_price(step, Prices()).total for step in steps)
         assert costs.seconds[i, j] == pytest.approx(total)
-        forward = sum(regather_price(step, Prices()) for step in steps)
+        forward = sum(step_price(step, Prices()).forward for step in steps)
         assert costs.forward[i, j] == pytest.approx(forward)
         assert costs.is_bucketable[i, j] == all(step.is_bucketable for step in steps)
         assert costs.is_noop[i, j] == all(step.forward is Action.NOTHING for step in steps)

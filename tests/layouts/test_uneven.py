@@ -66,4 +66,4 @@ def test_an_uneven_slice_is_free() -> None:
     reshardings = ReshardingTable((10, 4), 4, (4,), differentiable=False, pricer=Prices())
     (step,) = reshardings.path(Layout.parse("R"), Layout.parse("S(0)"))
     assert (step.forward, step.backward) == (Action.SLICE, Action.NOTHING)
-    assert step_price(step, Prices()) == 0
+    assert step_price(step, Prices()).total == 0

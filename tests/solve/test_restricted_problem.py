@@ -25,6 +25,7 @@ from autoshard.solve.quotient_bounds import QuotientMessages, strategy_bounds
 from autoshard.solve.quotient_graph import QuotientGraph
 from autoshard.solve.restricted_problem import one_per_run, restrict
 from autoshard.solve.runs import find_runs, independent_runs
+from autoshard.solve.settings import Effort
 
 SIZES = st.sampled_from([(2, 1, 1), (3, 2, 0), (4, 1, 0), (5, 1, 1), (6, 1, 0)])
 """Layers, nodes inside a layer, shared nodes."""
@@ -90,6 +91,7 @@ NARROW = SolverSettings(
     first_width=1,
     last_width=2,
     limited_width=1,
+    max_matrix_states=0,
 )
 """Every problem counts as wide, and restricted problems start with one strategy per class."""
 
@@ -111,6 +113,7 @@ def test_shortest_path_cost_is_the_matrix_of_shortest_paths(seed: int, size: int
     np.testing.assert_array_equal(path_cost.backwards(vector), (ways + vector).min(axis=1))
     np.testing.assert_array_equal(path_cost.between(some, some), ways[np.ix_(some, some)])
     np.testing.assert_array_equal(path_cost.dense, ways)
+    np.testing.assert_array_equal(path_cost.between(some, some), ways[np.ix_(some, some)])
     assert path_cost.price(int(some[0]), int(some[1])) == ways[some[0], some[1]]
 
 
@@ -262,14 +265,22 @@ def test_restriction_keeps_one_limit_after_another(seed: int) -> None:
 
 def test_min_marginals_need_matrices() -> None:
     problem = layered(1, 3, 1, 0)
-    assert MinMarginals.of(problem, 0) is None
-    assert MinMarginals.of(written_down(problem), 0) is not None
+    small = Effort(SolverSettings(max_matrix_states=2))
+    assert MinMarginals.of(problem, 0, effort=small) is None
+    of_paths = MinMarginals.of(problem, 0)
+    of_matrices = MinMarginals.of(written_down(problem), 0, effort=small)
+    assert of_paths is not None
+    assert of_matrices is not None
+    np.testing.assert_array_equal(of_paths.least, of_matrices.least)
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_path_costs_are_solved_without_repeats(seed: int) -> None:
     problem = replace(layered(seed, 3, 1, 1), repeats=())
     expected = brute_force(problem)
-    solution = solve_problem(problem, relative_gap=0.0)
-    assert solution.objective == pytest.approx(expected.objective)
-    assert solution.bound <= expected.objective + 1e-9
+    for limits in (SolverSettings(), SolverSettings(max_matrix_states=0)):
+        solution = solve_problem(problem, relative_gap=0.0, settings=limits)
+        assert solution.objective == pytest.approx(expected.objective)
+        assert solution.bound <= expected.objective + 1e-9
+        is_restricted = "restricted.problems" in solution.statistics
+        assert is_restricted is (limits.max_matrix_states == 0)

@@ -22,6 +22,7 @@ from autoshard.plan.schedule_simulation import ScheduleSimulation
 from autoshard.plan.schedules import Schedule, schedule_error
 from autoshard.plan.stage_options import on_sub_mesh, stage_options, with_pinned_ends
 from autoshard.plan.sub_meshes import num_pipeline_ranks, sub_mesh
+from autoshard.plan.throughput import plan_work, program_work
 from autoshard.planner.baselines import ComparisonLimits, with_comparisons
 from autoshard.planner.formulating import check_checkpointing, check_trainable
 from autoshard.planner.least_memory import LeastMemory
@@ -114,7 +115,7 @@ def make_plan(
     program, devices = to_graph(graph), to_mesh(mesh)
     asked = to_options(options, single_options)
     limits = ComparisonLimits(on_progress, cancel, block_cache, max_strategies)
-    plan = _with_performance(_plan(program, devices, asked, limits))
+    plan = _with_performance(_plan(program, devices, asked, limits), program)
     if not asked.comparisons or not plan.found:
         return plan
     limits = replace(limits, start=time.perf_counter())
@@ -123,11 +124,16 @@ def make_plan(
 
 def _remade(graph: Graph, mesh: Mesh, limits: ComparisonLimits, options: PlanOptions) -> Plan:
     """A plan to compare with; its progress is not reported."""
-    return _with_performance(_plan(graph, mesh, options, replace(limits, on_progress=None)))
+    found = _plan(graph, mesh, options, replace(limits, on_progress=None))
+    return _with_performance(found, graph)
 
 
-def _with_performance(plan: Plan) -> Plan:
-    found = plan_performance(plan) if plan.found else None
+def _with_performance(plan: Plan, program: Graph) -> Plan:
+    """The plan of a program with its performance."""
+    found = None
+    if plan.found:
+        work = program_work(program, plan.options) if len(plan.stages) == 1 else plan_work(plan)
+        found = plan_performance(plan, work)
     return plan.model_copy(update={"performance": found})
 
 
