@@ -2,16 +2,19 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import reduce
 from itertools import product
 
 import numpy as np
 import pytest
 from support.layered import layered, with_modes
 
+from autoshard.arrays import FloatArray
 from autoshard.solve import Problem, SolverSettings, restrict, solve_problem
-from autoshard.solve.runs import find_runs, solve_runs
+from autoshard.solve.runs import counted_groups, find_runs, solve_runs
 from autoshard.solve.runs.block_table import Component, RunBlock
 from autoshard.solve.runs.contraction import ContractedProblem
+from autoshard.solve.runs.run_tables import batched_min_plus
 from autoshard.solve.settings import Effort
 from autoshard.solve.state import SolveState
 
@@ -74,6 +77,22 @@ def test_every_number_of_groups_has_its_least_price(seed: int, num_shared: int) 
             choice = found.choice((number,))
             assert problem.objective(choice) == pytest.approx(price)
             assert number_inside(problem, choice) == number
+
+
+@pytest.mark.parametrize("number", range(1, 12))
+def test_a_power_is_one_group_after_the_other(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(number)
+    group = [rng.integers(0, 99, (2, 3, 3)).astype(float) for _ in range(2)]
+    expected = reduce(counted_groups._joined, [group] * number)
+    products = []
+
+    def counted(left: FloatArray, right: FloatArray) -> FloatArray:
+        products.append(left.shape)
+        return batched_min_plus(left, right)
+
+    monkeypatch.setattr(counted_groups, "batched_min_plus", counted)
+    np.testing.assert_array_equal(counted_groups._power(group, number), expected)
+    assert len(products) == counted_groups._num_products(number)
 
 
 @pytest.mark.parametrize("seed", range(6))

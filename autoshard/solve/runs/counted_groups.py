@@ -8,6 +8,7 @@ component, so that there are a bound and a choice for each number.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from math import prod
 
 import numpy as np
@@ -54,6 +55,36 @@ class _Group:
         return (_COUNTED,) if inside else tuple(others)
 
 
+_Counts = Sequence[FloatArray]
+"""Prices of some groups by the number of them in the counted component, [M, N, N] each."""
+
+
+def _joined(first: _Counts, second: _Counts) -> _Counts:
+    """Prices of groups and of those that follow them."""
+    found = [np.full_like(first[0], np.inf) for _ in range(len(first) + len(second) - 1)]
+    for i, left in enumerate(first):
+        for j, right in enumerate(second):
+            np.minimum(found[i + j], batched_min_plus(left, right), out=found[i + j])
+    return found
+
+
+def _power(group: _Counts, number: int) -> _Counts:
+    """Prices of a number of equal groups, by repeated squaring."""
+    if number == 1:
+        return group
+    half = _power(group, number // 2)
+    even = _joined(half, half)
+    return _joined(even, group) if number % 2 else even
+
+
+def _num_products(number: int) -> int:
+    """Number of products of matrices of `_power`."""
+    if number == 1:
+        return 0
+    half = number // 2
+    return _num_products(half) + (half + 1) ** 2 + (2 * (2 * half + 1) if number % 2 else 0)
+
+
 class CountedRun:
     """The groups of a run at given costs, by the number of them in the counted component.
 
@@ -69,26 +100,29 @@ class CountedRun:
 
     def __init__(self, tables: RunTables, variable: int, is_open: BoolArray) -> None:
         self.variable, self._is_open, self._first = variable, is_open, tables[0][0]
-        self._groups = [x for table, number in tables for x in [_Group.of(table)] * number]
+        self._parts = [(_Group.of(table), number) for table, number in tables]
+        self._groups = [group for group, number in self._parts for _ in range(number)]
         self.num_groups = len(self._groups)
 
     @staticmethod
     def work(tables: RunTables, is_open: BoolArray) -> float:
         """Additions for the tables of all numbers of groups."""
-        first, number = tables[0][0], sum(number for _, number in tables)
+        first, num_groups, num_products = tables[0][0], 0, 0
+        for _, number in tables:
+            num_products += _num_products(number)
+            num_products += (num_groups + 1) * (number + 1) if num_groups else 0
+            num_groups += number
         states = prod(first.shape[: len(first.run.boundary)])
-        return float(number * (number + 1)) * states**3 * int(is_open.sum())
+        return float(num_products) * states**3 * int(is_open.sum())
 
     def table(self) -> Table:
         """The least price of all groups; the last axis is the number of counted groups."""
         first, run = self._first, self._first.run
-        inner = [(x.prices[0][self._is_open], x.prices[1][self._is_open]) for x in self._groups]
-        powers = [*inner[0]]
-        for plain, counted in inner[1:]:
-            impossible = np.full_like(powers[0], np.inf)
-            without = [*(batched_min_plus(x, plain) for x in powers), impossible]
-            within = [impossible, *(batched_min_plus(x, counted) for x in powers)]
-            powers = [np.minimum(*pair) for pair in zip(without, within, strict=True)]
+        parts = [
+            _power([prices[self._is_open] for prices in group.prices], number)
+            for group, number in self._parts
+        ]
+        powers = reduce(_joined, parts)
         values = np.full((len(powers), len(self._is_open), *powers[0].shape[1:]), np.inf)
         values[:, self._is_open] = powers
         shape = (*first.shape, len(powers))
