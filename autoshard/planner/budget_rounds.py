@@ -186,7 +186,7 @@ class Rounds:
             if there is no such plan.
         best: the fastest plan that fits; None if none was found.
         fits: True if a plan of the problem with all layouts fits.
-        exceeding: the last plan, if it does not fit.
+        exceeding: the last plan that did not fit, until one that is not slower fits.
         relaxed: the last solution with the budget itself as the limit.
         points: time points of backward at which memory is counted.
         counted: the problem with these time points; None if it has to be built.

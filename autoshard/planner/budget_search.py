@@ -317,6 +317,10 @@ class BudgetSearch(BudgetSolver):
         candidates, bound_of_unlimited = self._candidates(rounds), rounds.bound
         for _ in range(_MAX_ROUNDS):
             if rounds.counted is None:
+                if candidates and rounds.exceeding is not None:
+                    # Nearly as good layouts as those of the plan that exceeded the budget.
+                    pairs = zip(candidates, self._only(rounds.exceeding.layouts), strict=True)
+                    candidates = [one | other for one, other in pairs]
                 rounds.counted = self._counted(rounds)
                 warm_start = rounds.counted.warm_start
                 warm_start.unlimited_bound = bound_of_unlimited if unlimited else None
@@ -363,9 +367,10 @@ class BudgetSearch(BudgetSolver):
         assert solution.choice is not None
         decisions = counted.decisions(solution.choice)
         plan = self.build(decisions)
-        rounds.exceeding = None
         if plan.memory.peak <= rounds.budget:
             rounds.fits = True
+            if rounds.exceeding is not None and plan.costs.total <= rounds.exceeding.cost:
+                rounds.exceeding = None
             priced = replace(solution, objective=plan.costs.total)
             outcome = Outcome(priced, problem_sizes(limited), plan, counted.variable_of)
             rounds.keep(outcome, counted.whole(solution.choice)[: counted.num_common])

@@ -43,8 +43,10 @@ _MAX_SWEEPS = 40
 _FIRST_LIMITED_SWEEPS = 30
 _MORE_LIMITED_SWEEPS = 10
 """Sweeps before a restricted problem; at the best prices the first time; and there later on."""
-_MIN_GAIN = 2e-5
-"""Relative gain of a sweep below which messages end."""
+_LEAST_GAIN = 2e-5
+_LIMITED_LEAST_GAIN = 5e-6
+"""Relative gain of a sweep below which messages end; and at the best prices, where all proof is due
+to them."""
 _RESTRICTED_GAP = 0.1
 """Share of the gap that a restricted problem may leave."""
 _ELASTICITIES = (0.4, 3.0)
@@ -244,6 +246,7 @@ class RestrictedSolver:
         *,
         report_bound: Callable[[float], object],
         enough: float,
+        least_gain: float = _LEAST_GAIN,
     ) -> list[FloatArray]:
         """Lower bounds for given costs by strategy of each node class.
 
@@ -253,6 +256,7 @@ class RestrictedSolver:
                 costs.
             report_bound: called with each better lower bound of all choices.
             enough: bound at which the sweeps end.
+            least_gain: relative gain of a sweep below which they end.
         """
         self._state.enter("pass messages")
         deadline = self._state.deadline(_MESSAGE_SHARE)
@@ -263,7 +267,7 @@ class RestrictedSolver:
             self._state.count("restricted.sweeps")
             bound = self._messages.bound
             report_bound(bound)
-            if bound >= enough or bound - before <= _MIN_GAIN * abs(bound):
+            if bound >= enough or bound - before <= least_gain * abs(bound):
                 break
             if self._state.is_late(deadline):
                 break
@@ -468,7 +472,11 @@ class LimitedRestriction:
 
         sweeps = _FIRST_LIMITED_SWEEPS if np.isinf(warm_start.proven[0]) else _MORE_LIMITED_SWEEPS
         least = self._restricted_solver.bounds(
-            self._lagrangian.priced(prices), sweeps, report_bound=report, enough=enough
+            self._lagrangian.priced(prices),
+            sweeps,
+            report_bound=report,
+            enough=enough,
+            least_gain=_LIMITED_LEAST_GAIN,
         )
         if not self._state.closed and warm_start.restricted is not None:
             self._set_restricted(

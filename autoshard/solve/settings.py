@@ -64,7 +64,7 @@ class SolverSettings:
     branch_work: float = 5e6
 
     max_group_work: float = 2e8
-    max_counted_work: float = 4e9
+    max_counted_work: float = 2.5e9
 
     wide_strategies: float = 100.0
     first_width: int = 24
