@@ -180,7 +180,12 @@ class Chains:
             is_bucketable[now] = is_bucketable[old] & steps.is_bucketable[taken]
             is_known[now] = True
             ends, previous, step = ends[~ready], previous[~ready], step[~ready]
-        return _Parts(*(x.reshape(shape) for x in (forward, is_noop, waiting, is_bucketable)))
+        return _Parts(
+            forward.reshape(shape),
+            is_noop.reshape(shape),
+            waiting.reshape(shape),
+            is_bucketable.reshape(shape),
+        )
 
     def _step(self, sources: IntArray, targets: IntArray) -> IntArray:
         """Indices of the steps between pairs of layouts."""

@@ -240,7 +240,10 @@ def axis_rules(
         yield AxisRule((same,) * num_inputs, (same,) * num_outputs)
     for letter in rule.sizes:
         if rule.can_shard(letter, parts):
-            key = (letter, *(rule.sizes[x] for x in rule.outer_letters[letter]))
+            key: tuple[str | int, ...] = (
+                letter,
+                *(rule.sizes[x] for x in rule.outer_letters[letter]),
+            )
             if key not in known:
                 together = (letter, *rule.follows.get(letter, ()))
                 known[key] = _shard(rule, dict.fromkeys(together, ()), letter, interleaved)

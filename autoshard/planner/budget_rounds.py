@@ -186,7 +186,7 @@ class Rounds:
             if there is no such plan.
         best: the fastest plan that fits; None if none was found.
         fits: True if a plan of the problem with all layouts fits.
-        exceeding: the last plan that did not fit, until one that is not slower fits.
+        exceeding: the last plan that does not fit; None once a plan fits that is not slower.
         relaxed: the last solution with the budget itself as the limit.
         points: time points of backward at which memory is counted.
         counted: the problem with these time points; None if it has to be built.
@@ -217,7 +217,10 @@ class Rounds:
             outcome: the outcome.
             common: strategies of the common nodes of all counted problems.
         """
-        if self.best is None or outcome.solution.objective < self.best.solution.objective:
+        cost = outcome.solution.objective
+        if self.exceeding is not None and cost <= self.exceeding.cost:
+            self.exceeding = None
+        if self.best is None or cost < self.best.solution.objective:
             self.best, self.common = outcome, common
 
     def add_points(self, points: Iterable[BackwardPoint]) -> bool:

@@ -369,8 +369,6 @@ class BudgetSearch(BudgetSolver):
         plan = self.build(decisions)
         if plan.memory.peak <= rounds.budget:
             rounds.fits = True
-            if rounds.exceeding is not None and plan.costs.total <= rounds.exceeding.cost:
-                rounds.exceeding = None
             priced = replace(solution, objective=plan.costs.total)
             outcome = Outcome(priced, problem_sizes(limited), plan, counted.variable_of)
             rounds.keep(outcome, counted.whole(solution.choice)[: counted.num_common])

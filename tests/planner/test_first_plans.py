@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 from scenarios.architectures import mlp as chain
 from support.meshes import slow_devices
@@ -12,9 +13,10 @@ from autoshard.outcome import SolveStatus
 from autoshard.plan import Plan
 from autoshard.plan.options import PlanOptions
 from autoshard.planner import problem_size
-from autoshard.planner.budget_rounds import Exceeding, Rounds
+from autoshard.planner.budget_rounds import Exceeding, Outcome, Rounds
 from autoshard.planner.budget_search import BudgetSearch
 from autoshard.planner.formulation import Formulation
+from autoshard.solve import Solution
 
 MESH = slow_devices(a=2, b=2)
 NO_TIME = 1e-6
@@ -74,6 +76,17 @@ def test_a_last_plan_that_exceeds_the_budget_recomputes_more(planned: Planner) -
     rounds.exceeding = Exceeding(unlimited.choice, kept.solution.objective)
     search.repair(rounds)
     assert rounds.best is kept
+
+
+def test_a_plan_that_exceeds_the_budget_is_kept_until_one_fits_that_is_not_slower() -> None:
+    rounds, choice = Rounds(1000, 0.0), np.zeros(1, dtype=np.intp)
+    rounds.exceeding = exceeding = Exceeding(choice, 2.0)
+    for cost, kept in ((3.0, exceeding), (2.0, None)):
+        solution = Solution(SolveStatus.FEASIBLE, choice, cost, 0.0, 0.0)
+        rounds.keep(Outcome(solution, {}, None, int), choice)
+        assert rounds.exceeding is kept
+        assert rounds.best is not None
+        assert rounds.best.solution is solution
 
 
 def test_more_micro_batches_in_flight_are_recomputed(planned: Planner, graph: Graph) -> None:
