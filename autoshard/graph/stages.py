@@ -57,7 +57,6 @@ class StageCutter:
 
     Attributes:
         graph: the program.
-        placed: indices of the placed nodes, in order.
 
     Example:
         >>> cutter = StageCutter(graph)
@@ -76,13 +75,13 @@ class StageCutter:
         self._dims = dims
         self._inputs = {i.name: i for i in graph.inputs if i.kind is not InputKind.LITERAL}
         self._transmitted = frozenset(transmitted)
-        derived = self._derivations(runs_once)
-        self.placed = tuple(
-            i for i, x in enumerate(graph.nodes) if any(derived[v] & _PLACED for v in x.outputs)
-        )
-        self._begin, self._end = self._lifetimes()
-        self._updates = self._update_spans()
-        self._unused = self._unused_state()
+        self._runs_once = runs_once
+
+    @cached_property
+    def placed(self) -> tuple[int, ...]:
+        """Indices of the placed nodes, in order."""
+        nodes, derived = self.graph.nodes, self._derivations()
+        return tuple(i for i, x in enumerate(nodes) if any(derived[v] & _PLACED for v in x.outputs))
 
     @cached_property
     def cut_points(self) -> tuple[CutPoint, ...]:
@@ -131,11 +130,12 @@ class StageCutter:
     def _crossing(self) -> Iterator[tuple[int, tuple[str, ...]]]:
         """Placed nodes before which the program can be cut, and the values that then cross."""
         begins: dict[int, list[str]] = {}
-        for value, place in self._begin.items():
+        begin, end = self._lifetimes
+        for value, place in begin.items():
             begins.setdefault(place, []).append(value)
         alive: list[str] = []
         for before, node in pairwise(self.placed):
-            alive = [v for v in (*alive, *begins.get(before, ())) if self._end[v] >= node]
+            alive = [v for v in (*alive, *begins.get(before, ())) if end[v] >= node]
             if not any(first < node <= last for first, last in self._updates.values()):
                 yield node, tuple(alive)
 
@@ -151,9 +151,10 @@ class StageCutter:
         """
         self.check(cuts)
         last = len(cuts)
+        begin, end = self._lifetimes
         spans = {
-            value: (bisect_right(cuts, begin), bisect_right(cuts, self._end[value]))
-            for value, begin in self._begin.items()
+            value: (bisect_right(cuts, place), bisect_right(cuts, end[value]))
+            for value, place in begin.items()
         }
         edges = (0, *cuts, len(self.graph.nodes))
         return tuple(
@@ -168,7 +169,7 @@ class StageCutter:
             for stage, (low, high) in enumerate(pairwise(edges))
         )
 
-    def _derivations(self, runs_once: Callable[[Node], bool]) -> Mapping[str, int]:
+    def _derivations(self) -> Mapping[str, int]:
         graph = self.graph
         needed = _DATA | (_STATE if graph.parameters else 0)
         derived: dict[str, int] = {}
@@ -181,7 +182,7 @@ class StageCutter:
                 | (_PLACED if is_placed else 0)
             )
         for node in graph.nodes:
-            found = _PLACED if runs_once(node) else 0
+            found = _PLACED if self._runs_once(node) else 0
             for value in node.inputs:
                 found |= derived[value]
             if found & needed == needed:
@@ -189,6 +190,7 @@ class StageCutter:
             derived.update(dict.fromkeys(node.outputs, found))
         return derived
 
+    @cached_property
     def _lifetimes(self) -> tuple[Mapping[str, int], Mapping[str, int]]:
         """The placed nodes that make a value, or use it first, and that use it last.
 
@@ -210,7 +212,8 @@ class StageCutter:
                 end[output.name] = len(nodes)
         return begin, end
 
-    def _update_spans(self) -> Mapping[str, tuple[int, int]]:
+    @cached_property
+    def _updates(self) -> Mapping[str, tuple[int, int]]:
         """First and last node that reads or computes each buffer that forward updates.
 
         A result of forward is read after the last node.
@@ -228,7 +231,8 @@ class StageCutter:
             spans[buffer] = (min(users, default=0), max(users, default=0))
         return spans
 
-    def _unused_state(self) -> frozenset[str]:
+    @cached_property
+    def _unused(self) -> frozenset[str]:
         """Parameters, buffers and constants that forward does not use; the first stage has them."""
         used = {output.name for output in self.graph.outputs} | set(self.graph.updated)
         return frozenset(

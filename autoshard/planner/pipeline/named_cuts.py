@@ -54,8 +54,10 @@ def marked_cuts(cutter: StageCutter) -> tuple[int, ...]:
     Raises:
         OptionError: the program cannot be cut at a call.
     """
-    nodes, placed = cutter.graph.nodes, cutter.placed
-    found: set[int] = set()
+    nodes = cutter.graph.nodes
+    if len({node.part for node in nodes}) <= 1:
+        return ()
+    placed, found = cutter.placed, set[int]()
     part = nodes[placed[0]].part if placed else 0
     for i in placed:
         if nodes[i].part > part:
