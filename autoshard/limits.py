@@ -93,6 +93,16 @@ def limited(limits: Limits) -> Iterator[None]:
         _CURRENT.reset(before)
 
 
+@contextmanager
+def unlimited() -> Iterator[None]:
+    """Lift all limits for a block of code, such as one that makes a result of what was found."""
+    before = _CURRENT.set(())
+    try:
+        yield
+    finally:
+        _CURRENT.reset(before)
+
+
 def count_made(number: int = 1) -> None:
     """Report that strategies or layouts were made, or (0) that a loop goes on.
 

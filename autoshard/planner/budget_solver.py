@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from autoshard.collection import collection_paused
+from autoshard.limits import unlimited
 from autoshard.plan.options import PlanOptions
 from autoshard.plan.timeline import timeline
 from autoshard.planner.budget_rounds import CountedProblem, StagePlan
@@ -126,8 +127,12 @@ class BudgetSolver:
 
     @collection_paused()
     def build(self, decisions: Decisions) -> StagePlan:
-        """Build the plan of some decisions, without re-gathers that backward does not need."""
-        return self._built(with_gathers_again(self._formulation, decisions))
+        """Build the plan of some decisions, without re-gathers that backward does not need.
+
+        A plan is also built of what was found until the time was over or the search was cancelled.
+        """
+        with unlimited():
+            return self._built(with_gathers_again(self._formulation, decisions))
 
     def _built(self, decisions: Decisions) -> StagePlan:
         formulation = self._formulation

@@ -7,7 +7,14 @@ import pytest
 from autoshard import PlanOptions, SolveStatus, make_mesh, make_plan
 from autoshard.errors import OptionError
 from autoshard.graph import DType, Graph, Input, InputKind, Node, Output, Ref, Tensor
-from autoshard.limits import LimitReached, Limits, count_entries, count_made, limited
+from autoshard.limits import (
+    LimitReached,
+    Limits,
+    count_entries,
+    count_made,
+    limited,
+    unlimited,
+)
 from autoshard.planner import formulating, problem_size
 from autoshard.planner.formulating import formulated, work_limits
 
@@ -29,6 +36,14 @@ def chain(*shape: int, length: int = 3, dtype: DType = DType.BFLOAT16) -> Graph:
 
 
 MANY_DIMS = chain(*[2] * 25)
+
+
+def test_limits_can_be_lifted() -> None:
+    with limited(Limits(deadline=0.0)):
+        with unlimited():
+            count_made()
+        with pytest.raises(LimitReached):
+            count_made()
 
 
 class Countdown:
