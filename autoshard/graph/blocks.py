@@ -15,10 +15,10 @@ import numpy as np
 
 from autoshard.arrays import BoolArray, IntArray
 from autoshard.graph.ir import Graph
+from autoshard.memo import kept_in_argument
 
 _MIN_LENGTH = 4
 """Minimum number of nodes of a block."""
-_BLOCKS = "blocks"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,7 @@ class Block:
             yield range(first, first + self.length)
 
 
+@kept_in_argument
 def find_blocks(graph: Graph) -> tuple[Block, ...]:
     """Find all repeated blocks of a program, in program order and without overlap.
 
@@ -53,15 +54,6 @@ def find_blocks(graph: Graph) -> tuple[Block, ...]:
     passed from one instance to the next is used. In a part of a larger program, a block that is
     repeated only there has one instance.
     """
-    # Graphs are immutable, so the blocks are cached in the instance, like a cached property.
-    kept = vars(graph)
-    if _BLOCKS not in kept:
-        kept[_BLOCKS] = _found_blocks(graph)
-    blocks: tuple[Block, ...] = kept[_BLOCKS]
-    return blocks
-
-
-def _found_blocks(graph: Graph) -> tuple[Block, ...]:
     wiring = _Wiring(graph)
     found: list[Block] = []
     free = np.ones(len(graph.nodes), dtype=bool)

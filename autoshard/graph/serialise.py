@@ -18,24 +18,19 @@ from autoshard.errors import GraphError, SchemaError
 from autoshard.graph.checks import check_document, check_rules
 from autoshard.graph.ir import CallRule, Graph
 from autoshard.integers import check_integers
+from autoshard.memo import kept_in_argument
 from autoshard.schemas import type_adapter
 
 T = TypeVar("T")
 
-_DIGEST = "digest"
 
-
+@kept_in_argument
 def graph_digest(graph: Graph) -> str:
     """SHA-256 of the graph's JSON, as 64 hexadecimal digits.
 
     It includes names, module paths and tree specs, because plans contain them.
     """
-    # Graphs are immutable, so the digest is cached in the instance, like a cached property.
-    kept = vars(graph)
-    if _DIGEST not in kept:
-        kept[_DIGEST] = _document_digest(graph_to_json(graph))
-    digest: str = kept[_DIGEST]
-    return digest
+    return _document_digest(graph_to_json(graph))
 
 
 def _document_digest(document: object) -> str:

@@ -14,7 +14,7 @@ def plan_performance(plan: Plan, work: StepWork | None = None) -> Performance:
 
     Args:
         plan: a plan with stages.
-        work: of a step, if it is known.
+        work: of a step; computed from the programs in the plan if None.
     """
     assert plan.costs is not None
     work = work or plan_work(plan)

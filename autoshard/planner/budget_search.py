@@ -318,7 +318,8 @@ class BudgetSearch(BudgetSolver):
         for _ in range(_MAX_ROUNDS):
             if rounds.counted is None:
                 if candidates and rounds.exceeding is not None:
-                    # Nearly as good layouts as those of the plan that exceeded the budget.
+                    # With other memory choices, the layouts of the plan that exceeded the
+                    # budget may fit.
                     pairs = zip(candidates, self._only(rounds.exceeding.layouts), strict=True)
                     candidates = [one | other for one, other in pairs]
                 rounds.counted = self._counted(rounds)

@@ -506,11 +506,12 @@ def solve_wide(
             matrices is not wide.
     """
     problem, warm_start = state.problem, state.warm_start
-    if problem.ties or not (problem.repeats or state.needs_paths):
+    needs_paths = problem.needs_paths(state.settings)
+    if problem.ties or not (problem.repeats or needs_paths):
         return RunOutcome.SKIPPED
     graph = QuotientGraph(problem, independent_runs(problem))
     sizes = [problem.nodes[node_class.nodes[0]].num_strategies for node_class in graph.node_classes]
-    if float(np.mean(sizes)) < least_strategies and not state.needs_paths:
+    if float(np.mean(sizes)) < least_strategies and not needs_paths:
         return RunOutcome.SKIPPED
     restricted_solver = RestrictedSolver(state, graph, solve)
     if warm_start.unlimited_bound is None:

@@ -43,8 +43,8 @@ class SolverSettings:
             solved through restricted problems.
         first_width: strategies per node class in the first restricted problems.
         last_width: strategies per node class in the last one.
-        max_matrix_states: states of a path cost up to which methods that need a matrix make one.
         limited_width: strategies per node class added to a restricted problem at once.
+        max_matrix_states: states of a path cost up to which methods that need a matrix make one.
     """
 
     max_product_work: float = 1 << 26
@@ -69,8 +69,8 @@ class SolverSettings:
     wide_strategies: float = 100.0
     first_width: int = 24
     last_width: int = 48
-    max_matrix_states: int = 600
     limited_width: int = 12
+    max_matrix_states: int = 600
 
 
 def _never_stop() -> None:

@@ -193,9 +193,10 @@ def _is_solution(state: SolveState, wide: RunOutcome) -> bool:
     """True if restricted problems gave the solution, or no other step can improve on it."""
     if wide is RunOutcome.INFEASIBLE or state.closed:
         return True
-    is_limited = state.warm_start.restricted is not None
-    is_large = state.problem.num_prices >= state.settings.large_entries
-    return is_large and (is_limited or (wide is RunOutcome.UPDATED and state.needs_paths))
+    problem, is_limited = state.problem, state.warm_start.restricted is not None
+    if problem.num_prices < state.settings.large_entries:
+        return False
+    return is_limited or (wide is RunOutcome.UPDATED and problem.needs_paths(state.settings))
 
 
 def _solve_restricted(

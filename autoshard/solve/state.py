@@ -137,9 +137,6 @@ class SolveState:
         block_cache: stores tables of solved blocks for other solves; None for no store.
         settings: limits of work.
         warm_start: results of solves of the same problem under other limits; extended.
-
-    Attributes:
-        needs_paths: as of `Problem.needs_paths`.
     """
 
     def __init__(
@@ -157,7 +154,6 @@ class SolveState:
     ) -> None:
         self.problem = problem
         self.settings = SolverSettings() if settings is None else settings
-        self.needs_paths = problem.needs_paths(self.settings)
         self.warm_start = WarmStart() if warm_start is None else warm_start
         self.gap = gap
         self.seed = seed

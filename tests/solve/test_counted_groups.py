@@ -14,7 +14,7 @@ from autoshard.solve import Problem, SolverSettings, restrict, solve_problem
 from autoshard.solve.runs import counted_groups, find_runs, solve_runs
 from autoshard.solve.runs.block_table import Component, RunBlock
 from autoshard.solve.runs.contraction import ContractedProblem
-from autoshard.solve.runs.run_tables import batched_min_plus
+from autoshard.solve.runs.run_tables import batched_min_plus, power
 from autoshard.solve.settings import Effort
 from autoshard.solve.state import SolveState
 
@@ -91,8 +91,8 @@ def test_a_power_is_one_group_after_the_other(number: int, monkeypatch: pytest.M
         return batched_min_plus(left, right)
 
     monkeypatch.setattr(counted_groups, "batched_min_plus", counted)
-    np.testing.assert_array_equal(counted_groups._power(group, number), expected)
-    assert len(products) == counted_groups._num_products(number)
+    np.testing.assert_array_equal(power(group, number, counted_groups._joined), expected)
+    assert len(products) == counted_groups._num_products([number])
 
 
 @pytest.mark.parametrize("seed", range(6))

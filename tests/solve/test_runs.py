@@ -13,7 +13,7 @@ from support.layered import free_node, layered
 from autoshard.outcome import SolveStatus
 from autoshard.solve import Node, Problem, Repeat, SolverSettings, brute_force, solve_problem
 from autoshard.solve.runs import RunOutcome, find_runs, solve_runs
-from autoshard.solve.runs.run_tables import batched_min_plus, cheapest_path, min_plus_power
+from autoshard.solve.runs.run_tables import batched_min_plus, cheapest_path, power
 from autoshard.solve.state import SolveState
 
 
@@ -159,7 +159,7 @@ def test_powers_are_repeated_products(seed: int, exponent: int) -> None:
     expected = matrices
     for _ in range(exponent - 1):
         expected = batched_min_plus(expected, matrices)
-    assert np.array_equal(min_plus_power(matrices, exponent), expected)
+    assert np.array_equal(power(matrices, exponent, batched_min_plus), expected)
 
 
 @given(seed=st.integers(0, 10**6), length=st.integers(1, 6))
@@ -168,4 +168,4 @@ def test_the_cheapest_path_has_the_price_of_the_power(seed: int, length: int) ->
     path = cheapest_path([matrix] * length, 0, 3)
     assert (path[0], path[-1], len(path)) == (0, 3, length + 1)
     price = sum(matrix[a, b] for a, b in pairwise(path))
-    assert price == min_plus_power(matrix[None], length)[0, 0, 3]
+    assert price == power(matrix[None], length, batched_min_plus)[0, 0, 3]

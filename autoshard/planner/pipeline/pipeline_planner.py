@@ -22,7 +22,7 @@ from autoshard.plan.schedule_simulation import ScheduleSimulation
 from autoshard.plan.schedules import Schedule, schedule_error
 from autoshard.plan.stage_options import on_sub_mesh, stage_options, with_pinned_ends
 from autoshard.plan.sub_meshes import num_pipeline_ranks, sub_mesh
-from autoshard.plan.throughput import plan_work, program_work
+from autoshard.plan.throughput import program_work
 from autoshard.planner.baselines import ComparisonLimits, with_comparisons
 from autoshard.planner.formulating import check_checkpointing, check_trainable
 from autoshard.planner.least_memory import LeastMemory
@@ -132,7 +132,7 @@ def _with_performance(plan: Plan, program: Graph) -> Plan:
     """The plan of a program with its performance."""
     found = None
     if plan.found:
-        work = program_work(program, plan.options) if len(plan.stages) == 1 else plan_work(plan)
+        work = program_work(program, plan.options) if len(plan.stages) == 1 else None
         found = plan_performance(plan, work)
     return plan.model_copy(update={"performance": found})
 

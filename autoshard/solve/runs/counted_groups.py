@@ -23,6 +23,7 @@ from autoshard.solve.runs.run_tables import (
     RunTables,
     batched_min_plus,
     joined_table,
+    power,
     write_choices,
 )
 from autoshard.solve.settings import Effort
@@ -68,21 +69,17 @@ def _joined(first: _Counts, second: _Counts) -> _Counts:
     return found
 
 
-def _power(group: _Counts, number: int) -> _Counts:
-    """Prices of a number of equal groups, by repeated squaring."""
-    if number == 1:
-        return group
-    half = _power(group, number // 2)
-    even = _joined(half, half)
-    return _joined(even, group) if number % 2 else even
+def _num_products(numbers: Sequence[int]) -> int:
+    """Number of products of matrices that join runs of so many equal groups."""
+    total = 0
 
+    def joined(first: int, second: int) -> int:
+        nonlocal total
+        total += (first + 1) * (second + 1)
+        return first + second
 
-def _num_products(number: int) -> int:
-    """Number of products of matrices of `_power`."""
-    if number == 1:
-        return 0
-    half = number // 2
-    return _num_products(half) + (half + 1) ** 2 + (2 * (2 * half + 1) if number % 2 else 0)
+    reduce(joined, (power(1, number, joined) for number in numbers))
+    return total
 
 
 class CountedRun:
@@ -107,21 +104,16 @@ class CountedRun:
     @staticmethod
     def work(tables: RunTables, is_open: BoolArray) -> float:
         """Additions for the tables of all numbers of groups."""
-        first, num_groups, num_products = tables[0][0], 0, 0
-        for _, number in tables:
-            num_products += _num_products(number)
-            num_products += (num_groups + 1) * (number + 1) if num_groups else 0
-            num_groups += number
+        first, num_products = tables[0][0], _num_products([number for _, number in tables])
         states = prod(first.shape[: len(first.run.boundary)])
         return float(num_products) * states**3 * int(is_open.sum())
 
     def table(self) -> Table:
         """The least price of all groups; the last axis is the number of counted groups."""
         first, run = self._first, self._first.run
-        parts = [
-            _power([prices[self._is_open] for prices in group.prices], number)
-            for group, number in self._parts
-        ]
+        parts: list[_Counts] = []
+        for group, number in self._parts:
+            parts.append(power([prices[self._is_open] for prices in group.prices], number, _joined))
         powers = reduce(_joined, parts)
         values = np.full((len(powers), len(self._is_open), *powers[0].shape[1:]), np.inf)
         values[:, self._is_open] = powers

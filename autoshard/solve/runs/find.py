@@ -9,11 +9,10 @@ from itertools import pairwise
 import numpy as np
 
 from autoshard.arrays import FloatArray, IntArray
+from autoshard.memo import kept_in_argument
 from autoshard.solve.network import fingerprint
 from autoshard.solve.path_costs import ShortestPathCost
 from autoshard.solve.problem import Edge, Problem
-
-_RUNS = "runs"
 
 _Row = tuple[int, int, int]
 """A link: its position in the group, the position or node at its other end, its key."""
@@ -52,17 +51,9 @@ class Run:
         return tuple(self.instances[k - 1][p] for p in self.boundary)
 
 
+@kept_in_argument
 def find_runs(problem: Problem) -> tuple[Run, ...]:
     """The runs among the problem's hints; wrong hints are ignored."""
-    # Stored in the problem, as a cached property would be: a problem never changes.
-    kept = vars(problem)
-    if _RUNS not in kept:
-        kept[_RUNS] = _find_runs(problem)
-    runs: tuple[Run, ...] = kept[_RUNS]
-    return runs
-
-
-def _find_runs(problem: Problem) -> tuple[Run, ...]:
     if not problem.repeats:
         return ()
     links = _Links(problem)

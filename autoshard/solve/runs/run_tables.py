@@ -1,9 +1,10 @@
 """Tables of all groups of a run together, and the choices that attain their entries."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import pairwise
+from typing import TypeVar
 
 import numpy as np
 
@@ -15,6 +16,8 @@ from autoshard.solve.runs.find import Run
 
 _BLOCK = 1 << 15
 """Number of entries that are computed at once."""
+
+Factor = TypeVar("Factor")
 
 
 def batched_min_plus(left: FloatArray, right: FloatArray) -> FloatArray:
@@ -31,16 +34,16 @@ def batched_min_plus(left: FloatArray, right: FloatArray) -> FloatArray:
     return out
 
 
-def min_plus_power(matrices: FloatArray, exponent: int) -> FloatArray:
-    """Min-plus power of a stack of square matrices [M, N, N] by repeated squaring."""
-    result: FloatArray | None = None
-    square = matrices
+def power(base: Factor, exponent: int, product: Callable[[Factor, Factor], Factor]) -> Factor:
+    """Power of a factor, with an exponent of at least 1, by repeated squaring."""
+    result: Factor | None = None
+    square = base
     while exponent:
         if exponent & 1:
-            result = square if result is None else batched_min_plus(result, square)
+            result = square if result is None else product(result, square)
         exponent >>= 1
         if exponent:
-            square = batched_min_plus(square, square)
+            square = product(square, square)
     assert result is not None
     return result
 
@@ -79,7 +82,7 @@ def joined_table(tables: RunTables) -> Table:
     """The least price of all groups of a run, by strategies before it, at its end, and shared."""
     table = tables[0][0]
     run = table.run
-    powers = [min_plus_power(part.as_batch(), number) for part, number in tables]
+    powers = [power(part.as_batch(), number, batched_min_plus) for part, number in tables]
     values = np.moveaxis(reduce(batched_min_plus, powers), 0, 2).reshape(table.shape)
     return Table((*run.before, *run.last_boundary, *table.shared_nodes), values)
 
