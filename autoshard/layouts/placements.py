@@ -145,7 +145,8 @@ def from_placements(
 def _describe(placement: "Placement") -> str:
     if placement.is_replicate():
         return "Replicate()"
-    if placement.is_partial("sum"):
+    # The partial norm of DTensor is a subclass, of ranks whose norms are no summands.
+    if placement.is_partial("sum") and type(placement).__name__ == "Partial":
         return "Partial(sum)"
     factor = getattr(placement, "split_factor", None)
     dim = getattr(placement, "dim", None)

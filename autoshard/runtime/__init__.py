@@ -2,6 +2,7 @@
 
 from autoshard.runtime.data_loader import shard_loader
 from autoshard.runtime.dtensors import dcp_state_dict, full_tensor
+from autoshard.runtime.global_tensors.global_tensor import local
 from autoshard.runtime.parallelize import parallelize, rng_step
 from autoshard.runtime.pipelining import pipeline
 from autoshard.runtime.planned_forward import RngStep
@@ -29,6 +30,7 @@ __all__ = [
     "full_tensor",
     "init_empty_weights",
     "load_checkpoint",
+    "local",
     "parallelize",
     "pipeline",
     "record_collectives",

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.errors import AutoshardError, PlanError
+from autoshard.runtime.recorder import not_recorded
 
 _SAMPLES = 256
 """Number of elements of a tensor that ranks compare."""
@@ -34,6 +35,25 @@ def broadcast_text(text: str, mesh: DeviceMesh) -> str:
         dist.broadcast(content, group=group, group_src=0)
         data = content.cpu().numpy().tobytes()
     return data.decode()
+
+
+def numbers_of_all_ranks(own: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """The numbers of each rank of a mesh, as one row for each in the order of the mesh.
+
+    Args:
+        own: a vector of numbers of this rank, as long on all ranks.
+        mesh: of the ranks that take part.
+    """
+    numbers = own.to(mesh.device_type)
+    with not_recorded():
+        for axis in range(mesh.ndim):
+            group = mesh.get_group(axis)
+            gathered = [torch.empty_like(numbers) for _ in range(group.size())]
+            dist.all_gather(gathered, numbers, group)
+            numbers = torch.stack(gathered)
+    # The last axis was gathered last and comes first.
+    found = numbers.reshape(*reversed(mesh.shape), len(own))
+    return found.permute(*reversed(range(mesh.ndim)), mesh.ndim).reshape(mesh.size(), len(own))
 
 
 @contextmanager

@@ -1,9 +1,9 @@
-"""Handlers for operators on DTensors that PyTorch computes wrongly or refuses.
+"""Handlers for operators on the DTensors of planned models: parameters, gradients, their states.
 
-Training loops call these operators on parameters and gradients. PyTorch 2.13 returns the number
-of one shard for `p.grad.norm().item()`, loses what is written into a slice of a sharded dim and
-what is assigned to `p.data`, draws the same random numbers for all shards on a CPU, has no fused
-SGD, cannot copy gradients that share memory, and makes `GradScaler` skip a step on some ranks only.
+Training loops call operators on them that PyTorch computes wrongly or not at all: sums of partial
+norms, views of shards that interleave, writes into rows of a sharded dim, random numbers on a CPU,
+fused SGD, `GradScaler`. Operators of elements and the fused or `foreach` operators of optimizers
+are DTensor's own; all others have the rules of `global_tensors`, and gather where these have none.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,29 +13,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
 from torch.utils import _pytree as pytree
 
 from autoshard.errors import PlanError
 from autoshard.runtime.call_checks import check_drawn_alike
-from autoshard.runtime.dtensors import full_tensor, local_tensor, store_full
+from autoshard.runtime.dtensors import from_local, full_tensor, local_tensor
+from autoshard.runtime.global_tensors.calls import run_operator, store
+from autoshard.runtime.global_tensors.global_tensor import StateTensor
+from autoshard.runtime.global_tensors.origins import is_replaced, origin_of, take_shard
+from autoshard.runtime.global_tensors.placed import Placed
 
 _ATEN: Any = torch.ops.aten
-_VIEWS = (
-    _ATEN.select.int,
-    _ATEN.slice.Tensor,
-    _ATEN.split.Tensor,
-    _ATEN.split_with_sizes.default,
-    _ATEN.unbind.int,
-    _ATEN.diagonal.default,
-    _ATEN.view.default,
-)
-"""Operators whose result is a view of a tensor, but a copy where they gather a sharded dim."""
-
 _FUSED = (_ATEN._fused_sgd_.default, _ATEN._fused_adagrad_.default)
-_INDEXED = (_ATEN.index_put_.default, _ATEN.index_fill_.int_Scalar, _ATEN.index_fill_.int_Tensor)
-"""Operators that write at indices or where a mask is true, of any dim."""
-
 _RANDOM = (
     _ATEN.normal_.default,
     _ATEN.uniform_.default,
@@ -47,22 +38,37 @@ _RANDOM = (
 
 _UNSCALE = _ATEN._amp_foreach_non_finite_check_and_unscale_.default
 _NUMBER = _ATEN._local_scalar_dense.default  # noqa: SLF001  an operator
+_NORMS = _ATEN._foreach_norm.Scalar  # noqa: SLF001  an operator
+_OWN = frozenset(
+    """
+    _has_same_storage_numel _make_per_tensor_quantized_tensor _pin_memory _to_copy alias clone
+    contiguous detach empty_like equal full_like is_pinned is_same_size lift_fresh new_empty
+    new_empty_strided new_full new_ones new_zeros ones_like record_stream set_ to zero_ zeros_like
+    """.split()  # noqa: SIM905  a table of words
+)
+"""Operators of DTensor itself that neither mix elements nor reduce them."""
 
+_MESHES: set[DeviceMesh] = set()
+"""The meshes of planned models: DTensors on others are left to PyTorch."""
 
 FURTHER_GROUPS: list[Callable[[Sequence[torch.Tensor]], Sequence[ProcessGroup]]] = []
 """Functions that name further ranks with gradients of the same model as some gradients."""
 
 
-def install_dtensor_handlers() -> None:
-    """Register the handlers, once per process, for all DTensors."""
+def install_dtensor_handlers(mesh: DeviceMesh) -> None:
+    """Register the handlers, for all DTensors on the mesh of a planned model."""
+    _MESHES.add(mesh)
     # As torch's own `loss_parallel` does; torch has no public way.
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers  # noqa: SLF001
+    if _NUMBER in handlers:
+        return
+    for operator in _operators():
+        handlers[operator] = _by_rule
     handlers[_UNSCALE] = _unscale
     handlers[_NUMBER] = _number
     handlers.update(dict.fromkeys(_FUSED, _elementwise))
-    handlers.update(dict.fromkeys(_VIEWS, _view))
-    handlers.update(dict.fromkeys(_INDEXED, _indexed))
     handlers.update(dict.fromkeys(_RANDOM, _random))
+    handlers[_NORMS] = _norms
     handlers[_ATEN.fill_.Tensor] = _fill
     handlers[_ATEN.copy_.default] = _copy
     patched: Any = DTensor
@@ -70,9 +76,58 @@ def install_dtensor_handlers() -> None:
     patched.data = property(_DATA.__get__, _set_data)
 
 
+def _operators() -> list[Any]:
+    """The operators that have a rule of ours, or none: all but those of elements and our own."""
+    names = (name.removeprefix("aten::") for name in torch._C._dispatch_get_all_op_names())  # noqa: SLF001  torch lists them nowhere else
+    found = []
+    for name in names:
+        packet, _, overload = name.partition(".")
+        if "::" in name or packet in _OWN or packet.startswith(("_foreach_", "_fused_", "_amp_")):
+            continue
+        operator = getattr(getattr(_ATEN, packet, None), overload or "default", None)
+        if operator is not None and torch.Tag.pointwise not in operator.tags:
+            found.append(operator)
+    return found
+
+
+def _by_rule(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Run an operator by its rule, or on full tensors."""
+    tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+    shared = [x for x in tensors if isinstance(x, DTensor)]
+    is_foreign = any(x.device_mesh not in _MESHES or x._local_tensor.is_meta for x in shared)  # noqa: SLF001  torch has no public access to it
+    if is_foreign or torch.compiler.is_compiling() or not _may_mix(tensors):
+        return _unhandled(operator, args, kwargs)
+    if torch.Tag.inplace_view in operator.tags:
+        return _changed_in_place(operator, args, kwargs)
+    return run_operator(operator, args, kwargs, StateTensor.kind())
+
+
+def _changed_in_place(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Run an operator that changes the shape of its argument, such as `t_`."""
+    target = args[0]
+    packet = getattr(_ATEN, operator.overloadpacket.__name__.removesuffix("_"), None)
+    plain = getattr(packet, operator._overloadname, None)  # noqa: SLF001  an operator's name
+    if plain is None or origin_of(target) is not None:
+        return _unhandled(operator, args, kwargs)
+    _set_data(target, run_operator(plain, args, kwargs, StateTensor.kind()))
+    return target
+
+
+def _may_mix(tensors: Sequence[torch.Tensor]) -> bool:
+    """False if a plain tensor among DTensors would get the gradient of a DTensor."""
+    plain = (x for x in tensors if not isinstance(x, DTensor))
+    return not any(x.ndim and x.is_floating_point() and torch.is_grad_enabled() for x in plain)
+
+
+_TORCHS: dict[Any, Any] = dict(DTensor._op_dispatcher._custom_op_handlers)  # noqa: SLF001  as above
+"""The handlers of PyTorch itself."""
+
+
 def _unhandled(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call an operator as if it had no handler."""
+    """Call an operator as PyTorch would."""
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers  # noqa: SLF001  see above
+    if operator in _TORCHS:
+        return _TORCHS[operator](operator, args, kwargs)
     handler = handlers.pop(operator)
     try:
         return operator(*args, **kwargs)
@@ -106,8 +161,38 @@ def _number(_operator: object, args: tuple[Any, ...], _kwargs: Mapping[str, Any]
     """The number of `item()`, `float()` or `bool()`, the same on all ranks."""
     (tensor,) = args
     with torch.no_grad():
-        # Of one element, so that the order of axes does not matter.
-        return tensor.full_tensor().item()
+        return full_tensor(tensor).item()
+
+
+def _norms(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Norms of many gradients, as `clip_grad_norm_` takes them: one exchange for all alike."""
+    tensors, *rest = args
+    if not all(isinstance(x, DTensor) and x.device_mesh in _MESHES for x in tensors):
+        return list(_unhandled(operator, args, kwargs))
+    placed = [Placed.of(tensor) for tensor in tensors]
+    norms = operator([part.local for part in placed], *rest, **kwargs)
+    order = rest[0] if rest else kwargs.get("ord", 2)
+    alike: dict[tuple[DeviceMesh, tuple[int, ...], torch.dtype], list[int]] = {}
+    for n, part in enumerate(placed):
+        axes = tuple(axis for axis, t in enumerate(part.layout.types) if t.is_shard)
+        alike.setdefault((part.mesh, axes, norms[n].dtype), []).append(n)
+    for (mesh, axes, _), numbers in alike.items():
+        own = torch.stack([norms[n] for n in numbers])
+        for n, whole in zip(numbers, _norm_over_ranks(own, order, mesh, axes), strict=True):
+            norms[n] = from_local(whole, mesh, [Replicate()] * mesh.ndim, ())
+    return list(norms)
+
+
+def _norm_over_ranks(
+    own: torch.Tensor, order: float, mesh: DeviceMesh, axes: Sequence[int]
+) -> torch.Tensor:
+    """Norms of tensors from the norms of their shards on the ranks of some axes."""
+    for axis in axes:
+        group = mesh.get_group(axis)
+        parts = [torch.empty_like(own) for _ in range(group.size())]
+        dist.all_gather(parts, own, group)
+        own = torch.linalg.vector_norm(torch.stack(parts), order, dim=0)
+    return own
 
 
 def _elementwise(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -123,103 +208,6 @@ def _elementwise(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     operator(*pytree.tree_map(local_tensor, args), **pytree.tree_map(local_tensor, dict(kwargs)))
 
 
-class GatheredView(DTensor):
-    """Result of an operator, instead of a view, if it had to gather a sharded dim.
-
-    Writing into it writes into the tensor that it would be a view of, as `w[0].zero_()` does.
-
-    Attributes:
-        origin: that tensor, the operator, its other arguments, and the place in its results.
-    """
-
-    __slots__ = ()
-
-    @classmethod
-    def of(cls, view: DTensor, origin: "_Origin") -> None:
-        """Make a DTensor a gathered view."""
-        # A subclass of DTensor cannot be built around an existing tensor.
-        view.__class__ = cls
-        vars(view)["origin"] = origin
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Run a function of torch, and write what it wrote."""
-        result = super().__torch_function__(func, types, args, dict(kwargs or {}))  # type: ignore[no-untyped-call]  # torch
-        if _writes(func) and args:
-            for view in pytree.tree_leaves(args[0]):
-                if isinstance(view, GatheredView):
-                    _write_back(view)
-        return result
-
-
-_Origin = tuple[DTensor, Callable[[torch.Tensor], torch.Tensor]]
-
-
-def _writes(func: Callable[..., Any]) -> bool:
-    """True for functions of torch that write into their first argument, by name."""
-    name = getattr(func, "__name__", "")
-    special = name.startswith("__")
-    return name.startswith("__i") and name not in _READS if special else name.endswith("_")
-
-
-_READS = ("__index__", "__int__", "__invert__")
-
-
-def _view(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Remember what a gathered view is a view of."""
-    result = _unhandled(operator, args, kwargs)
-    source = args[0]
-    if type(source) not in (DTensor, GatheredView) or torch.compiler.is_compiling():
-        return result
-    single = isinstance(result, torch.Tensor)
-    for number, view in enumerate((result,) if single else result):
-        if isinstance(source, GatheredView) or not _shares_memory(view, source):
-
-            def again(full: torch.Tensor, number: int = number) -> torch.Tensor:
-                found = operator(full, *args[1:], **kwargs)
-                chosen: torch.Tensor = found if single else found[number]
-                return chosen
-
-            GatheredView.of(view, (source, again))
-    return result
-
-
-def _shares_memory(one: DTensor, other: DTensor) -> bool:
-    first, second = (local_tensor(x).untyped_storage() for x in (one, other))
-    return bool(first._cdata == second._cdata)  # noqa: SLF001  as torch compares storages
-
-
-@torch.no_grad()
-def _write_back(view: GatheredView) -> None:
-    """Store the contents of a view in the tensor that it was gathered from."""
-    source, again = vars(view)["origin"]
-    _check_whole(source)
-    full = full_tensor(source.detach()).clone()
-    again(full).copy_(full_tensor(view.detach()))
-    store_full(full, source)
-    if isinstance(source, GatheredView):
-        _write_back(source)
-
-
-@torch.no_grad()
-def _indexed(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Write into the full tensor, and keep this rank's shard of it."""
-    target = args[0]
-    _check_whole(target)
-    full = full_tensor(target).clone()
-    operator(full, *full_tensor(args[1:]), **kwargs)
-    store_full(full, target)
-    if isinstance(target, GatheredView):
-        _write_back(target)
-    return target
-
-
 def _random(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Draw the full tensor on the CPU, and keep this rank's shard of it.
 
@@ -232,9 +220,7 @@ def _random(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
     full = torch.empty(target.shape, dtype=target.dtype)
     drawn = operator(full, *rest, **kwargs)
     result: Any = target if drawn is full else torch.empty_like(target)
-    store_full(drawn, result)
-    if isinstance(result, GatheredView):
-        _write_back(result)
+    store(drawn, result, StateTensor.kind())
     return result
 
 
@@ -242,9 +228,9 @@ def _fill(_operator: object, args: tuple[Any, ...], _kwargs: Mapping[str, Any]) 
     """Fill with a scalar tensor, as `w[0] = 3.0` does."""
     target, value = args
     _check_whole(target)
-    local_tensor(target).fill_(value.item())
-    if isinstance(target, GatheredView):
-        _write_back(target)
+    local_tensor(target).fill_(full_tensor(value).item())
+    if origin_of(target) is not None:
+        store(Placed.of(target).full(), target, StateTensor.kind())
     return target
 
 
@@ -257,11 +243,20 @@ def _check_whole(target: DTensor) -> None:
 
 
 def _copy(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Copy, also into a gathered view, as `w[0] = w[1]` does."""
-    result = _unhandled(operator, args, kwargs)
-    if isinstance(args[0], GatheredView):
-        _write_back(args[0])
-    return result
+    """Copy; also a plain tensor, which is whole, and into views, as `w[0] = w[1]` does."""
+    target, source = args[:2]
+    if is_replaced(target):
+        take_shard(target, source)
+        return target
+    same = isinstance(source, DTensor) and source.placements == target.placements
+    if origin_of(target) is None and same and source.shape == target.shape:
+        return _unhandled(operator, args, kwargs)
+    if not _may_mix([target, source]) or target.device_mesh not in _MESHES:
+        return _unhandled(operator, args, kwargs)
+    _check_whole(target)
+    whole = full_tensor(source).to(target.dtype).expand(target.shape)
+    store(whole, target, StateTensor.kind())
+    return target
 
 
 _DATA: Any = torch.Tensor.data

@@ -19,8 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from autoshard.layouts import I, from_placements
-from autoshard.runtime.resharding import bind_step
+from autoshard.layouts import from_placements
+from autoshard.runtime.global_tensors.origins import fresh
+from autoshard.runtime.global_tensors.placed import Placed
 from autoshard.runtime.shards import DimSlices, local_shard, sub_shards
 
 T = TypeVar("T")
@@ -57,14 +58,8 @@ def full_tensor(result: T) -> T:
 
 
 def _full(tensor: DTensor) -> torch.Tensor:
-    mesh = tensor.device_mesh
-    layout = from_placements(tensor.placements, tuple(mesh.shape))
-    local: torch.Tensor = DTensor.to_local(tensor)
-    sharded = [layout.sharding_axes(dim)[::-1] for dim in range(tensor.ndim)]  # innermost first
-    partial = [axis for axis, t in enumerate(layout.types) if not (t.is_replicated or t.is_shard)]
-    for axis in (*partial, *(axis for axes in sharded for axis in axes)):
-        local = bind_step(layout.types[axis], I, mesh.get_group(axis), tensor.shape)(local)
-    return local
+    fresh(tensor)
+    return Placed.of(tensor).full()
 
 
 @torch.no_grad()

@@ -149,7 +149,7 @@ def parallelize(
     vars(model)["_programs"] = programs
     computes = device_mesh.device_type, programs.first.program.graph.compute_dtype
     vars(model)["_computes"] = computes
-    install_dtensor_handlers()
+    install_dtensor_handlers(device_mesh)
     support_state_dicts(model)
     return model
 

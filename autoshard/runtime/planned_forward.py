@@ -204,7 +204,7 @@ class PlannedForward:
         prepared = prepared_inputs(program.graph, stage, program.place)
         return _Call(
             program,
-            Arguments(stage, program.graph, program.place, self._signature),
+            Arguments(stage, program.graph, program.place, self._mesh, self._signature),
             Results(stage, program.graph, self._mesh),
             tuple(prepared.get(placed.name) for placed in stage.inputs),
             gradients_to_copy(program, stage.inputs),

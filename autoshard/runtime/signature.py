@@ -12,13 +12,16 @@ from torch.utils import _pytree as pytree
 
 from autoshard.errors import PlanError
 from autoshard.graph import Graph, InputKind
-from autoshard.layouts import Layout, R, to_placements
+from autoshard.layouts import I, Layout, to_placements
 from autoshard.plan import PlacedInput, Stage
 from autoshard.runtime.call_structure import CallStructure, read_spec
-from autoshard.runtime.dtensors import from_local, full_tensor, local_tensor
+from autoshard.runtime.dtensors import from_local, full_tensor
+from autoshard.runtime.global_tensors.checks import say_moved
+from autoshard.runtime.global_tensors.global_tensor import GlobalTensor
+from autoshard.runtime.global_tensors.origins import fresh
+from autoshard.runtime.global_tensors.placed import Placed
 from autoshard.runtime.local_node import Place
-from autoshard.runtime.sharded_results import ShardedResult
-from autoshard.runtime.shards import local_shard, shape_of
+from autoshard.runtime.shards import local_shard
 
 
 class ShapeError(PlanError):
@@ -46,11 +49,17 @@ class Arguments:
         stage: has the layout of each tensor.
         graph: has the structure of the arguments, and the literals among them.
         place: position of this rank on the mesh.
+        mesh: the devices.
         signature: signature of the model's forward, without `self`; None if unknown.
     """
 
     def __init__(
-        self, stage: Stage, graph: Graph, place: Place, signature: Signature | None = None
+        self,
+        stage: Stage,
+        graph: Graph,
+        place: Place,
+        mesh: DeviceMesh,
+        signature: Signature | None = None,
     ) -> None:
         kinds = (InputKind.USER, InputKind.LITERAL)
         self._inputs = tuple(i for i in graph.inputs if i.kind in kinds)
@@ -60,7 +69,9 @@ class Arguments:
         self._slots = {i.name: slot for slot, i in enumerate(stage.inputs)}
         self._overwritten = [n for n, i in enumerate(self._inputs) if i.overwritten]
         self._tensors = {
-            name: _TensorArgument(tensor, place, takes_gradient=graph.values[name].requires_grad)
+            name: _TensorArgument(
+                tensor, place, mesh, takes_gradient=graph.values[name].requires_grad
+            )
             for name, tensor in placed.items()
         }
         self._passed: dict[str, tuple[ReferenceType[torch.Tensor], int]] = {}
@@ -136,11 +147,7 @@ class Arguments:
         """Name, tensor and part of the global tensor of each argument that is a plain tensor."""
         pairs = zip(self._inputs, leaves, strict=True)
         tensors = ((self._tensors[i.name], x) for i, x in pairs if i.kind is InputKind.USER)
-        return [
-            (tensor.name, x, tensor.part(x.shape))
-            for tensor, x in tensors
-            if not isinstance(x, DTensor)
-        ]
+        return [(one.name, x, "all") for one, x in tensors if not isinstance(x, DTensor)]
 
     def check_passed_again(self, leaves: Sequence[Any]) -> None:
         """Check that no tensor is passed again whose contents forward would have replaced.
@@ -176,10 +183,17 @@ class Arguments:
         return taken[0] if all(rows == taken[0] for rows in taken) else slice(0, size)
 
     @property
-    def row_numbers(self) -> tuple[list[int], list[int]]:
-        """The numbers of rows of a batch, and of this rank's part of one."""
-        rows = [(t.shape[0], t.rows.stop - t.rows.start) for t in self._tensors.values() if t.rows]
-        return sorted({whole for whole, _ in rows}), sorted({own for _, own in rows})
+    def row_numbers(self) -> list[int]:
+        """The numbers of rows of a batch."""
+        return sorted({t.shape[0] for t in self._tensors.values() if t.rows})
+
+    @property
+    def row_layout(self) -> Layout:
+        """The layout of a tensor of which this rank has the rows that `rows` gives."""
+        layouts = [t.layout for t in self._tensors.values() if t.rows]
+        types = tuple(t if t.dim == 0 else I for t in layouts[0].types)
+        nesting = (axes for axes in layouts[0].nesting if types[axes[0]].is_shard)
+        return Layout(types, tuple(nesting))
 
     def flatten(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """The arguments as a flat list in the order of the program's inputs.
@@ -213,98 +227,70 @@ class _TensorArgument:
 
     Attributes:
         shape: global shape.
+        layout: the planned layout.
         rows: this rank's slice of dim 0; all rows if it has several slices, None for a scalar.
     """
 
-    def __init__(self, placed: PlacedInput, place: Place, *, takes_gradient: bool) -> None:
+    def __init__(
+        self, placed: PlacedInput, place: Place, mesh: DeviceMesh, *, takes_gradient: bool
+    ) -> None:
         self._placed = placed
         self._place = place
+        self._mesh = mesh
         self._takes_gradient = takes_gradient
         self._dtype: torch.dtype = getattr(torch, placed.dtype)
-        layout = Layout.parse(placed.layout)
-        self._placements = to_placements(layout, place.axis_sizes)
+        self.layout = Layout.parse(placed.layout)
         self.shape = placed.shape
-        slices = layout.local_slices(self.shape, place.axis_sizes, place.coordinate)
-        self._slices = slices
-        self._local_shape = shape_of(slices)
+        slices = self.layout.local_slices(self.shape, place.axis_sizes, place.coordinate)
         self.rows: slice | None = None
-        # The layout that shards a tensor of each accepted shape; None if it is a shard already.
-        self._layouts: dict[tuple[int, ...], Layout | None] = {}
         if self.shape:
             self.rows = slices[0][0] if len(slices[0]) == 1 else slice(0, self.shape[0])
-            num_rows = self.rows.stop - self.rows.start
-            self._layouts[num_rows, *self.shape[1:]] = _without_rows(layout)
-        self._layouts[self.shape] = layout
-        self._layouts[self._local_shape] = None
 
     @property
     def name(self) -> str:
         """The name of the argument."""
         return self._placed.target
 
-    def part(self, shape: Sequence[int]) -> str:
-        """Part of the global tensor that a tensor of an accepted shape is."""
-        if tuple(shape) == self.shape:
-            return "all"
-        return str(self._slices if tuple(shape) == self._local_shape else self._slices[0])
-
     def fits(self, shape: Sequence[int]) -> bool:
-        """True if a shape is the global one, that of this rank's rows, or that of its shard."""
-        return tuple(shape) in self._layouts
+        """True if a shape is the planned global one."""
+        return tuple(shape) == self.shape
 
     def check(self, value: Any, *, any_shape: bool) -> None:
         """Check that a value is a tensor of the planned dtype and, unless any will do, shape."""
-        name = self._placed.target
+        name = self.name
         if not isinstance(value, torch.Tensor):
             raise PlanError(f"argument {name!r} must be a tensor, not {_shown(value)}")
         if value.dtype != self._dtype:
             raise PlanError(f"argument {name!r} is {value.dtype}; the plan is for {self._dtype}")
         shape = tuple(value.shape)
-        if not any_shape and shape not in self._layouts:
+        if not any_shape and shape != self.shape:
             raise ShapeError(
-                f"argument {name!r} has shape {shape}; the plan is for the global shape "
-                f"{self.shape}, or {self._local_shape} where a rank passes its own shard"
+                f"argument {name!r} has shape {shape}; "
+                f"the plan is for the global shape {self.shape}"
             )
 
     def localize(self, value: Any) -> torch.Tensor:
-        """This rank's shard of a full tensor, a DTensor, or a tensor that is the shard."""
+        """This rank's shard of a full tensor or of a DTensor."""
         self.check(value, any_shape=False)
-        name = self._placed.target
-        if value.requires_grad and not self._takes_gradient and torch.is_grad_enabled():
-            raise PlanError(
-                f"argument {name!r} requires a gradient that the plan does not compute; export "
-                f"with an example that requires it, or pass a detached tensor"
-            )
-        return self._local(value).to(self._place.device)
-
-    def _local(self, value: torch.Tensor) -> torch.Tensor:
-        name, shape = self._placed.target, tuple(value.shape)
-        if isinstance(value, DTensor):
-            if value.placements != self._placements or shape != self.shape:
-                raise PlanError(
-                    f"argument {name!r} is a DTensor of shape {shape} placed {value.placements}; "
-                    f"the plan needs {self.shape} placed {self._placements}: redistribute it, or "
-                    f"pass the full tensor"
-                )
-            return local_tensor(value)
-        layout, place = self._layouts[shape], self._place
-        if layout is None:
-            return value
         takes_gradient = value.requires_grad and torch.is_grad_enabled()
-        if takes_gradient and any(t.is_shard for t in layout.types):
+        if takes_gradient and not self._takes_gradient:
             raise PlanError(
-                f"argument {name!r} requires a gradient, and the plan shards it as {layout}, so "
-                f"each rank would get the gradient of its own shard only: pass "
-                f"distribute_tensor({name}, mesh, {list(self._placements)}), or plan with "
-                f'{name!r} replicated (pins {{"inputs": {{{name!r}: "I"}}}})'
+                f"argument {self.name!r} requires a gradient that the plan does not "
+                f"compute; export with an example that requires it, or pass a detached tensor"
             )
-        return local_shard(value, layout, place.axis_sizes, place.coordinate)
-
-
-def _without_rows(layout: Layout) -> Layout:
-    """A layout in which dim 0 is not sharded."""
-    nesting = (axes for axes in layout.nesting if layout.types[axes[0]].dim)
-    return Layout(tuple(t if t.dim else R for t in layout.types), tuple(nesting))
+        place = self._place
+        if isinstance(value, DTensor):
+            fresh(value)
+            given = Placed.of(value)
+            moved = given.moved_bytes(self.layout)
+            if moved:
+                say_moved(f"argument {self.name!r}", moved, given, self.layout)
+        elif takes_gradient:
+            given = Placed.plain(value.to(place.device), self._mesh)
+        else:
+            shard = local_shard(value, self.layout, place.axis_sizes, place.coordinate)
+            return shard.to(place.device)
+        return given.resharded(self.layout).local.to(place.device)
 
 
 class Results:
@@ -337,18 +323,19 @@ class Results:
         parameters, and is made plain.
         """
         values = list(outputs)
-        if not torch.compiler.is_compiling():
-            for position, value in enumerate(values):
-                if position not in self._sharded and _has_gradient(value):
-                    value.register_hook(full_tensor)
+        compiling = torch.compiler.is_compiling()
+        for position, value in enumerate(values):
+            if position not in self._sharded and _has_gradient(value) and not compiling:
+                value.register_hook(full_tensor)
         for position, (placements, shape) in self._sharded.items():
             local = values[position]
             # A compiled backward does not support a DTensor without a gradient.
-            if self._has_loss and torch.compiler.is_compiling():
+            if self._has_loss and compiling:
                 local = local.detach()
-            result = from_local(local, self._mesh, placements, shape)
-            guarded = local.requires_grad and not torch.compiler.is_compiling()
-            values[position] = ShardedResult.of(result) if guarded else result
+            if compiling:
+                values[position] = from_local(local, self._mesh, placements, shape)
+            else:
+                values[position] = GlobalTensor.shared(local, self._mesh, placements, shape)
         if self._spec is not None:
             return pytree.tree_unflatten(values, self._spec)
         return values[0] if len(values) == 1 else tuple(values)

@@ -307,7 +307,8 @@ def pipeline(
             warnings.warn(forward.stage.idle_text, stacklevel=2)
     model.__class__ = _pipelined_class(type(model))
     vars(model)["_runners"] = runners
-    install_dtensor_handlers()
+    for mesh in {mesh for one in devices.values() for mesh in one.meshes}:
+        install_dtensor_handlers(mesh)
     support_state_dicts(model)
     vars(model)["_saved"] = saved
     vars(model)["_removed"] = removed_names(model, first)

@@ -22,6 +22,7 @@ from autoshard.graph import Graph, export_model, load_graph
 from autoshard.plan import Plan, PlanOptions
 from autoshard.planner import make_plan
 from autoshard.runtime import full_tensor, parallelize, shard_loader
+from autoshard.runtime.dtensors import local_tensor
 
 ROWS = list(range(10))
 TOKENS = ("input_ids", "labels")
@@ -69,7 +70,7 @@ class Read:
 
 def read_by_all(loader: DataLoader[int]) -> list[list[list[int]]]:
     """The batches of one epoch, of each rank."""
-    mine = [batch.tolist() for batch in loader]
+    mine = [local_tensor(batch).tolist() for batch in loader]
     everyone: list[list[list[int]]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, mine)
     return everyone
@@ -110,7 +111,9 @@ def check_further_dims_are_cut(cut: nn.Module, uncut: nn.Module) -> None:
     ids = inputs["input_ids"]
     expected = uncut(**inputs).loss
     for batch in shard_loader(DataLoader(ids, batch_size=4), cut):
-        assert batch.shape == (2, 8)
+        assert isinstance(batch, DTensor)
+        assert batch.shape == (4, 8)
+        assert local_tensor(batch).shape == (2, 8)
         loss = cut(input_ids=batch, labels=batch, use_cache=False).loss
         torch.testing.assert_close(loss.cpu(), expected)
 

@@ -109,21 +109,27 @@ def check_distributed_sampler(planned: nn.Module, reference: nn.Module) -> None:
         close(whole(found.detach()), expected.detach(), "loss")
 
 
-def check_replicas_of_rows(planned: nn.Module, _reference: nn.Module) -> None:
-    """Ranks that share the rows of a 2x2 mesh must pass the same ones."""
-    rows = batch(seed=dist.get_rank())[: BATCH // 2]
-    with pytest.raises(PlanError, match="'x' differs between ranks 0 and 1"):
-        planned(rows)
-    planned(batch(seed=dist.get_rank() // 2)[: BATCH // 2])
+def check_rows_of_ranks(planned: nn.Module, reference: nn.Module) -> None:
+    """Rows of each rank are no global batch, unless it is said whose rows they are."""
+    mesh = planned.up.weight.device_mesh
+    rows = BATCH // mesh.size(0)
+    own = batch()[mesh.get_coordinate()[0] * rows :][:rows]
+    with (
+        pytest.warns(UserWarning, match=r"has shape .*the plan is for the global shape"),
+        pytest.raises(PlanError, match=r"'x' differs between ranks 0 and \d"),
+    ):
+        planned(own)
+    placements = [Shard(0)] + [Replicate()] * (mesh.ndim - 1)
+    found = planned(DTensor.from_local(own, mesh, placements))
+    close(whole(found.detach()), reference(batch()).detach(), "loss")
 
 
-def check_the_same_rows(planned: nn.Module, reference: nn.Module) -> None:
-    """A small global batch is not taken for rows of the rank's own; constant ones may be."""
+def check_fewer_rows(planned: nn.Module, reference: nn.Module) -> None:
+    """A global batch as small as the rows of one rank is not taken for these."""
     rows = BATCH // planned.up.weight.device_mesh.size(0)
-    with pytest.raises(PlanError, match=r"every rank passes the same 'x' of shape.*drop_last"):
-        planned(batch()[:rows])
-    found = planned(torch.ones(rows, FEATURES))
-    close(whole(found.detach()), reference(torch.ones(BATCH, FEATURES)).detach(), "loss")
+    with pytest.warns(UserWarning, match="run the unsharded model"):
+        found = planned(batch()[:rows])
+    close(whole(found.detach()), reference(batch()[:rows]).detach(), "loss")
 
 
 def check_eval_of_training(planned: nn.Module, _reference: nn.Module) -> None:
@@ -200,18 +206,21 @@ def check_copies_are_quiet(planned: nn.Module, reference: nn.Module) -> None:
 
 
 def check_input_gradient(planned: nn.Module, reference: nn.Module) -> None:
-    """A full input that the plan shards would get a part of its gradient; a DTensor gets all."""
+    """A full input gets its full gradient, and a DTensor the gradient of its shard."""
     x = batch(requires_grad=True)
-    with pytest.raises(PlanError, match=r"'x' requires a gradient.*distribute_tensor\(x, mesh"):
-        planned(x)
-    mesh = planned.up.weight.device_mesh
-    placements = [Shard(0)] + [Replicate()] * (mesh.ndim - 1)
-    sharded = distribute_tensor(batch(), mesh, placements).requires_grad_()
-    planned(sharded).backward()
     reference(x).backward()
-    assert sharded.grad is not None
     assert x.grad is not None
-    close(sharded.grad.full_tensor(), x.grad, "gradient of x")
+    full = batch(requires_grad=True)
+    planned(full).backward()
+    assert full.grad is not None
+    close(full.grad, x.grad, "gradient of a full input")
+    mesh = planned.up.weight.device_mesh
+    for placements in ([Shard(0)], [Replicate()]):
+        given = distribute_tensor(batch(), mesh, placements + [Replicate()] * (mesh.ndim - 1))
+        given.requires_grad_()
+        planned(given).backward()
+        assert given.grad is not None
+        close(whole(given.grad), x.grad, "gradient of a DTensor")
 
 
 class Logits(nn.Module):
@@ -318,7 +327,8 @@ CASES: dict[str, Callable[[], None]] = {
     for name, case in {
         "other batches": Misuse(axes, check_other_batches),
         "a distributed sampler": Misuse(axes, check_distributed_sampler),
-        "the same rows": Misuse(axes, check_the_same_rows),
+        "rows of each rank": Misuse(axes, check_rows_of_ranks),
+        "fewer rows": Misuse(axes, check_fewer_rows),
         "eval of a training plan": Misuse(axes, check_eval_of_training, with_dropout),
         "eval of batch norm": Misuse(axes, check_eval_of_training, lambda: Net(nn.BatchNorm1d(64))),
         "training of an eval plan": Misuse(
@@ -347,4 +357,4 @@ CASES: dict[str, Callable[[], None]] = {
         "other weights": OtherWeights(axes, assert_same),
         "idle ranks": Idle(axes, assert_same, options=alone(axes)),
     }.items()
-} | {"replicas of rows": Misuse(MESHES["2x2"], check_replicas_of_rows)}
+}

@@ -83,9 +83,12 @@ def initialised_differently(model: nn.Module) -> object:
     nn.init.normal_(model.up.weight)
 
 
+@torch.no_grad()
 def copied_plain(model: nn.Module) -> object:
-    with torch.no_grad():
-        model.up.weight.copy_(torch.ones(64, FEATURES, dtype=torch.float64))
+    """A plain tensor is whole, in a copy as in a write."""
+    model.up.weight.copy_(torch.linspace(-1, 1, 64 * FEATURES, dtype=torch.float64).view(64, -1))
+    model.down.weight[1:3] = torch.full((2, 1), 0.25, dtype=torch.float64)
+    return model(**batches(1)[0])
 
 
 def assigned(model: nn.Module) -> object:
@@ -313,9 +316,7 @@ class Gan:
 
 HABITS: dict[str, Callable[[str], Callable[[], None]]] = {
     "writes into weights": lambda mesh: Habit(mesh, written),
-    "a plain tensor copied into a weight": lambda mesh: Refused(
-        mesh, copied_plain, match=r"mixed torch\.Tensor and DTensor", error=RuntimeError
-    ),
+    "a plain tensor copied into a weight": lambda mesh: Habit(mesh, copied_plain),
     "initialisation": lambda mesh: Habit(mesh, initialised),
     "initialisation by seeds of each rank": lambda mesh: Refused(
         mesh, initialised_differently, match=r"torch\.manual_seed with one seed on all ranks"

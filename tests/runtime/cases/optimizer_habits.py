@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from runtime.cases.habits import EXACT, Habit, Loop, Refused, adam, batches, gradients, step
+from runtime.cases.habits import EXACT, Habit, Loop, adam, batches, gradients, step
 from runtime.cases.updated_buffers import MESHES
 from support.comparison import whole
 from torch import nn
@@ -306,6 +306,7 @@ LOOPS: dict[str, tuple[Loop, float]] = {
     },
     "other optimizers": (partial(optimize, names=OTHER_OPTIMIZERS), 1e-8),
     "LBFGS": (lbfgs, EXACT),
+    "Adafactor": (adafactor, 1e-8),
     "muon by hand": (muon, EXACT),
     "torch.optim.Muon": (torch_muon, 1e-2),
     "GradScaler": (scaled, EXACT),
@@ -322,11 +323,6 @@ CASES: dict[str, Callable[[], None]] = {
     f"{name}, {mesh}": Habit(mesh, loop, tolerance=tolerance)
     for mesh in MESHES
     for name, (loop, tolerance) in LOOPS.items()
-} | {
-    f"Adafactor, {mesh}": Refused(
-        mesh, adafactor, match="Sharding propagation failed", error=RuntimeError
-    )
-    for mesh in MESHES
 }
 LONG = tuple(f"torch.optim.Muon, {mesh}" for mesh in MESHES)
 """The same updates are in Muon by hand."""

@@ -1,0 +1,372 @@
+"""A call of a function of torch with global tensors: on shards, on full tensors, or a write."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from autoshard.layouts import Layout, to_placements
+from autoshard.runtime.dtensors import from_local, full_tensor, local_tensor, store_full
+from autoshard.runtime.global_tensors.checks import check_plain, drawn_alike, say_gathered
+from autoshard.runtime.global_tensors.metadata import is_shaped_alike
+from autoshard.runtime.global_tensors.on_shards import Call, Rule, run_on_shards
+from autoshard.runtime.global_tensors.origins import (
+    Replay,
+    count_write,
+    fresh,
+    origin_of,
+    replace_contents,
+    set_origin,
+)
+from autoshard.runtime.global_tensors.placed import Placed
+from autoshard.runtime.global_tensors.rules import operator_rule, rule_of
+from autoshard.runtime.global_tensors.writes import (
+    check_writable,
+    has_inplace,
+    without_inplace,
+    write_on_shards,
+    writes,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A class of global tensors.
+
+    Attributes:
+        of: makes a DTensor one of the class.
+        stays_shared: True if what is whole on every rank is returned as a DTensor too.
+    """
+
+    of: Callable[[DTensor], DTensor]
+    stays_shared: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Arguments:
+    """The arguments of a call as a flat list.
+
+    Attributes:
+        function: of torch.
+        leaves: the arguments.
+        spec: their structure.
+        kind: of the tensors that are returned.
+        is_operator: True for an operator below autograd: it returns DTensors.
+    """
+
+    function: Callable[..., Any]
+    leaves: list[Any]
+    spec: pytree.TreeSpec
+    kind: Kind
+    is_operator: bool = False
+
+    @property
+    def shared(self) -> dict[int, DTensor]:
+        """The DTensors by index."""
+        return {n: x for n, x in enumerate(self.leaves) if isinstance(x, DTensor)}
+
+    @property
+    def plain(self) -> list[torch.Tensor]:
+        """The plain tensors."""
+        return [
+            x for x in self.leaves if isinstance(x, torch.Tensor) and not isinstance(x, DTensor)
+        ]
+
+    @property
+    def outputs(self) -> set[int]:
+        """Indices of the leaves into which an operator writes; functions count writes instead."""
+        if not self.is_operator:
+            return set()
+        args, kwargs = self.with_leaves(self.leaves)
+        operator: Any = self.function
+        schema = operator._schema  # noqa: SLF001  an operator's
+        written = [
+            id(x)
+            for n, one in enumerate(schema.arguments)
+            if one.alias_info is not None and one.alias_info.is_write
+            for x in pytree.tree_leaves(args[n] if n < len(args) else kwargs.get(one.name))
+        ]
+        return {n for n, x in enumerate(self.leaves) if id(x) in written}
+
+    def with_leaves(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments in their structure, with other leaves."""
+        args, kwargs = pytree.tree_unflatten(list(leaves), self.spec)
+        return args, kwargs
+
+    def replay(self, place: int, number: int) -> Replay:
+        """The call, to be repeated on other contents of one of its tensors."""
+        args, kwargs = self.with_leaves(self.leaves)
+        return Replay(self.function, args, kwargs, place, number)
+
+
+def run(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], kind: Kind
+) -> Any:
+    """Run a function of torch whose arguments have a global tensor."""
+    if has_inplace(function, args, kwargs):
+        return _inplace(function, args, kwargs, kind)
+    leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+    for leaf in leaves:
+        if isinstance(leaf, DTensor):
+            fresh(leaf)
+    call = _Arguments(function, leaves, spec, kind)
+    if is_shaped_alike(function):
+        return _shaped_alike(call)
+    rule = rule_of(function)
+    if rule is not None:
+        found = _on_shards(call, rule)
+        if found is not None:
+            return found[0]
+    target = leaves[0]
+    if isinstance(target, DTensor) and writes(function, kwargs):
+        check_writable(target)
+        if origin_of(target) is None and _written_on_shards(call):
+            return None if function.__name__ == "__setitem__" else target
+    return _on_full_tensors(call)
+
+
+def run_operator(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], kind: Kind) -> Any:
+    """Run an operator below autograd on DTensors that are parameters or computed from them.
+
+    The result shares memory with an argument where shards are views of its shards; a view that
+    had to be gathered is a global tensor. All others are DTensors.
+    """
+    leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+    call = _Arguments(operator, leaves, spec, kind, is_operator=True)
+    rule = None if operator._schema.is_mutable else operator_rule(operator)  # noqa: SLF001  an operator's
+    found = _on_shards(call, rule) if rule is not None else None
+    return _on_full_tensors(call) if found is None else found[0]
+
+
+def of_placed(placed: Placed, kind: Kind) -> DTensor:
+    """The global tensor of which each rank has a part."""
+    tensor = kind.of(from_local(placed.local, placed.mesh, placed.placements, placed.shape))
+    if tensor.requires_grad and not tensor.is_leaf:
+        layout = placed.layout
+        tensor.register_hook(  # type: ignore[no-untyped-call]  # torch
+            lambda gradient: _placed_as(gradient, placed.mesh, layout)
+        )
+    return tensor
+
+
+def _placed_as(gradient: torch.Tensor | None, mesh: DeviceMesh, layout: Layout) -> DTensor | None:
+    """A gradient in the layout of its tensor; a plain one is the whole gradient."""
+    if gradient is None:  # of a result that does not depend on the tensor
+        return None
+    if isinstance(gradient, DTensor):
+        if gradient.placements == to_placements(layout, tuple(mesh.shape)):
+            return gradient
+        found = Placed.of(gradient)
+    else:
+        found = Placed.plain(gradient, mesh)
+    part = found.resharded(layout)
+    return from_local(part.local, mesh, part.placements, part.shape)
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """A plain tensor whose gradient is plain, also if a DTensor is added to it."""
+    if tensor.requires_grad and not tensor.is_leaf:
+        tensor.register_hook(full_tensor)  # type: ignore[no-untyped-call]  # torch
+    return tensor
+
+
+def _placed(call: _Arguments) -> tuple[list[Any], DeviceMesh] | None:
+    """The leaves with a `Placed` for each tensor; None if there are several meshes."""
+    meshes = {tensor.device_mesh for tensor in call.shared.values()}
+    if len(meshes) != 1:
+        return None
+    (mesh,) = meshes
+    leaves: list[Any] = []
+    for leaf in call.leaves:
+        if isinstance(leaf, DTensor):
+            leaves.append(Placed.of(leaf))
+        else:
+            is_tensor = isinstance(leaf, torch.Tensor)
+            leaves.append(Placed.plain(leaf, mesh) if is_tensor else leaf)
+    return leaves, mesh
+
+
+def _on_shards(call: _Arguments, rule: Rule) -> tuple[Any] | None:
+    """The result of a call on shards, in a tuple; None if nothing of it would be sharded."""
+    found = _placed(call)
+    if found is None:
+        return None
+    placed, mesh = found
+    args, kwargs = call.with_leaves(placed)
+    sharded = rule(Call(call.function, args, kwargs))
+    if sharded is None:
+        return None
+    check_plain(call.function, call.plain, mesh)
+    computed = run_on_shards(sharded)
+    if computed is None:
+        return None
+    leaves, spec = pytree.tree_flatten(computed[0])
+    parts = dict(zip(map(id, sharded.tensors), computed[1], strict=True))
+    bases = {n: parts[id(placed[n])].local for n in call.shared}
+    wrapped = [
+        _result(call, bases, number, leaf) if isinstance(leaf, Placed) else leaf
+        for number, leaf in enumerate(leaves)
+    ]
+    return (pytree.tree_unflatten(wrapped, spec),)
+
+
+def _result(
+    call: _Arguments, bases: Mapping[int, torch.Tensor], number: int, result: Placed
+) -> torch.Tensor:
+    """The tensor that a call returns: an argument, a view of one, or a new one.
+
+    Args:
+        call: the call.
+        bases: what the function was given for each DTensor among the leaves.
+        number: of the result.
+        result: this rank's part of it.
+    """
+    for place, base in bases.items():
+        if result.local is base:
+            return call.shared[place]
+    if call.is_operator:
+        return _operator_result(call, bases, number, result)
+    views = [n for n, base in bases.items() if _share_memory(result.local, base)]
+    if not (views or result.is_sharded or call.kind.stays_shared):
+        return _plain(result.local)
+    wrapped = of_placed(result, call.kind)
+    if views:
+        set_origin(wrapped, call.shared[views[0]], call.replay(views[0], number))
+    return wrapped
+
+
+def _operator_result(
+    call: _Arguments, bases: Mapping[int, torch.Tensor], number: int, result: Placed
+) -> DTensor:
+    """The DTensor that an operator returns."""
+    wrapped = from_local(result.local, result.mesh, result.placements, result.shape)
+    views = [n for n, base in bases.items() if _share_memory(result.local, base)]
+    if views and not _is_view_of_shard(result.local, call.shared[views[0]]):
+        wrapped = call.kind.of(wrapped)
+        set_origin(wrapped, call.shared[views[0]], call.replay(views[0], number))
+    return wrapped
+
+
+def _is_view_of_shard(local: torch.Tensor, base: DTensor) -> bool:
+    """True if a write into a view of a DTensor writes into its shard as well."""
+    return origin_of(base) is None and _share_memory(local, local_tensor(base))
+
+
+def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    first, second = one.untyped_storage(), other.untyped_storage()
+    return bool(first._cdata == second._cdata)  # noqa: SLF001  as torch compares storages
+
+
+def _shaped_alike(call: _Arguments) -> Any:
+    """Run a function that only takes the shape of a tensor."""
+    mesh = next(iter(call.shared.values())).device_mesh
+    leaves = [
+        x.to_local().new_empty(1).expand(x.shape) if isinstance(x, DTensor) else x
+        for x in map(_detached, call.leaves)
+    ]
+    args, kwargs = call.with_leaves(leaves)
+    with drawn_alike(mesh):
+        return call.function(*args, **kwargs)
+
+
+def _inplace(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], kind: Kind
+) -> Any:
+    """Run a function out of place, and give its first argument the contents of the result."""
+    plain_args, plain_kwargs = without_inplace(function, args, kwargs)
+    target = args[0] if args else kwargs["input"]
+    result = function(*plain_args, **plain_kwargs)
+    return run(torch.Tensor.copy_, (target, result), {}, kind)
+
+
+def _written_on_shards(call: _Arguments) -> bool:
+    """Write into the shards of the first argument, and tell whether that was possible."""
+    found = _placed(call)
+    if found is None:
+        return False
+    placed, mesh = found
+    args, kwargs = call.with_leaves(placed)
+    sharded = write_on_shards(Call(call.function, args, kwargs))
+    if sharded is None:
+        return False
+    check_plain(call.function, call.plain, mesh)
+    computed = run_on_shards(sharded)
+    assert computed is not None, "the layout of the target decides, and it is sharded"
+    replace_contents(call.leaves[0], of_placed(computed[0], call.kind))
+    return True
+
+
+def store(full: torch.Tensor, target: DTensor, kind: Kind) -> None:
+    """Give a global tensor other contents; those of a view are written into its base."""
+    replays = []
+    while (origin := origin_of(target)) is not None:
+        replays.append(origin.replay)
+        target = origin.base
+    if replays:
+        base = Placed.of(target).full().clone()
+        view = base
+        for replay in reversed(replays):
+            view = replay.on(view)
+        view.copy_(full)
+        full = base
+    if type(target) is DTensor:
+        store_full(full, target)  # a parameter, whose memory buckets and optimizers know
+        count_write(target)
+    else:
+        part = Placed.plain(full, target.device_mesh).resharded(Placed.of(target).layout)
+        replace_contents(target, of_placed(part, kind))
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _on_full_tensors(call: _Arguments) -> Any:
+    """Run a function on the full tensors on every rank; what it writes reaches the shards."""
+    shared = call.shared
+    mesh = next(iter(shared.values())).device_mesh
+    check_plain(call.function, call.plain, mesh)
+    placed = {n: Placed.of(tensor) for n, tensor in shared.items()}
+    full = {n: part.full() for n, part in placed.items()}
+    if call.is_operator:  # DTensors claim the strides of contiguous tensors
+        full = {n: one.contiguous() for n, one in full.items()}
+    if call.outputs or writes(call.function, call.with_leaves(call.leaves)[1]):
+        # Tensors of inference mode do not count writes.
+        with (
+            torch.inference_mode(mode=False) if torch.is_inference_mode_enabled() else nullcontext()
+        ):
+            full = {n: one.clone() for n, one in full.items()}
+    num_bytes = sum(part.moved_bytes() for part in placed.values())
+    say_gathered(call.function, num_bytes, mesh, is_state=call.kind.stays_shared)
+    versions = {n: _version(one) for n, one in full.items()}
+    args, kwargs = call.with_leaves([full.get(n, x) for n, x in enumerate(call.leaves)])
+    with drawn_alike(mesh):
+        result = call.function(*args, **kwargs)
+    outputs = call.outputs
+    for n, one in full.items():
+        if n in outputs or _version(one) != versions[n]:
+            store(one, shared[n], call.kind)
+    return _wrapped(call, result, full, mesh)
+
+
+def _wrapped(
+    call: _Arguments, result: Any, full: Mapping[int, torch.Tensor], mesh: DeviceMesh
+) -> Any:
+    leaves, spec = pytree.tree_flatten(result)
+    wrapped = [
+        _result(call, full, number, Placed.plain(leaf, mesh))
+        if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor)
+        else leaf
+        for number, leaf in enumerate(leaves)
+    ]
+    return pytree.tree_unflatten(wrapped, spec)
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """Number of writes into a tensor."""
+    return 0 if tensor.is_inference() else tensor._version  # noqa: SLF001  autograd's counter

@@ -1,0 +1,129 @@
+"""Views of tensors that ranks share: what they were made from, so that writes reach it.
+
+A rank's copy of a view shares no memory with the shards, so a view is a function of its base: a
+write into it writes into the base, and it is computed again after the base has changed.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from autoshard.runtime.global_tensors.placed import Placed
+
+_ORIGIN, _WRITES = "_autoshard_origin", "_autoshard_num_writes"
+"""Attributes of tensors: where a view comes from, and how often a tensor was replaced."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """A call that makes a view, to be repeated on other contents of its base.
+
+    Attributes:
+        function: of torch.
+        args: its arguments.
+        kwargs: likewise.
+        place: index of the base among the leaves of the arguments.
+        number: index of the view among the tensors of the result.
+    """
+
+    function: Callable[..., Any]
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    place: int
+    number: int
+
+    def on(self, base: torch.Tensor) -> torch.Tensor:
+        """The view of a tensor like the base; further tensors are whole if that one is."""
+        leaves, spec = pytree.tree_flatten((tuple(self.args), dict(self.kwargs)))
+        leaves[self.place] = base
+        if not isinstance(base, DTensor):
+            leaves = [Placed.of(x).full() if isinstance(x, DTensor) else x for x in leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, spec)
+        view: torch.Tensor = pytree.tree_leaves(self.function(*args, **kwargs))[self.number]
+        return view
+
+
+@dataclass(slots=True)
+class Origin:
+    """Where a view comes from.
+
+    Attributes:
+        base: the tensor that it is a view of.
+        replay: makes the view from the base.
+        seen: the state of the contents of the base when the view was computed.
+    """
+
+    base: DTensor
+    replay: Replay
+    seen: tuple[int, int]
+
+
+def origin_of(tensor: torch.Tensor) -> Origin | None:
+    """Where a view comes from; None for a tensor of its own."""
+    origin: Origin | None = vars(tensor).get(_ORIGIN)
+    return origin
+
+
+def set_origin(view: DTensor, base: DTensor, replay: Replay) -> None:
+    """Make a tensor a view of another one."""
+    vars(view)[_ORIGIN] = Origin(base, replay, _contents(base))
+
+
+def _contents(tensor: torch.Tensor) -> tuple[int, int]:
+    """Numbers that change when the contents of a tensor, or of what it is a view of, do."""
+    while (origin := origin_of(tensor)) is not None:
+        tensor = origin.base
+    version = 0 if tensor.is_inference() else tensor._version  # noqa: SLF001  autograd's counter
+    return version, vars(tensor).get(_WRITES, 0)
+
+
+def fresh(tensor: DTensor) -> None:
+    """Compute a view again if its base has changed since."""
+    origin = origin_of(tensor)
+    if origin is None or origin.seen == _contents(origin.base):
+        return
+    fresh(origin.base)
+    replace_contents(tensor, origin.replay.on(origin.base))
+    origin.seen = _contents(origin.base)
+
+
+def replace_contents(tensor: DTensor, new: torch.Tensor) -> None:
+    """Give a tensor other contents, with the history of these; its memory is left as it is.
+
+    Autograd may have saved the former contents for backward.
+    """
+    assert isinstance(new, DTensor)
+    follows = torch.is_grad_enabled() and (new.requires_grad or tensor.requires_grad)
+    if follows and not (tensor.is_leaf and tensor.requires_grad):
+        _REPLACED.append(tensor)
+        try:
+            with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  as torch documents it
+                tensor.copy_(new)
+        finally:
+            _REPLACED.pop()
+    else:
+        take_shard(tensor, new)
+    count_write(tensor)
+
+
+def count_write(tensor: DTensor) -> None:
+    """Make views of a tensor compute their contents again before they are used."""
+    vars(tensor)[_WRITES] = vars(tensor).get(_WRITES, 0) + 1
+
+
+_REPLACED: list[DTensor] = []
+"""The tensors that get other contents now."""
+
+
+def is_replaced(tensor: DTensor) -> bool:
+    """True while a tensor gets other contents: the operator `copy_` shall not copy them."""
+    return any(one is tensor for one in _REPLACED)
+
+
+def take_shard(tensor: DTensor, new: DTensor) -> None:
+    """Make the shard of another tensor that of this one."""
+    tensor._local_tensor, tensor._spec = new._local_tensor, new._spec  # noqa: SLF001  no public way
