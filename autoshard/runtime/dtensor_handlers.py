@@ -26,7 +26,6 @@ from autoshard.runtime.global_tensors.origins import is_replaced, origin_of, tak
 from autoshard.runtime.global_tensors.placed import Placed
 
 _ATEN: Any = torch.ops.aten
-_FUSED = (_ATEN._fused_sgd_.default, _ATEN._fused_adagrad_.default)
 _RANDOM = (
     _ATEN.normal_.default,
     _ATEN.uniform_.default,
@@ -38,6 +37,9 @@ _RANDOM = (
 
 _UNSCALE = _ATEN._amp_foreach_non_finite_check_and_unscale_.default
 _NUMBER = _ATEN._local_scalar_dense.default  # noqa: SLF001  an operator
+_LISTS = ("_foreach_", "_fused_adagrad", "_fused_adam", "_fused_sgd")
+"""Beginnings of the names of operators of elements of many tensors: those of optimizers."""
+
 _NORMS = _ATEN._foreach_norm.Scalar  # noqa: SLF001  an operator
 _OWN = frozenset(
     """
@@ -63,10 +65,10 @@ def install_dtensor_handlers(mesh: DeviceMesh) -> None:
     if _NUMBER in handlers:
         return
     for operator in _operators():
-        handlers[operator] = _by_rule
+        packet = operator.overloadpacket.__name__
+        handlers[operator] = _of_lists if packet.startswith(_LISTS) else _by_rule
     handlers[_UNSCALE] = _unscale
     handlers[_NUMBER] = _number
-    handlers.update(dict.fromkeys(_FUSED, _elementwise))
     handlers.update(dict.fromkeys(_RANDOM, _random))
     handlers[_NORMS] = _norms
     handlers[_ATEN.fill_.Tensor] = _fill
@@ -82,10 +84,11 @@ def _operators() -> list[Any]:
     found = []
     for name in names:
         packet, _, overload = name.partition(".")
-        if "::" in name or packet in _OWN or packet.startswith(("_foreach_", "_fused_", "_amp_")):
+        if "::" in name or packet in _OWN or packet.startswith("_amp_"):
             continue
         operator = getattr(getattr(_ATEN, packet, None), overload or "default", None)
-        if operator is not None and torch.Tag.pointwise not in operator.tags:
+        tags = () if operator is None else operator.tags
+        if operator is not None and (packet.startswith(_LISTS) or torch.Tag.pointwise not in tags):
             found.append(operator)
     return found
 
@@ -167,20 +170,19 @@ def _number(_operator: object, args: tuple[Any, ...], _kwargs: Mapping[str, Any]
 def _norms(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
     """Norms of many gradients, as `clip_grad_norm_` takes them: one exchange for all alike."""
     tensors, *rest = args
-    if not all(isinstance(x, DTensor) and x.device_mesh in _MESHES for x in tensors):
-        return list(_unhandled(operator, args, kwargs))
-    placed = [Placed.of(tensor) for tensor in tensors]
-    norms = operator([part.local for part in placed], *rest, **kwargs)
+    placed = {n: Placed.of(x) for n, x in enumerate(tensors) if isinstance(x, DTensor)}
+    own = [placed[n].local if n in placed else x for n, x in enumerate(tensors)]
+    norms = list(operator(own, *rest, **kwargs))
     order = rest[0] if rest else kwargs.get("ord", 2)
     alike: dict[tuple[DeviceMesh, tuple[int, ...], torch.dtype], list[int]] = {}
-    for n, part in enumerate(placed):
+    for n, part in placed.items():
         axes = tuple(axis for axis, t in enumerate(part.layout.types) if t.is_shard)
         alike.setdefault((part.mesh, axes, norms[n].dtype), []).append(n)
     for (mesh, axes, _), numbers in alike.items():
-        own = torch.stack([norms[n] for n in numbers])
-        for n, whole in zip(numbers, _norm_over_ranks(own, order, mesh, axes), strict=True):
+        stacked = torch.stack([norms[n] for n in numbers])
+        for n, whole in zip(numbers, _norm_over_ranks(stacked, order, mesh, axes), strict=True):
             norms[n] = from_local(whole, mesh, [Replicate()] * mesh.ndim, ())
-    return list(norms)
+    return norms
 
 
 def _norm_over_ranks(
@@ -195,17 +197,32 @@ def _norm_over_ranks(
     return own
 
 
-def _elementwise(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Run a fused optimizer on local tensors: gradients are placed like their parameters."""
+def _of_lists(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Run an operator of elements of many tensors on shards, which are placed alike.
+
+    Plain tensors may be among them, as an optimizer of planned and of other parameters has.
+
+    Raises:
+        PlanError: a parameter and its gradient are placed differently.
+    """
     lists = [one for one in args if isinstance(one, list | tuple) and one]
     for tensors in zip(*lists, strict=True):
         placements = {x.placements for x in tensors if isinstance(x, DTensor)}
         if len(placements) > 1:
             raise PlanError(
                 f"{operator}: a parameter and its gradient are placed {placements}; "
-                f"redistribute the gradient, or use foreach=True"
+                f"redistribute the gradient, or pass foreach=False, fused=False to the optimizer"
             )
-    operator(*pytree.tree_map(local_tensor, args), **pytree.tree_map(local_tensor, dict(kwargs)))
+    given = pytree.tree_map(local_tensor, args), pytree.tree_map(local_tensor, dict(kwargs))
+    results = operator(*given[0], **given[1])
+    if results is None:
+        return None
+    return [
+        from_local(x, like.device_mesh, like.placements, like.shape)
+        if isinstance(like, DTensor)
+        else x
+        for x, like in zip(results, lists[0], strict=True)
+    ]
 
 
 def _random(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -242,10 +242,17 @@ def _result(
 
 def _operator_result(
     call: _Arguments, bases: Mapping[int, torch.Tensor], number: int, result: Placed
-) -> DTensor:
-    """The DTensor that an operator returns."""
-    wrapped = from_local(result.local, result.mesh, result.placements, result.shape)
+) -> torch.Tensor:
+    """The tensor that an operator returns.
+
+    Norms of planned and of other parameters, stacked, are plain, since PyTorch combines what is
+    computed from them with gradients of both.
+    """
     views = [n for n, base in bases.items() if _share_memory(result.local, base)]
+    is_mixed = any(x.is_floating_point() for x in call.plain) and not torch.is_grad_enabled()
+    if is_mixed and not views and not result.is_sharded:
+        return result.local
+    wrapped = from_local(result.local, result.mesh, result.placements, result.shape)
     if views and not _is_view_of_shard(result.local, call.shared[views[0]]):
         wrapped = call.kind.of(wrapped)
         set_origin(wrapped, call.shared[views[0]], call.replay(views[0], number))

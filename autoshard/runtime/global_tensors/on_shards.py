@@ -103,7 +103,8 @@ def sharded_letters(call: ShardedCall) -> dict[int, tuple[str, AxisType]]:
     candidates = [_kept(t, letters) for t, letters in zip(call.tensors, call.letters, strict=True)]
     if call.leader is not None:
         return candidates[call.leader]
-    sizes = [t.local.numel() for t in call.tensors]
+    # Global sizes: those of shards may differ between ranks, which must all choose alike.
+    sizes = [prod(t.shape) for t in call.tensors]
     best = max(range(len(candidates)), key=lambda n: (len(candidates[n]), sizes[n]), default=None)
     return {} if best is None else candidates[best]
 
