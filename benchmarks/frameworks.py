@@ -240,9 +240,7 @@ def measured(
     """
     torch.set_num_threads(1)
     plans = {name: Plan.from_json(text) for name, text in documents.items()}
-    steps = {
-        name: build() for name, _, build in steps_of(MODELS[model], plans, context.device)
-    }
+    steps = {name: build() for name, _, build in steps_of(MODELS[model], plans, context.device)}
     found = []
     gc.disable()
     for _ in range(rounds + 2):
@@ -264,7 +262,11 @@ def measured(
 def table(name: str, rounds: Sequence[Sequence[float]]) -> list[str]:
     """Rows: a framework, the plan of its pattern, and the optimal plan, with their ratios."""
     columns = list(zip(*rounds, strict=True))
-    by_hand, planned, chosen = columns[: len(FRAMEWORKS)], columns[len(FRAMEWORKS) : -1], columns[-1]
+    by_hand, planned, chosen = (
+        columns[: len(FRAMEWORKS)],
+        columns[len(FRAMEWORKS) : -1],
+        columns[-1],
+    )
     rows = []
     for framework, hand, column in zip(FRAMEWORKS, by_hand, planned, strict=True):
         cells = [f"{1e3 * median(times):.0f} ms" for times in (hand, column, chosen)]

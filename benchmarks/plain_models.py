@@ -257,9 +257,7 @@ class Vit(nn.Module):
 
 def next_token_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """The mean cross entropy of each token but the first, in float32."""
-    return functional.cross_entropy(
-        logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten()
-    )
+    return functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
 
 
 @dataclass(frozen=True, slots=True)

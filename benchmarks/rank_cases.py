@@ -22,8 +22,8 @@ class RankCases:
     """A program that launches ranks; starting it takes longer than a launch.
 
     Attributes:
-        requests: takes a launch in a line of JSON.
-        answers: has the status of each launch in a line.
+        requests: takes requests, each a line of JSON.
+        answers: has a line for each request.
     """
 
     requests: IO[str]
@@ -46,6 +46,12 @@ class RankCases:
             assert process.stdout is not None
             yield cls(process.stdin, process.stdout)
             process.stdin.close()
+
+    def names(self, file: Path) -> tuple[int, list[str]]:
+        """The number of ranks and the cases of a file but the long ones."""
+        print(json.dumps({"file": str(file)}), file=self.requests, flush=True)
+        num_ranks, names = json.loads(self.answers.readline())
+        return num_ranks, names
 
     def run(
         self, file: Path, num_ranks: int, names: Sequence[str], seconds: float
@@ -71,9 +77,7 @@ class RankCases:
                 raise RuntimeError(f"the launch ended with status {status}:\n{log}")
 
 
-def _new_errors(
-    folder: Path, num_ranks: int, known: dict[str, str]
-) -> Iterator[tuple[str, str]]:
+def _new_errors(folder: Path, num_ranks: int, known: dict[str, str]) -> Iterator[tuple[str, str]]:
     """Cases that have ended on all ranks, with the error of the first that failed."""
     launches = sorted(folder.glob("launch*"), key=lambda path: int(path.name[len("launch") :]))
     attempts = [[path / f"{rank}.json" for rank in range(num_ranks)] for path in launches]

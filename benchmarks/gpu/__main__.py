@@ -20,7 +20,7 @@ from typing import NoReturn
 from benchmarks.gpu.header import Unusable, check_torch, header_of
 from benchmarks.gpu.packages import install_wheels
 from benchmarks.gpu.parts import MODELS, Part, parts_of
-from benchmarks.gpu.records import Header, Record
+from benchmarks.gpu.records import Record
 from benchmarks.gpu.runner import run_part
 from benchmarks.gpu.sharing import Sharing, sharing_of
 from benchmarks.gpu.tables import page, summary
@@ -85,7 +85,8 @@ def _measure(options: argparse.Namespace, deadline: float) -> None:
     packages = install_wheels(options.wheels)
     folders = (_ROOT, _ROOT / "server", _ROOT / "solver_cache", _ROOT / "tests", packages)
     os.environ["PYTHONPATH"] = os.pathsep.join(map(str, folders))
-    os.environ["AUTOSHARD_TEST_TIMEOUT"] = "30"
+    os.environ["AUTOSHARD_TEST_TIMEOUT"] = "60"
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
     options.results.mkdir(parents=True, exist_ok=True)
     header = header_of(options.device, options.models, options.commit)
     parts = parts_of(options.device, options.models)

@@ -19,6 +19,7 @@ from typing import IO, Any
 from benchmarks.gpu.parts import MODELS, MODULES
 from benchmarks.gpu.records import Record
 
+
 @dataclass
 class Job:
     """What a process has to do.
@@ -27,6 +28,7 @@ class Job:
         process: its name.
         device: "cuda" or "cpu"; on a CPU everything is small.
         models: names of the models that are measured.
+        topology: preset with the prices of the device.
         folder: of the records.
         done: results that are there already.
         deadline: by `time.monotonic`.
@@ -36,6 +38,7 @@ class Job:
     process: str
     device: str
     models: tuple[str, ...]
+    topology: str
     folder: Path
     done: Mapping[str, Any]
     deadline: float
@@ -79,12 +82,14 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, required=True)
     given = parser.parse_args()
     record = Record.read(given.folder / f"{given.part}.json")
+    assert record is not None  # the runner has written it
     job = Job(
         process=given.process,
         device=given.device,
         models=tuple(given.models),
+        topology=record.header["topology"],
         folder=given.folder,
-        done={} if record is None else record.results,
+        done=record.results,
         deadline=monotonic() + given.seconds,
         output=_open_output(),
     )

@@ -10,9 +10,6 @@ from typing import Protocol
 import torch
 from torch.profiler import ProfilerActivity
 
-from autoshard.mesh import DEFAULT_TOPOLOGY, preset_of_device
-from autoshard.runtime.launch import own_gpu
-
 Step = Callable[[], object]
 """A training step."""
 
@@ -22,14 +19,12 @@ class Device(Protocol):
 
     Attributes:
         device: as torch names it.
-        topology: the preset with its predicted prices.
         compiler: backend of `torch.compile`.
         activities: what the profiler traces.
         kernels: categories of a trace's events that are work of the device.
     """
 
     device: torch.device
-    topology: str
     compiler: str
     activities: Sequence[ProfilerActivity]
     kernels: frozenset[str]
@@ -58,8 +53,9 @@ class Cuda:
     kernels = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 
     def __init__(self) -> None:
-        self.device = own_gpu()
-        self.topology = preset_of_device(torch.cuda.get_device_name()) or DEFAULT_TOPOLOGY
+        self.device = torch.device("cuda", 0)
+        torch.cuda.set_device(self.device)
+        torch.cuda.init()  # a device mesh would choose a device by the rank otherwise
 
     def seconds(self, step: Step, count: int) -> list[float]:
         """The duration of each of several steps, one after the other."""
@@ -99,7 +95,6 @@ class Cpu:
     compiler = "aot_eager"
     activities = (ProfilerActivity.CPU,)
     kernels = frozenset({"cpu_op"})
-    topology = "cpu-10gbe"
 
     def __init__(self) -> None:
         torch.set_num_threads(1)

@@ -1,7 +1,7 @@
 """The goals for a card, and which of them results meet."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 COMPILED, EAGER, TIME, MEMORY = 1.02, 1.03, 0.08, 0.03
@@ -33,14 +33,17 @@ class Goal:
 
 
 def goals_of(
-    part: str, results: Mapping[str, Any], failures: Mapping[str, str]
+    part: str, device: str, results: Mapping[str, Any], failures: Mapping[str, str]
 ) -> tuple[Goal, ...]:
-    """The goals of a part, with their outcomes."""
+    """The goals of a part, with their outcomes; a CPU only shows that they can be found."""
+    goals: tuple[Goal, ...] = ()
     if part == "models":
-        return tuple(_of_models(results))
-    if part == "cases":
-        return (_of_cases(results, failures),)
-    return ()
+        goals = tuple(_of_models(results))
+    elif part == "cases":
+        goals = (_of_cases(results, failures),)
+    if device == "cpu":
+        return tuple(replace(goal, outcome="not measured") for goal in goals)
+    return goals
 
 
 def _of_models(results: Mapping[str, Any]) -> Iterator[Goal]:

@@ -87,16 +87,19 @@ def _version(package: str) -> str:
 def _print_device(device: str) -> None:
     import torch  # noqa: PLC0415  in a process of its own: it takes seconds
 
+    from autoshard.mesh import DEFAULT_TOPOLOGY, preset_of_device  # noqa: PLC0415  as above
+
     found: dict[str, Any] = {"torch": torch.__version__, "nccl": "", "driver": ""}
     if device == "cpu":
-        found["card"] = processor()
+        found |= {"card": processor(), "topology": "cpu-10gbe"}
     else:
         if not torch.cuda.is_available():
             raise SystemExit("torch sees no GPU; `make gpu DEVICE=cpu` tries everything in small")
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         done = subprocess.run(query, capture_output=True, text=True, check=False)  # noqa: S603  constant
         found |= {
-            "card": torch.cuda.get_device_name(),
+            "card": (card := torch.cuda.get_device_name()),
+            "topology": preset_of_device(card) or DEFAULT_TOPOLOGY,
             "memory": torch.cuda.get_device_properties(0).total_memory,
             "driver": done.stdout.partition("\n")[0],
             "cuda": torch.version.cuda,

@@ -8,7 +8,9 @@ import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
+from tempfile import gettempdir
 from time import monotonic, perf_counter
 from typing import Any
 
@@ -26,7 +28,9 @@ from benchmarks.gpu.traces import traced
 from benchmarks.plain_models import PlainModel
 
 _WARM_UP, _STEPS = 5, 20
-_COMPILING = 0.6
+_NOT_COMPILED: Mapping[str, Any] = {"graphs": 0, "graph_breaks": 0}
+
+_COMPILING = 0.65
 """Share of the time after which models that are still compiled are given up."""
 
 
@@ -65,12 +69,12 @@ class Built:
 
     model: nn.Module
     own: int
-    facts: dict[str, Any]
+    facts: Mapping[str, Any]
 
 
 def run(job: Job) -> None:
     """Measure the missing variants of the model that the process is named after."""
-    with (job.folder / "measuring.lock").open("w", encoding="ascii") as file:
+    with Path(gettempdir(), "autoshard-gpu.lock").open("w", encoding="ascii") as file:
         with _locked(file, fcntl.LOCK_SH):
             benchmark = _Benchmark(job)
             benchmark.compile()
@@ -99,7 +103,7 @@ class _Benchmark:
         names = {name: f"{job.process}: {name}" for name in VARIANTS}
         self._missing = {n: full for n, full in names.items() if full not in job.done}
         graph = load_graph(export_model(*self._model.export_arguments()))
-        mesh = make_mesh((1,), axes=("one",), topology=self._device.topology)
+        mesh = make_mesh((1,), axes=("one",), topology=job.topology)
         self._plans = {
             False: make_plan(graph, mesh),
             True: make_plan(graph, mesh, PlanOptions(execution="compile")),
@@ -109,10 +113,11 @@ class _Benchmark:
 
     def compile(self) -> None:
         """Compile what is to be compiled, while other models are compiled beside it."""
-        seconds = _COMPILING * (self._job.deadline - monotonic())
+        begin = monotonic()
+        seconds = _COMPILING * (self._job.deadline - begin)
         for name, full in list(self._missing.items()):
             if VARIANTS[name].compiled:
-                with self._job.failures_of(full), _at_most(seconds / 2):
+                with self._job.failures_of(full), _at_most(begin + seconds - monotonic()):
                     self._compiled[name] = self._built(VARIANTS[name])
         self._device.release()
 
@@ -137,7 +142,7 @@ class _Benchmark:
             for block in model.get_submodule("blocks").children():
                 fully_shard(block, mesh=mesh)
             fully_shard(model, mesh=mesh)
-        facts = self._compile(model) if variant.compiled else {}
+        facts = self._compile(model) if variant.compiled else _NOT_COMPILED
         model.zero_grad()
         self._device.release()
         return Built(model, self._device.allocated() - before, facts)
@@ -161,16 +166,17 @@ class _Benchmark:
         device.seconds(step, _WARM_UP)
         device.reset_peak()
         seconds = device.seconds(step, _STEPS)
-        peak = device.peak() - others
+        peak = max(device.peak() - others, 1)  # on a CPU, memory may have been there before
         assert plan.costs is not None
         assert plan.memory is not None
+        is_predicted = variant.kind != "FSDP2"
         return {
             "seconds": median(seconds),
-            "predicted_seconds": plan.costs.total,
+            "predicted_seconds": plan.costs.total if is_predicted else None,
             "peak": peak,
-            "predicted_peak": plan.memory.peak,
+            "predicted_peak": plan.memory.peak if is_predicted else None,
             "all_seconds": seconds,
-            **{"graphs": 0, "graph_breaks": 0, **built.facts},
+            **built.facts,
             **traced(step, device),
         }
 
@@ -193,10 +199,10 @@ def _at_most(seconds: float) -> Iterator[None]:
     """A context that is left with a `TimeoutError` after a time."""
 
     def late(*_: object) -> None:
-        raise TimeoutError(f"compilation took longer than {seconds:.0f} s")
+        raise TimeoutError(f"not compiled in the {seconds:.0f} s that were left")
 
     signal.signal(signal.SIGALRM, late)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3))
     try:
         yield
     finally:

@@ -1,13 +1,12 @@
 """Results in files: one for each part of a run, written whenever something was measured."""
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.goals import goals_of
+from benchmarks.gpu.goals import Goal, goals_of
 
 Header = Mapping[str, Any]
 """Where and when something was measured, and of which code."""
@@ -26,7 +25,7 @@ class Record:
         header: where and when the part was measured.
         results: by name of the measurement.
         failures: error of each measurement or process that failed.
-        complete: True if every process of the part came to its end.
+        complete: True if nothing is missing and nothing has failed.
     """
 
     path: Path
@@ -54,6 +53,11 @@ class Record:
             return None
         return cls(path, path.stem, *fields)
 
+    @property
+    def goals(self) -> tuple[Goal, ...]:
+        """The goals of the part, with their outcomes."""
+        return goals_of(self.part, self.header["device"], self.results, self.failures)
+
     def add(self, name: str, result: Mapping[str, Any] | None, error: str = "") -> None:
         """Write the result of a measurement, or why there is none."""
         if result is None:
@@ -68,11 +72,11 @@ class Record:
         document = {
             "header": self.header,
             "complete": self.complete,
-            "goals": [goal.as_dict() for goal in goals_of(self.part, self.results, self.failures)],
+            "goals": [goal.as_dict() for goal in self.goals],
             "failures": self.failures,
             "results": self.results,
         }
         self.path.parent.mkdir(parents=True, exist_ok=True)
         partial = self.path.with_suffix(".partial")
         partial.write_text(json.dumps(document, indent=1), encoding="utf-8")
-        os.replace(partial, self.path)
+        partial.replace(self.path)

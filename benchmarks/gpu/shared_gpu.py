@@ -35,12 +35,11 @@ KINDS = (*FRAMEWORKS, *(f"{name}{PLANNED}" for name in FRAMEWORKS), CHOSEN)
 
 def run(job: Job) -> None:
     """Measure the models of which something is missing."""
-    topology = DEVICES[job.device]().topology
     for model in [name for name in SHARED if name in job.models]:
         if all(f"{model}: {kind}" in job.done for kind in KINDS):
             continue
         with job.failures_of(model):
-            plans = plans_of(SHARED[model].on(job.device), topology)
+            plans = plans_of(SHARED[model].on(job.device), job.topology)
             documents = {name: plan.to_json() for name, plan in plans.items()}
             for name, result in on_ranks(measured, (job.device, model, documents), 4, job.device):
                 job.put(f"{model}: {name}", result)

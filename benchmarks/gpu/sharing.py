@@ -7,18 +7,18 @@ of its own, and they communicate through sockets.
 """
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from shutil import which
 from tempfile import TemporaryDirectory
 
 from benchmarks.gpu.records import Header
 
-_PROBE_SECONDS = 45
+_PROBE_SECONDS = 30
 """After which ranks that cannot share the GPU are given up."""
 
 _CONTROL = "nvidia-cuda-mps-control"
@@ -87,13 +87,15 @@ def _mps() -> Iterator[Mapping[str, str]]:
 
 def _works(variables: Mapping[str, str]) -> bool:
     """True if two ranks can sum a tensor."""
-    environment = {**os.environ, **variables}
     command = [sys.executable, "-m", "benchmarks.gpu.ranks"]
+    process = subprocess.Popen(  # noqa: S603  our own program
+        command, env={**os.environ, **variables}, start_new_session=True
+    )
     try:
-        done = subprocess.run(  # noqa: S603  our own program
-            command, env=environment, timeout=_PROBE_SECONDS, check=False
-        )
+        return process.wait(_PROBE_SECONDS) == 0
     except subprocess.TimeoutExpired:
         return False
-    return done.returncode == 0
-
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

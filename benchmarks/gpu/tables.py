@@ -1,11 +1,11 @@
 """Tables of results, for docs/measured.md."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from benchmarks.document import replace_table
-from benchmarks.gpu.goals import goals_of
+from benchmarks.gpu.goals import Goal
 from benchmarks.gpu.records import Header, Record
 
 _ROWS = 8
@@ -42,9 +42,9 @@ def caption(header: Header) -> str:
     )
 
 
-def _goals(records: Sequence[Record]) -> Iterator[Any]:
+def _goals(records: Sequence[Record]) -> Iterator[Goal]:
     for record in records:
-        yield from goals_of(record.part, record.results, record.failures)
+        yield from record.goals
 
 
 def _missing(records: Sequence[Record]) -> Iterator[str]:
@@ -54,27 +54,37 @@ def _missing(records: Sequence[Record]) -> Iterator[str]:
             yield f"{record.part}, {name}: {error.strip().rpartition(chr(10))[2]}"
 
 
+def _table(columns: str, rows: Iterable[Sequence[object]]) -> str:
+    """A table in Markdown; columns whose names follow a colon are aligned to the right."""
+    names = [name.strip() for name in columns.split("|")]
+    marks = ["---:" if name.startswith(":") else "---" for name in names]
+    cells = [[name.lstrip(":") for name in names], marks, *rows]
+    return "\n".join(f"| {' | '.join(map(str, row))} |" for row in cells)
+
+
 def _models(results: Results) -> list[str]:
-    lines = [
-        "| model | step | time | predicted | ratio | memory | predicted | ratio | kernels | gaps "
-        "| graph breaks |",
-        "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+    columns = "model | step | :time | :predicted | :ratio | :memory | :predicted | :ratio"
+    rows = [
+        [
+            *name.split(": ", 1),
+            *_compared(one, "seconds", 1e3, "ms"),
+            *_compared(one, "peak", 1e-9, "GB"),
+            one["kernels"],
+            f"{1e3 * one['gaps']:.1f} ms",
+            one["graph_breaks"],
+        ]
+        for name, one in results.items()
     ]
-    for name, one in results.items():
-        model, _, variant = name.partition(": ")
-        time, memory = _compared(one, "seconds", 1e3, "ms"), _compared(one, "peak", 1e-9, "GB")
-        lines.append(
-            f"| {model} | {variant} | {time} | {memory} | {one['kernels']} "
-            f"| {1e3 * one['gaps']:.1f} ms | {one['graph_breaks']} |"
-        )
-    return ["\n".join(lines), *_slowest(results)]
+    return [_table(f"{columns} | :kernels | :gaps | :graph breaks", rows), *_slowest(results)]
 
 
-def _compared(one: Results, quantity: str, scale: float, unit: str) -> str:
+def _compared(one: Results, quantity: str, scale: float, unit: str) -> tuple[str, str, str]:
     """Cells: measured, predicted, and the ratio of the two."""
     measured, predicted = one[quantity], one[f"predicted_{quantity}"]
-    ratio = predicted / max(measured, 1e-12)
-    return f"{scale * measured:.2f} {unit} | {scale * predicted:.2f} {unit} | {ratio:.3f}"
+    if predicted is None:
+        return f"{scale * measured:.2f} {unit}", "", ""
+    ratio = f"{predicted / measured:.3f}"
+    return f"{scale * measured:.2f} {unit}", f"{scale * predicted:.2f} {unit}", ratio
 
 
 def _slowest(results: Results) -> list[str]:
@@ -88,32 +98,34 @@ def _slowest(results: Results) -> list[str]:
         return []
     name = max(ratios, key=ratios.__getitem__)
     one = results[name]
-    lines = [f"| kernels of {name} | number | time |", "|---|---:|---:|"]
-    for title, rows in (("", one["longest"]), ("gap before ", one["gaps_before"])):
-        lines += [
-            f"| {title}`{row['name'].replace('|', '/')}` | {row['count']} "
-            f"| {1e3 * row['seconds']:.2f} ms |"
-            for row in rows[:_ROWS]
-        ]
+    rows = [
+        (
+            f"{title}`{row['name'].replace('|', '/')}`",
+            row["count"],
+            f"{1e3 * row['seconds']:.2f} ms",
+        )
+        for title, found in (("", one["longest"]), ("gap before ", one["gaps_before"]))
+        for row in found[:_ROWS]
+    ]
     text = f"The slowest planned step beside the same as written is {name} ({ratios[name]:.3f}):"
-    return [text, "\n".join(lines)]
+    return [text, _table(f"kernels of {name} | :number | :time", rows)]
 
 
 def _ranks(results: Results) -> list[str]:
-    lines = [
-        "| model | 4 ranks | time | memory | collectives | bytes | as planned |",
-        "|---|---|---:|---:|---:|---:|---|",
-    ]
     words = {None: "", True: "yes", False: "**no**"}
-    for name, one in results.items():
-        model, _, variant = name.partition(": ")
-        count = sum(c["count"] for c in one["collectives"])
-        nbytes = sum(c["nbytes"] for c in one["collectives"])
-        lines.append(
-            f"| {model} | {variant} | {1e3 * one['seconds']:.1f} ms | {one['peak'] / 1e9:.2f} GB "
-            f"| {count} | {nbytes / 1e6:.1f} MB | {words[one['as_planned']]} |"
-        )
-    return ["\n".join(lines)]
+    rows = [
+        [
+            *name.split(": ", 1),
+            f"{1e3 * one['seconds']:.1f} ms",
+            f"{one['peak'] / 1e9:.2f} GB",
+            sum(c["count"] for c in one["collectives"]),
+            f"{sum(c['nbytes'] for c in one['collectives']) / 1e6:.1f} MB",
+            words[one["as_planned"]],
+        ]
+        for name, one in results.items()
+    ]
+    columns = "model | 4 ranks | :time | :memory | :collectives | :bytes | as planned"
+    return [_table(columns, rows)]
 
 
 def _unexplained(results: Results) -> list[str]:
@@ -134,21 +146,17 @@ def _unexplained(results: Results) -> list[str]:
 def _cases(results: Results) -> list[str]:
     counts: dict[str, Counter[str]] = {}
     for name, one in results.items():
-        counts.setdefault(name.partition(": ")[0], Counter())[_outcome(one)] += 1
-    lines = [
-        "| file | passed | failed on CPUs too | failed here only |",
-        "|---|---:|---:|---:|",
-        *(
-            f"| {file} | {found['passed']} | {found['on CPUs too']} | {found['here only']} |"
-            for file, found in counts.items()
-        ),
-    ]
+        file = name.removeprefix("cases_on_4_ranks: ").partition(": ")[0]
+        counts.setdefault(file, Counter())[_outcome(one)] += 1
+    outcomes = ("passed", "on CPUs too", "here only")
+    rows = [[file, *(found[name] for name in outcomes)] for file, found in counts.items()]
+    table = _table("file | :passed | :failed on CPUs too | :failed here only", rows)
     failed = [
         f"* {name} ({_outcome(one)}): {one['error'].strip().rpartition(chr(10))[2]}"
         for name, one in results.items()
         if one["error"]
     ]
-    return ["\n".join(lines), *(["\n".join(failed)] if failed else [])]
+    return [table, *(["\n".join(failed)] if failed else [])]
 
 
 def _outcome(one: Results) -> str:
@@ -159,12 +167,17 @@ def _outcome(one: Results) -> str:
 
 def _device(results: Results) -> list[str]:
     """Figures of the device, then predicted steps, under both prices."""
-    rows = results["device"]["figures"] | {k: v for k, v in results.items() if k != "device"}
-    lines = ["| price | preset | calibrated | ratio |", "|---|---:|---:|---:|"]
-    for name, one in rows.items():
-        ratio = one["calibrated"] / one["preset"]
-        lines.append(f"| {name} | {one['preset']:.4g} | {one['calibrated']:.4g} | {ratio:.3f} |")
-    return ["\n".join(lines)]
+    prices = results["device"]["figures"] | {k: v for k, v in results.items() if k != "device"}
+    rows = [
+        (name, f"{one['preset']:.4g}", f"{one['calibrated']:.4g}", f"{_ratio(one):.3f}")
+        for name, one in prices.items()
+    ]
+    return [_table("price | :preset | :calibrated | :ratio", rows)]
+
+
+def _ratio(one: Results) -> float:
+    ratio: float = one["calibrated"] / one["preset"]
+    return ratio
 
 
 _TABLES: Mapping[str, Callable[[Results], list[str]]] = {

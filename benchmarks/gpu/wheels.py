@@ -57,6 +57,8 @@ def missing_wheels(
 ) -> list[Path]:
     """The wheels of what is wanted and what it needs, but for what is there.
 
+    What is there is taken to have all that it needs.
+
     Args:
         wanted: requirements.
         have: packages that are installed.

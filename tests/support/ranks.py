@@ -213,7 +213,7 @@ def _prepare(cases: Sequence[tuple[str, Callable[[], None]]]) -> dict[str, str]:
 
 
 def main() -> None:
-    """Run the launch that each line of the input describes; answer with its exit status."""
+    """Answer each line of the input: names of cases, or the exit status of a launch."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)  # threads of a product that wait for a processor take time of others
     # A build of torch for CUDA without a GPU: the first backward after an export would start
@@ -222,15 +222,28 @@ def main() -> None:
     for name in (*_SUPPORT, *_MODELS):
         importlib.import_module(name)
     for line in sys.stdin:
-        launch = Launch(**json.loads(line))
-        process = multiprocessing.get_context("fork").Process(target=launch.run)
-        process.start()
-        process.join(launch.timeout)
-        answer = "timeout" if process.is_alive() else str(process.exitcode)
-        if process.is_alive():
-            os.killpg(process.ident or 0, signal.SIGKILL)
-            process.join()
+        request = json.loads(line)
+        answer = _listed(**request) if len(request) == 1 else _status(Launch(**request))
         print(answer, flush=True)  # noqa: T201
+
+
+def _listed(file: str) -> str:
+    """The number of ranks and the cases of a file but the long ones, in JSON."""
+    cases, module = load_cases(Path(file)), sys.modules[Path(file).stem]
+    long = getattr(module, "LONG", ())
+    return json.dumps([module.NUM_RANKS, [name for name in cases if name not in long]])
+
+
+def _status(launch: Launch) -> str:
+    """Run a launch in a fork; its exit status, or "timeout"."""
+    process = multiprocessing.get_context("fork").Process(target=launch.run)
+    process.start()
+    process.join(launch.timeout)
+    if not process.is_alive():
+        return str(process.exitcode)
+    os.killpg(process.ident or 0, signal.SIGKILL)
+    process.join()
+    return "timeout"
 
 
 def _launch(
