@@ -316,7 +316,8 @@ class _Router:
         return self.num_experts // self._num_parts(self.expert_axes)
 
     def _num_parts(self, axes: Sequence[int]) -> int:
-        return prod(self.axis_sizes[axis] for axis in axes)
+        # A list: `torch.compile` does not trace `prod` of a generator.
+        return prod([self.axis_sizes[axis] for axis in axes])
 
     def _digits(self, numbers: torch.Tensor, axes: Sequence[int]) -> dict[int, torch.Tensor]:
         """Coordinates of shard indices on each axis; the last axis is the innermost."""
