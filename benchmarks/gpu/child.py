@@ -48,10 +48,6 @@ class Job:
         """Hand a result to the runner."""
         self._print({"name": name, "result": result})
 
-    def fail(self, name: str, error: str) -> None:
-        """Hand the reason to the runner why there is no result."""
-        self._print({"name": name, "error": error})
-
     def _print(self, fields: Mapping[str, Any]) -> None:
         print(json.dumps(fields), file=self.output, flush=True)
 
@@ -61,7 +57,7 @@ class Job:
         try:
             yield
         except Exception:  # noqa: BLE001  whatever it is, the next one is measured
-            self.fail(name, traceback.format_exc())
+            self._print({"name": name, "error": traceback.format_exc()})
 
 
 def _open_output() -> IO[str]:

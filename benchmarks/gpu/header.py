@@ -15,7 +15,7 @@ from benchmarks.document import commit, processor
 from benchmarks.planning import code_digest
 
 _ROOT = Path(__file__).parents[2]
-_CODE = ("autoshard", "benchmarks/gpu", "tests/runtime", "tests/support")
+_CODE = ("autoshard", "benchmarks", "tests/runtime", "tests/support")
 _PACKAGES = ("triton", "transformers", "numpy", "highspy", "pydantic", "spmd_types")
 
 
@@ -34,7 +34,7 @@ def check_torch(*, allow_old: bool) -> None:
     except PackageNotFoundError:
         raise Unusable(
             f"{sys.executable} has no torch: name a Python that has one, as in "
-            f"`make gpu GPU_PYTHON=/path/to/python`"
+            f"`make gpu PYTHON=/path/to/python`"
         ) from None
     project = tomllib.loads((_ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     (needed,) = (d[len("torch>=") :] for d in project["dependencies"] if d.startswith("torch>="))

@@ -51,7 +51,7 @@ SHARED: Mapping[str, Case] = {
         PlainModel(Gpt2, _SMALL, 4),
     ),
     "llama": Case(
-        PlainModel(Llama, Sizes(4, 2048, 32, 8192, 128_256, 2048, kv_heads=8), 4),
+        PlainModel(Llama, Sizes(4, 2048, 32, 8192, 128_256, 1024, kv_heads=8), 4),
         PlainModel(Llama, replace(_SMALL, kv_heads=4), 4),
     ),
 }

@@ -30,7 +30,7 @@ from benchmarks.plain_models import PlainModel
 _WARM_UP, _STEPS = 5, 20
 _NOT_COMPILED: Mapping[str, Any] = {"graphs": 0, "graph_breaks": 0}
 
-_COMPILING = 0.65
+_COMPILING = 0.55
 """Share of the time after which models that are still compiled are given up."""
 
 

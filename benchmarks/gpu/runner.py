@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import subprocess
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -118,8 +119,25 @@ def _record_lines(running: _Running, record: Record) -> None:
 
 
 def _kill(running: _Running) -> None:
-    """End a process and all that it started."""
+    """End a process and all that it started, also in other sessions, as ranks of tests are."""
+    below = _descendants(running.process.pid) if running.process.poll() is None else []
     with suppress(ProcessLookupError):
         os.killpg(running.process.pid, signal.SIGKILL)
+    for pid in below:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     running.process.wait()
     running.output.close()
+
+
+def _descendants(pid: int) -> list[int]:
+    """All processes below one that runs."""
+    children = defaultdict[int, list[int]](list)
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            parent = path.read_text(encoding="utf-8").rpartition(")")[2].split()[1]
+            children[int(parent)].append(int(path.parent.name))
+    found = children[pid]
+    for one in found:
+        found += children[one]
+    return found

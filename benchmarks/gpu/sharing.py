@@ -76,13 +76,13 @@ def _mps() -> Iterator[Mapping[str, str]]:
     with TemporaryDirectory(prefix="mps-", ignore_cleanup_errors=True) as folder:
         pipes = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
         environment = {**os.environ, **pipes}
-        started = subprocess.run([_CONTROL, "-d"], env=environment, check=False)  # noqa: S603  a constant command
+        quiet = {"env": environment, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        started = subprocess.run([_CONTROL, "-d"], check=False, **quiet)  # noqa: S603  a constant command
         try:
             yield {} if started.returncode else pipes
         finally:
-            subprocess.run(  # noqa: S603  as above
-                [_CONTROL], env=environment, input=b"quit\n", timeout=20, check=False
-            )
+            with suppress(subprocess.TimeoutExpired):
+                subprocess.run([_CONTROL], input=b"quit\n", timeout=20, check=False, **quiet)  # noqa: S603  as above
 
 
 def _works(variables: Mapping[str, str]) -> bool:

@@ -75,14 +75,15 @@ class _Traced(LiveMemory):
     ) -> Any:
         before = dict(self._alive)
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        new = {key: nbytes for key, nbytes in self._alive.items() if before.get(key) != nbytes}
+        after = dict(self._alive)  # threads of the backend change it
+        new = {key: nbytes for key, nbytes in after.items() if before.get(key) != nbytes}
         self._makers |= dict.fromkeys(new, str(func))
         self.operators.append((str(func), sum(new.values()), self.nbytes))
         return result
 
     def alive(self) -> list[tuple[str, int]]:
         """Operator and bytes of each tensor that is alive."""
-        return sorted((self._makers.get(key, "?"), n) for key, n in self._alive.items())
+        return sorted((self._makers.get(key, "?"), n) for key, n in dict(self._alive).items())
 
 
 def _memory(plan: Plan) -> dict[str, Any]:

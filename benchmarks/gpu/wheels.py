@@ -1,6 +1,6 @@
 """Fetches the packages that another machine lacks, as wheels, for `make gpu` without network there.
 
-    make gpu-wheels FOR=3.12 HAVE=list.txt
+    make gpu-wheels PYTHON=3.12 HAVE=list.txt
 
 `list.txt` is the output of `pip list` or `pip freeze` there, or has a name on each line. Fetched is
 what autoshard and its cases of ranks need and the list lacks, for one Python on Linux and x86-64.
