@@ -64,7 +64,6 @@ def header_of(device: str, models: tuple[str, ...], commit_name: str) -> dict[st
     done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603  our own program
     if done.returncode:
         raise Unusable(f"this Python cannot be used: {done.stderr.strip()[-2000:]}")
-    packages = {name: found for name in _PACKAGES if (found := _version(name))}
     return {
         "device": device,
         **json.loads(done.stdout),
@@ -73,7 +72,6 @@ def header_of(device: str, models: tuple[str, ...], commit_name: str) -> dict[st
         "commit": commit_name or commit(),
         "code": code_digest(_CODE),
         "python": platform.python_version(),
-        "packages": packages,
     }
 
 
@@ -89,9 +87,10 @@ def _print_device(device: str) -> None:
 
     from autoshard.mesh import DEFAULT_TOPOLOGY, preset_of_device  # noqa: PLC0415  as above
 
-    found: dict[str, Any] = {"torch": torch.__version__, "nccl": "", "driver": ""}
+    packages = {name: number for name in _PACKAGES if (number := _version(name))}
+    found: dict[str, Any] = {"torch": torch.__version__, "packages": packages}
     if device == "cpu":
-        found |= {"card": processor(), "topology": "cpu-10gbe"}
+        found |= {"card": processor(), "topology": "cpu-10gbe", "driver": "", "nccl": ""}
     else:
         if not torch.cuda.is_available():
             raise SystemExit("torch sees no GPU; `make gpu DEVICE=cpu` tries everything in small")
