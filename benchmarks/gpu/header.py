@@ -82,6 +82,16 @@ def _version(package: str) -> str:
         return ""
 
 
+def _driver() -> str:
+    """Version of the driver; empty if it cannot be found."""
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, check=True)  # noqa: S603  constant
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return done.stdout.partition("\n")[0]
+
+
 def _print_device(device: str) -> None:
     import torch  # noqa: PLC0415  in a process of its own: it takes seconds
 
@@ -94,13 +104,11 @@ def _print_device(device: str) -> None:
     else:
         if not torch.cuda.is_available():
             raise SystemExit("torch sees no GPU; `make gpu DEVICE=cpu` tries everything in small")
-        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        done = subprocess.run(query, capture_output=True, text=True, check=False)  # noqa: S603  constant
         found |= {
             "card": (card := torch.cuda.get_device_name()),
             "topology": preset_of_device(card) or DEFAULT_TOPOLOGY,
             "memory": torch.cuda.get_device_properties(0).total_memory,
-            "driver": done.stdout.partition("\n")[0],
+            "driver": _driver(),
             "cuda": torch.version.cuda,
             "nccl": ".".join(map(str, torch.cuda.nccl.version())),
         }

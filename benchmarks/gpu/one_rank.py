@@ -4,13 +4,13 @@ Each model has a process. Processes compile side by side, and measure one at a t
 """
 
 import fcntl
+import os
 import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from tempfile import gettempdir
 from time import monotonic, perf_counter
 from typing import Any
 
@@ -24,7 +24,7 @@ from benchmarks.gpu.child import Job
 from benchmarks.gpu.devices import DEVICES, Device, Step
 from benchmarks.gpu.models import CASES
 from benchmarks.gpu.ranks import join_as_one_rank
-from benchmarks.gpu.traces import traced
+from benchmarks.gpu.traces import summary, traced
 from benchmarks.plain_models import PlainModel
 
 _WARM_UP, _STEPS = 5, 20
@@ -74,23 +74,23 @@ class Built:
 
 def run(job: Job) -> None:
     """Measure the missing variants of the model that the process is named after."""
-    with Path(gettempdir(), "autoshard-gpu.lock").open("w", encoding="ascii") as file:
-        with _locked(file, fcntl.LOCK_SH):
-            benchmark = _Benchmark(job)
-            benchmark.compile()
-        with _locked(file, fcntl.LOCK_EX):
-            benchmark.measure()
-            benchmark.context.close()
+    with _locked(job.folder, fcntl.LOCK_SH):
+        benchmark = _Benchmark(job)
+        benchmark.compile()
+    with _locked(job.folder, fcntl.LOCK_EX):
+        benchmark.measure()
+        benchmark.context.close()
 
 
 @contextmanager
-def _locked(file: Any, kind: int) -> Iterator[None]:
+def _locked(folder: Path, kind: int) -> Iterator[None]:
     """A context in which nobody measures (shared), or nobody else does anything (exclusive)."""
-    fcntl.flock(file, kind)
+    lock = os.open(folder, os.O_RDONLY)
     try:
+        fcntl.flock(lock, kind)
         yield
     finally:
-        fcntl.flock(file, fcntl.LOCK_UN)
+        os.close(lock)
 
 
 class _Benchmark:
@@ -128,7 +128,7 @@ class _Benchmark:
                 continue
             with self._job.failures_of(full):
                 built = self._compiled.pop(name, None) or self._built(VARIANTS[name])
-                self._job.put(full, self._measured(VARIANTS[name], built))
+                self._measure(full, VARIANTS[name], built)
             built = None
             self._device.release()
 
@@ -159,7 +159,8 @@ class _Benchmark:
             "graph_breaks": sum(counters["graph_break"].values()),
         }
 
-    def _measured(self, variant: Variant, built: Built) -> dict[str, Any]:
+    def _measure(self, full: str, variant: Variant, built: Built) -> None:
+        """Put the time and memory of steps, then the same with a trace of one."""
         device, plan = self._device, self._plans[variant.compiled]
         others = device.allocated() - built.own
         step = _step(built.model, self._model, device)
@@ -170,15 +171,17 @@ class _Benchmark:
         assert plan.costs is not None
         assert plan.memory is not None
         is_predicted = variant.kind != "FSDP2"
-        return {
+        result = {
             "seconds": median(seconds),
             "predicted_seconds": plan.costs.total if is_predicted else None,
             "peak": peak,
             "predicted_peak": plan.memory.peak if is_predicted else None,
             "all_seconds": seconds,
             **built.facts,
-            **traced(step, device),
         }
+        self._job.put(full, result | summary((), device.kernels))
+        with self._job.failures_of(f"{full}, trace"):
+            self._job.put(full, result | traced(step, device))
 
 
 def _step(model: nn.Module, described: PlainModel, device: Device) -> Step:

@@ -113,9 +113,11 @@ def _record_lines(running: _Running, record: Record) -> None:
     *lines, running.unread = (running.unread + found).split(b"\n")
     for line in lines:
         fields = json.loads(line)
-        record.add(fields["name"], fields.get("result"), fields.get("error", ""))
-        error = fields.get("error", "").strip().rpartition("\n")[2]
-        print(f"  {fields['name']}{f': {error}' * bool(error)}", flush=True)
+        name, error = fields["name"], fields.get("error", "")
+        if name not in record.results:
+            last = error.strip().rpartition("\n")[2]
+            print(f"  {name}{f': {last}' * bool(error)}", flush=True)
+        record.add(name, fields.get("result"), error)
 
 
 def _kill(running: _Running) -> None:
