@@ -4,10 +4,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from benchmarks.gpu.parts import MODELS
+
 COMPILED, EAGER, TIME, MEMORY = 1.02, 1.03, 0.08, 0.03
 """Largest ratios of planned and written steps; largest relative errors of predictions."""
-
-_MODELS = ("gpt2", "llama", "moe", "vit")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ def _of_models(results: Mapping[str, Any]) -> Iterator[Goal]:
     for kind, limit in ((", compiled", COMPILED), ("", EAGER)):
         ratios = {
             model: _ratio(results, f"{model}: planned{kind}", f"{model}: as written{kind}")
-            for model in _MODELS
+            for model in MODELS
         }
         name = f"planned{kind} at most {limit} of as written{kind}"
         yield _goal(name, ratios, {m: r is not None and r <= limit for m, r in ratios.items()})
@@ -60,7 +60,7 @@ def _of_models(results: Mapping[str, Any]) -> Iterator[Goal]:
     ):
         ratios = {
             name: _accuracy(results.get(name), quantity)
-            for model in _MODELS
+            for model in MODELS
             for kind in written
             for name in (f"{model}: {kind}", f"{model}: {kind}, compiled")
         }
