@@ -6,8 +6,12 @@ IMAGE ?= autoshard:latest
 BASE ?= python:3.13-slim-trixie
 BUILD ?= docker build
 TORCH ?= 2.12.0
+DEVICE ?= cuda
+GPU_PYTHON ?= $(if $(filter cpu,$(DEVICE)),$(BIN)/python,$(PYTHON))
+# `make gpu-wheels PYTHON=3.12` names a version, not an interpreter.
+INTERPRETER := $(if $(filter 3.%,$(PYTHON)),python3,$(PYTHON))
 
-.PHONY: help install demo test test-all test-gpu test-torch check serve generated examples bench faults hostile upgrade prove prove-pipelines prove-loading prove-image load scale conformance fuzz zoo zoo-ranks published image audit format clean
+.PHONY: help install demo test test-all gpu gpu-wheels test-torch check serve generated examples bench faults hostile upgrade prove prove-pipelines prove-loading prove-image load scale conformance fuzz zoo zoo-ranks published image audit format clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 16
@@ -15,7 +19,7 @@ help:  ## Show the targets
 install: $(INSTALLED)  ## Make the virtual environment in $(VENV)
 
 $(INSTALLED): pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
+	$(INTERPRETER) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	touch $@
@@ -56,8 +60,11 @@ faults: $(INSTALLED)  ## Kill servers, workers and databases while jobs run, int
 hostile: $(INSTALLED)  ## Attack a service in all ways at the same time, into docs/reliability.md
 	$(BIN)/python -m benchmarks.hostile
 
-test-gpu: $(INSTALLED)  ## Run the cases of ranks on GPUs with NCCL; docs/measured.md says how ranks share one
-	AUTOSHARD_TEST_DEVICE=cuda $(BIN)/python -m pytest -m 'ranks and not long' tests/runtime
+gpu: $(if $(filter cpu,$(DEVICE)),$(INSTALLED))  ## All that one GPU can say in 8 minutes, into docs/measured.md; DEVICE=cpu: all of it in small
+	$(GPU_PYTHON) -m benchmarks.gpu --device $(DEVICE) $(if $(RESULTS),--results $(RESULTS)) $(if $(COMMIT),--commit $(COMMIT)) $(if $(ALLOW_OLD_TORCH),--allow-old-torch)
+
+gpu-wheels: $(INSTALLED)  ## Fetch the packages that a machine with a GPU lacks: PYTHON=3.12 HAVE=list.txt, of its pip list
+	$(BIN)/python -m benchmarks.gpu.wheels --python $(PYTHON) --have $(HAVE)
 
 test-torch:  ## Run the tests of graphs and ranks with another PyTorch, in an environment of its own: TORCH=2.12.0
 	$(PYTHON) -m venv build/torch-$(TORCH)

@@ -35,15 +35,16 @@ def caption(conditions: str) -> str:
     """Time, machine, versions and conditions of a measurement; call it at its start."""
     busy, cores = os.getloadavg()[0], os.cpu_count()
     packages = ", ".join(f"{name} {version(name)}" for name in _PACKAGES)
+    made = f", commit {found}" if (found := commit()) else ""
     return (
-        f"*{datetime.now(UTC):%Y-%m-%d %H:%M} UTC; {_processor()}, {cores} cores, "
+        f"*{datetime.now(UTC):%Y-%m-%d %H:%M} UTC; {processor()}, {cores} cores, "
         f"{_memory() / 1e9:.0f} GB, load {busy:.1f} when it began; {platform.system()}, "
-        f"Python {platform.python_version()}, {packages}{_commit()}; {conditions}.*"
+        f"Python {platform.python_version()}, {packages}{made}; {conditions}.*"
     )
 
 
-def _commit() -> str:
-    """The commit that is measured, after a comma; empty outside of a checkout."""
+def commit() -> str:
+    """The commit that is measured; empty outside of a checkout."""
     command = ["git", "describe", "--always", "--dirty"]
     try:
         done = subprocess.run(  # noqa: S603  a constant command
@@ -51,10 +52,11 @@ def _commit() -> str:
         )
     except (OSError, subprocess.CalledProcessError):
         return ""
-    return f", commit {done.stdout.strip()}"
+    return done.stdout.strip()
 
 
-def _processor() -> str:
+def processor() -> str:
+    """Name of the processor."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         named = re.search(

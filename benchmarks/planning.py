@@ -5,7 +5,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -161,11 +161,15 @@ def measure_case(case: Case, settings: Settings) -> Result:
     return result
 
 
-def code_digest() -> str:
+MEASURED = ("autoshard", "server", "solver_cache")
+"""Folders of the code whose speed is measured."""
+
+
+def code_digest(folders: Sequence[str] = MEASURED) -> str:
     """Eight hex digits of the digest of all measured source files."""
     root = Path(__file__).parent.parent
     digest = hashlib.sha256()
-    for folder in ("autoshard", "server", "solver_cache"):
+    for folder in folders:
         for path in sorted((root / folder).rglob("*.py")):
             digest.update(f"{path.relative_to(root)}\0".encode())
             digest.update(path.read_bytes())

@@ -34,7 +34,7 @@ SLOW_FILES = (
     *("test_measurements_on_ranks", "test_server_process", "test_kernels_on_ranks", "test_faults"),
     *("test_workers", "test_zoo_on_4_ranks", "test_launch"),
     *("test_zoo_on_8_ranks", "test_conformance", "test_weights_on_ranks", "test_retries"),
-    *("test_regather_on_ranks", "test_block_cache", "test_large_problems"),
+    *("test_gpu", "test_regather_on_ranks", "test_block_cache", "test_large_problems"),
 )
 """Files that take longest, without a suffix. They begin first, so that none is left alone at the
 end; those that start ranks take turns with others, so that few of them run side by side."""

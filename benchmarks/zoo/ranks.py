@@ -5,10 +5,6 @@ families.
 """
 
 import json
-import os
-import shutil
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
@@ -16,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.planning import code_digest
+from benchmarks.rank_cases import RankCases
 from benchmarks.zoo.families import FAMILIES
 
 _ROOT = Path(__file__).parents[2]
-_LAUNCHER = "support.ranks"
 
 PRECISIONS = ("float64", "float32")
 
@@ -97,45 +93,17 @@ def run_on_ranks(
 def _launch(
     families: Sequence[str], num_ranks: int, precision: str, settings: RankSettings
 ) -> Mapping[str, str]:
-    """Run families in one launch of ranks; return the error of each."""
-    folder = (settings.folder / "launch").resolve()
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    cases = {name: f"{name} {precision} on {num_ranks}" for name in families}
-    launch = {
-        "file": f"tests/zoo/test_zoo_on_{num_ranks}_ranks.py",
-        "folder": str(folder),
-        "num_ranks": num_ranks,
-        "names": list(cases.values()),
-        "timeout": settings.timeout,
-    }
-    done = subprocess.run(  # noqa: S603  our own program
-        [sys.executable, "-m", _LAUNCHER],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(_ROOT / "tests"), str(_ROOT)])},
-        input=json.dumps(launch),
-        stdout=subprocess.PIPE,
-        cwd=_ROOT,
-        text=True,
-        check=False,
-    )
-    status = done.stdout.strip() or str(done.returncode)
-    if status == "timeout":
-        return dict.fromkeys(families, f"launch stopped after {settings.timeout:g} s")
-    if status != "0":
-        return dict.fromkeys(families, f"launch ended with status {status}")
-    outcomes: list[dict[str, str]] = json.loads((folder / "outcomes.json").read_text("utf-8"))
-    return {name: first_error(outcomes, case) for name, case in cases.items()}
-
-
-def first_error(outcomes: Sequence[Mapping[str, str]], case: str) -> str:
-    """The last line of a case's error, on the first rank that failed; empty if none did.
-
-    Args:
-        outcomes: errors of each rank by case, as `tests/support/ranks.py` writes them.
-        case: the case.
-    """
-    failed = (found[case].strip() for found in outcomes if found[case])
-    return next(failed, "").rpartition("\n")[2]
+    """Run families in one launch of ranks; return the last line of each one's error."""
+    cases = {f"{name} {precision} on {num_ranks}": name for name in families}
+    file = _ROOT / "tests" / "zoo" / f"test_zoo_on_{num_ranks}_ranks.py"
+    errors = dict.fromkeys(families, f"launch stopped after {settings.timeout:g} s")
+    try:
+        with RankCases.started() as started:
+            for case, error in started.run(file, num_ranks, list(cases), settings.timeout):
+                errors[cases[case]] = error.strip().rpartition("\n")[2]
+    except RuntimeError as failed:
+        return dict.fromkeys(families, str(failed).partition("\n")[0])
+    return errors
 
 
 def _passed(name: str, num_ranks: int, precision: str, settings: RankSettings) -> bool:

@@ -14,6 +14,7 @@ from autoshard.layouts import Layout
 from autoshard.ops import draws_random_numbers
 from autoshard.runtime.kernels import bind_kernel
 from autoshard.runtime.local_node import LocalNode, Place
+from autoshard.runtime.sharded_kernels import experts
 from autoshard.runtime.shards import local_shard
 
 SIZES = (2, 2)
@@ -224,3 +225,13 @@ def test_sizes_are_the_ranks() -> None:
     local = local_node(expand, (0, 0), {"R,R": (1, 8)}, {"S(0),R": (4, 8)})
     (wide,) = bind_kernel(local)([torch.ones(1, 8)], 0)
     assert wide.shape == (2, 8)
+
+
+def test_routes_to_experts_of_the_own_rank_are_traced_as_one_graph() -> None:
+    """`torch.compile` takes a mixture of experts whose rows stay on their rank."""
+    router = experts._Router(4, (), (), SIZES, RANKS[0])
+    ids = torch.tensor([[1, 3], [0, 1], [2, 0]])
+    traced = torch.compile(
+        lambda ids: router.routes(ids).positions, fullgraph=True, backend="eager"
+    )
+    assert torch.equal(traced(ids), router.routes(ids).positions)

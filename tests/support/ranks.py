@@ -32,7 +32,8 @@ import torch
 import torch.distributed as dist
 from support.devices import BACKEND, DEVICE, use_device
 
-TIMEOUT = timedelta(minutes=2)
+TIMEOUT = timedelta(seconds=float(os.environ.get("AUTOSHARD_TEST_TIMEOUT", "120")))
+"""After which a rank that waits for others ends."""
 _SUPPORT = ("support.comparison", "support.training", "support.transformer_plans", "fsspec.core")
 _MODELS = tuple(f"transformers.models.{n}.modeling_{n}" for n in ("bert", "gpt2", "llama", "t5"))
 
@@ -189,17 +190,22 @@ class Fresh:
 
 
 def run_fresh(rank: int, file: str, num_ranks: int, names: Sequence[str], folder: Path) -> None:
-    """One rank's life, with what comes before it; see `run_cases`."""
+    """One rank's life, with what comes before it; see `run_cases`.
+
+    Cases are prepared one by one, so that the first ones have run when the time is over.
+    """
     known = load_cases(Path(file))
-    failed = _prepare([(name, known[name]) for name in names])
-    cases = [
-        (name, partial(_fail, failed[name]) if name in failed else known[name]) for name in names
-    ]
+    cases = [(name, partial(_run_prepared, known[name])) for name in names]
     run_cases(rank, num_ranks=num_ranks, cases=cases, folder=folder)
 
 
-def _fail(error: str) -> None:
-    raise AssertionError(error)
+def _run_prepared(case: Callable[[], None]) -> None:
+    if isinstance(case, Prepared):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # as where cases are prepared before there are ranks
+            case.prepare()
+        torch.manual_seed(0)
+    case()
 
 
 def _prepare(cases: Sequence[tuple[str, Callable[[], None]]]) -> dict[str, str]:
@@ -209,7 +215,7 @@ def _prepare(cases: Sequence[tuple[str, Callable[[], None]]]) -> dict[str, str]:
 
 
 def main() -> None:
-    """Run the launch that each line of the input describes; answer with its exit status."""
+    """Answer each line of the input: names of cases, or the exit status of a launch."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)  # threads of a product that wait for a processor take time of others
     # A build of torch for CUDA without a GPU: the first backward after an export would start
@@ -218,15 +224,28 @@ def main() -> None:
     for name in (*_SUPPORT, *_MODELS):
         importlib.import_module(name)
     for line in sys.stdin:
-        launch = Launch(**json.loads(line))
-        process = multiprocessing.get_context("fork").Process(target=launch.run)
-        process.start()
-        process.join(launch.timeout)
-        answer = "timeout" if process.is_alive() else str(process.exitcode)
-        if process.is_alive():
-            os.killpg(process.ident or 0, signal.SIGKILL)
-            process.join()
+        request = json.loads(line)
+        answer = _listed(**request) if len(request) == 1 else _status(Launch(**request))
         print(answer, flush=True)  # noqa: T201
+
+
+def _listed(file: str) -> str:
+    """The number of ranks and the cases of a file but the long ones, in JSON."""
+    cases, module = load_cases(Path(file)), sys.modules[Path(file).stem]
+    long = getattr(module, "LONG", ())
+    return json.dumps([module.NUM_RANKS, [name for name in cases if name not in long]])
+
+
+def _status(launch: Launch) -> str:
+    """Run a launch in a fork; its exit status, or "timeout"."""
+    process = multiprocessing.get_context("fork").Process(target=launch.run)
+    process.start()
+    process.join(launch.timeout)
+    if not process.is_alive():
+        return str(process.exitcode)
+    os.killpg(process.ident or 0, signal.SIGKILL)
+    process.join()
+    return "timeout"
 
 
 def _launch(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.zoo.page import ranks_table
-from benchmarks.zoo.ranks import RankOutcome, first_error
+from benchmarks.zoo.ranks import RankOutcome
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "zoo.md"
@@ -52,14 +52,9 @@ def test_a_run_that_failed_is_named_and_one_goes_on_where_it_was(
 
 
 def test_what_failed_on_ranks_is_named() -> None:
-    said = [
-        {"dit float64 on 8": ""},
-        {"dit float64 on 8": "Traceback (most recent call last):\nValueError: not equal\n"},
-    ]
-    error = first_error(said, "dit float64 on 8")
     outcomes = [
         RankOutcome("dit", "float32", 4, "", "1234"),
-        RankOutcome("dit", "float64", 8, error, "1234"),
+        RankOutcome("dit", "float64", 8, "ValueError: not equal", "1234"),
     ]
     table = ranks_table(outcomes)
     assert "| dit | equal | **failed** |" in table

@@ -126,7 +126,8 @@ def _saved(ctx: Any, count: int) -> tuple[list["_Exchange"], Sequence[Any]]:
     return exchanges, kept[:count]
 
 
-@dataclass(frozen=True, slots=True)
+# Equal by identity: `torch.compile` of PyTorch 2.11 hashes an object before its fields are set.
+@dataclass(frozen=True, slots=True, eq=False)
 class _Dispatch(ShardedKernel):
     """Send rows of tokens to the ranks of their experts."""
 
@@ -151,7 +152,7 @@ class _Dispatch(ShardedKernel):
         return (rows.new_zeros(ctx.shape).index_add_(0, index, rows),)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # as above
 class _Combine(ShardedKernel):
     """Send rows back to the ranks of their tokens, and compute each token's weighted sum."""
 
@@ -316,7 +317,8 @@ class _Router:
         return self.num_experts // self._num_parts(self.expert_axes)
 
     def _num_parts(self, axes: Sequence[int]) -> int:
-        return prod(self.axis_sizes[axis] for axis in axes)
+        # A list: `torch.compile` does not trace `prod` of a generator.
+        return prod([self.axis_sizes[axis] for axis in axes])
 
     def _digits(self, numbers: torch.Tensor, axes: Sequence[int]) -> dict[int, torch.Tensor]:
         """Coordinates of shard indices on each axis; the last axis is the innermost."""
