@@ -43,6 +43,7 @@ PUBLIC = [
     "list_topologies",
     "load_checkpoint",
     "load_graph",
+    "local",
     "make_mesh",
     "make_plan",
     "make_plans",

@@ -1,4 +1,4 @@
-"""A rank's part of a global tensor, and its exact, differentiable conversion to other layouts."""
+"""A rank's part of a global tensor, and its exact, differentiable resharding to other layouts."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -84,7 +84,7 @@ class Placed:
         return whole.contiguous() if self.is_sharded else whole
 
     def moved_bytes(self, layout: Layout | None = None) -> int:
-        """Bytes that a rank receives in a conversion to a layout; to the full tensor if None."""
+        """Bytes that a rank receives in a resharding to a layout; to the full tensor if None."""
         layout = layout or Layout((I,) * self.mesh.ndim)
         total, own = 0, self.local.nbytes
         for axis, source, target in _steps(self.layout, layout):
