@@ -6,6 +6,7 @@ from math import prod
 from typing import Any
 
 from autoshard.errors import SchemaError
+from autoshard.graph.dims import check_dims
 from autoshard.graph.dtype import DType
 from autoshard.graph.ir import CallRule, Dynamic, Graph, InputKind, Node, references, value_of
 from autoshard.graph.ir import Path as DocumentPath
@@ -116,11 +117,12 @@ def _shape_text(shape: Sequence[int]) -> str:
 
 
 def check_wiring(graph: Graph) -> None:
-    """Check names, topological order and shapes of a graph.
+    """Check names, topological order, shapes and dims of a graph.
 
     Raises:
         SchemaError: a name is used twice, or a value is used before it is produced (for example in
-            a cycle) or has no shape; the message has the name.
+            a cycle) or has no shape, or an operator has a dim that its tensors have not; the
+            message has the name.
     """
     _check_unique("node", Counter(node.name for node in graph.nodes))
     made = [i.name for i in graph.inputs if i.kind is not InputKind.LITERAL]
@@ -139,6 +141,7 @@ def check_wiring(graph: Graph) -> None:
         if not all(name in values for name in node.outputs):
             _check_shapes(graph, node.outputs, f"node {node.name!r} ({node.operator})")
         known.update(node.outputs)
+        check_dims(node, values)
     for output in graph.outputs:
         if output.name is not None and output.name not in known:
             raise SchemaError(f"the graph returns {output.name!r}, which nothing produces")
