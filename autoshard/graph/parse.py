@@ -220,16 +220,18 @@ _SYMBOLIC_LISTS = frozenset({"as_sym_ints", "as_sym_floats", "as_sym_bools"})
 
 
 _SYMBOLIC_OUTPUTS = frozenset({"as_sym_int", "as_sym_float", "as_sym_bool"})
-_ASSERTIONS = frozenset(
+_WITHOUT_TENSORS = frozenset(
     {
         "aten._assert_tensor_metadata.default",
         "aten._assert_scalar.default",
         "aten._assert_async.default",
         "aten._assert_async.msg",
         "aten.sym_constrain_range.default",
+        "aten.promote_types.default",
         "aten.sym_constrain_range_for_size.default",
     }
 )
+"""Operators that check numbers and element types, or compute one, and change no tensor."""
 _REPEATED_CALL = re.compile(r"@\d+$")
 _STATE_KINDS = {
     "parameter": (InputKind.PARAMETER, "parameter_name"),
@@ -357,8 +359,8 @@ def _parse_step(node: object, position: int, symbols: Symbols) -> Node | Region 
     if not all(operator.partition(".")):
         raise SchemaError(f"'target' is {operator!r}, which is not the name of an operator")
     outputs = member(node, "outputs", list)
-    names = tuple(_output_names(outputs))
-    if operator in _ASSERTIONS or (outputs and not names):
+    names = () if operator in _WITHOUT_TENSORS else tuple(_output_names(outputs))
+    if operator in _WITHOUT_TENSORS or (outputs and not names):
         return None
     name = typed(node, dict, "a node").get("name") or (names[0] if names else f"node_{position}")
     inputs = member(node, "inputs", list)

@@ -1,0 +1,220 @@
+"""Numbers that forward computes from dynamic sizes, checked when a model is exported.
+
+An export keeps a number as an expression of dynamic sizes, or fixes the size: where Python needs a
+plain number (`float(x.shape[0])`), and where forward branches on one. PyTorch says that a size was
+fixed, but not where.
+"""
+
+import linecache
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import sympy
+import torch
+from torch import nn
+from torch._export.serde import serialize
+from torch._ops import OpOverload
+from torch.export import ExportedProgram
+from torch.fx.experimental.sym_node import SymNode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from autoshard.errors import ExportError, GraphError
+from autoshard.graph.symbolic_numbers import check_functions, last_line, not_followed
+
+OWN_FOLDERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+"""Folders whose code is not the user's."""
+
+_log = logging.getLogger(__name__)
+_VIOLATED = "Constraints violated"
+_ARE_SAVED = getattr(serialize, "_SYM_OPS", None)
+"""Functions of sizes that an archive can have; None if this PyTorch does not say."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A line of the user's code.
+
+    Attributes:
+        module: name of the innermost module that runs it; "" for the model itself.
+        file: the file.
+        line: number of the line.
+    """
+
+    module: str
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        """File, line and code."""
+        text = linecache.getline(self.file, self.line).strip()
+        return f"{self.file}:{self.line}" + (f", `{text[:100]}`" if text else "")
+
+
+class Decisions:
+    """Places where forward needs the values of numbers that depend on dynamic sizes.
+
+    Args:
+        names: of the modules, by `id`.
+    """
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        self._names = names
+        self._numbers: dict[sympy.Basic, Place] = {}
+        self._conditions: dict[sympy.Basic, Place] = {}
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """A context in which such places are noted."""
+        places = {
+            "guard_bool": self._conditions,
+            "guard_float": self._numbers,
+            "guard_int": self._numbers,
+        }
+        plain = {name: getattr(SymNode, name) for name in places}
+        # Patched here and restored below.
+        for name, method in plain.items():
+            setattr(SymNode, name, self._noting(method, places[name]))
+        try:
+            yield
+        finally:
+            for name, method in plain.items():
+                setattr(SymNode, name, method)
+
+    def warn(self, what: str) -> None:
+        """Say which number has fixed a dynamic size, if PyTorch accepts that.
+
+        Args:
+            what: name of the model.
+        """
+        for number, place in islice(self._numbers.items(), 1):
+            _log.warning(
+                "%s needs the plain value of %s (%s), which fixes a dynamic size: other sizes run "
+                "unsharded",
+                *(what, number, place),
+            )
+
+    def _noting(
+        self, method: Callable[..., Any], places: dict[sympy.Basic, Place]
+    ) -> Callable[..., Any]:
+        def note(node: SymNode, *args: Any) -> Any:
+            number = node.expr
+            if number.free_symbols and number not in places:
+                place = self._place(sys._getframe(1))  # noqa: SLF001  the caller
+                if place is not None:
+                    places[number] = place
+            return method(node, *args)
+
+        return note
+
+    def _place(self, frame: FrameType | None) -> Place | None:
+        """The innermost line of the user's code, and the innermost module around it."""
+        found, module = None, ""
+        while frame is not None and not module:
+            file = frame.f_code.co_filename
+            if found is None and not file.startswith((*OWN_FOLDERS, "<")):
+                found = file, frame.f_lineno
+            owner = frame.f_locals.get("self")
+            if isinstance(owner, nn.Module):
+                module = self._names.get(id(owner), "")
+            frame = frame.f_back
+        return Place(module, *found) if found else None
+
+    def explain(self, error: BaseException, what: str) -> ExportError | None:
+        """The error that says which number fixes a dynamic size, and where; None for others.
+
+        Args:
+            error: raised while tracing.
+            what: name of the model.
+        """
+        message = str(error)
+        if _VIOLATED not in message:
+            return None
+        size = message.partition("(")[2].partition(")")[0]
+        if self._numbers:
+            number, place = next(iter(self._numbers.items()))
+            reason = f"its plain value is needed there, which fixes {size}"
+            text = not_followed(f"the number {_named(number, size)} of {what}", str(place), reason)
+            return ExportError(text, place.module)
+        made = {guard.expr for env in _environments(error) for guard in env.guards}
+        places = [p for x, p in self._conditions.items() if x in made or sympy.Not(x) in made]
+        lines = list(dict.fromkeys(map(str, places or self._conditions.values())))[:_MOST_LINES]
+        first, *_ = [line.strip("- ") for line in message.splitlines()[1:] if line.strip()] or [""]
+        advice = message.partition("Suggested fixes:")[2].partition("\n\n")[0].split("\n")
+        wider = "; ".join(line.strip() for line in advice if line.strip())
+        return ExportError(
+            f"{what} decides by the dynamic size {size} what it computes"
+            f"{' (' * bool(lines)}{'; '.join(lines)}{')' * bool(lines)}, and the export would have "
+            f"the decision for the example alone: {first}. Restrict the size"
+            f"{', as in ' * bool(wider)}{wider}, leave it to PyTorch with torch.export.Dim.AUTO "
+            f"(other sizes then run unsharded), or decide with torch.where",
+            places[0].module if places else "",
+        )
+
+
+_MOST_LINES = 3
+
+
+def _named(number: sympy.Basic, size: str) -> str:
+    """An expression with the user's name of a size, if there is only one."""
+    text = str(number)
+    symbols = list(number.free_symbols)
+    if len(symbols) == 1 and size.isidentifier():
+        text = text.replace(str(symbols[0]), size)
+    return repr(text)
+
+
+def _environments(error: BaseException | None) -> Iterator[ShapeEnv]:
+    """The environments of symbolic sizes in which an error, or its cause, was raised."""
+    while error is not None:
+        traceback: TracebackType | None = error.__traceback__
+        while traceback is not None:
+            found = [x for x in traceback.tb_frame.f_locals.values() if isinstance(x, ShapeEnv)]
+            yield from found
+            traceback = traceback.tb_next
+        error = error.__cause__ or error.__context__
+
+
+def check_numbers(program: ExportedProgram, what: str) -> None:
+    """Check that all numbers that depend on dynamic sizes can be saved, and computed again.
+
+    Args:
+        program: the exported program.
+        what: name of the model.
+
+    Raises:
+        ExportError: one cannot; the message has the number and the line.
+    """
+    for module in program.graph_module.modules():
+        for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
+            value = node.meta.get("val")
+            if not isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+                continue
+            reason = _why_not(node.target, value.node.expr)
+            if reason:
+                line = last_line(str(node.meta.get("stack_trace") or ""))
+                number = f"the number {str(value)!r} of {what}"
+                raise ExportError(not_followed(number, line, reason), _module_of(node))
+
+
+def _why_not(target: object, number: sympy.Basic) -> str:
+    """Why a number cannot be saved or computed; empty if it can be."""
+    is_saved = isinstance(target, OpOverload | str) or _ARE_SAVED is None or target in _ARE_SAVED
+    if not is_saved:
+        return f"an archive cannot have {getattr(target, '__name__', target)!r} of sizes"
+    try:
+        check_functions(sympy.srepr(number))
+    except GraphError as error:
+        return str(error)
+    return ""
+
+
+def _module_of(node: torch.fx.Node) -> str:
+    stack = node.meta.get("nn_module_stack") or {}
+    return next((path for path, _ in reversed(stack.values())), "")
