@@ -170,8 +170,8 @@ REFUSED: dict[str, tuple[Formula, Formula]] = {
         lambda x: torch.where(torch.full((), x.shape[0]) > 5, x * 2, x),
     ),
     "a choice": (
-        lambda x: x * (x.shape[0] if x.shape[0] > 5 else 5),
-        lambda x: x * max(x.shape[0], 5),
+        lambda x: x * (x.shape[0] + 1 if x.shape[0] > 5 else 6),
+        lambda x: x * max(x.shape[0] + 1, 6),
     ),
 }
 """What cannot be followed, by the function; and other code for the same number."""

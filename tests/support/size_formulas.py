@@ -1,6 +1,6 @@
 """Numbers that forward computes from a dynamic batch size, as Python code writes them.
 
-Functions of hidden activations h of shape [batch, 6].
+Functions of hidden activations h of shape [batch, 8].
 """
 
 import math
@@ -12,7 +12,7 @@ from torch.nn import functional
 
 Formula = Callable[[torch.Tensor], torch.Tensor]
 
-FEATURES = 6
+FEATURES = 8
 
 NUMBERS: dict[str, Formula] = {
     "mean": lambda h: h.sum() / h.shape[0],
