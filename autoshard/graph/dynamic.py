@@ -16,6 +16,9 @@ Path = tuple[str | int, ...]
 Terms = tuple[tuple[int, tuple[str, ...]], ...]
 """A polynomial: (coefficient, names of the factors) for each term."""
 
+LEAST_SIZE = 2
+"""The least size that PyTorch does not treat as special, as in broadcasting."""
+
 _STRICT = ConfigDict(extra="forbid", strict=True)
 
 
@@ -156,6 +159,22 @@ class Dynamic:
                     f"the model was exported for sizes with {condition.text}, which is not true of "
                     f"these, and it may compute something else for them: export it with an example "
                     f"of such sizes"
+                )
+
+    def check_special(self, sizes: Mapping[str, int]) -> None:
+        """Check that no size is 0 or 1 that was larger in the example.
+
+        Exports take for granted that it is not, without a condition: where forward asks for it
+        (`if x.shape[0] == 1`), they have the other branch alone.
+
+        Raises:
+            GraphError: one is.
+        """
+        for symbol in self.symbols:
+            if sizes.get(symbol.name, LEAST_SIZE) < LEAST_SIZE <= symbol.planned:
+                raise GraphError(
+                    f"a size of {sizes[symbol.name]} is a special case in PyTorch, which an export "
+                    f"with a larger example does not have"
                 )
 
     def supports(self, sizes: Mapping[str, int]) -> bool:

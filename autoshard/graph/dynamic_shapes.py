@@ -15,7 +15,7 @@ from math import prod
 from typing import Any
 
 from autoshard.errors import GraphError
-from autoshard.graph.dynamic import Condition, Dynamic, Formula, Path, Symbol, Terms
+from autoshard.graph.dynamic import LEAST_SIZE, Condition, Dynamic, Formula, Path, Symbol, Terms
 from autoshard.graph.expressions import MAX_FACTORS, evaluate
 from autoshard.graph.guards import read_conditions
 from autoshard.graph.symbolic_numbers import SymbolicNumbers
@@ -65,7 +65,7 @@ def _find(numbers: SymbolicNumbers, document: Document, read: Callable[[], Docum
     for condition in conditions:
         if not evaluate(condition.expression, planned):
             raise _FixedError(f"{condition.text} is not true of the example")
-    others = list(islice(_other_sizes(numbers.symbols, conditions), _NUM_COMPARED))
+    others = list(_other_sizes(numbers.symbols, conditions))
     if not others:
         raise _FixedError("the export allows no other sizes")
     groups = _subsets(tuple(numbers.integers), MAX_FACTORS)
@@ -94,21 +94,21 @@ def _subsets(names: tuple[str, ...], most: int) -> list[tuple[str, ...]]:
 def _other_sizes(
     symbols: Sequence[Symbol], conditions: Sequence[Condition]
 ) -> Iterator[dict[str, int]]:
-    """Other sizes that the program supports: all larger, all least, then any others."""
+    """Other sizes that the program supports: some large or near ones, then the least."""
     dynamic = Dynamic(tuple(symbols), (), (), tuple(conditions))
-    seen = [dynamic.planned]
-    for sizes in _candidates(symbols):
-        if sizes not in seen and dynamic.supports(sizes):
-            seen.append(sizes)
-            yield sizes
+    least = {s.name: max(s.least, min(LEAST_SIZE, s.planned)) for s in symbols}
+    usual = (sizes for sizes in _candidates(symbols) if sizes not in (least, dynamic.planned))
+    yield from islice(filter(dynamic.supports, usual), 1)
+    if least != dynamic.planned and dynamic.supports(least):
+        yield least
 
 
 def _candidates(symbols: Sequence[Symbol]) -> Iterator[dict[str, int]]:
-    # Different remainders, since equal sizes might make different tensors equal.
+    """Sizes that are larger, then any near the planned ones."""
     for factor in (3, 2):
+        # Not round, since equal sizes might make different tensors equal.
         yield {s.name: s.planned * factor + i for i, s in enumerate(symbols, 1)}
         yield {s.name: s.planned * factor for s in symbols}
-    yield {s.name: s.least for s in symbols}
     for step in range(1, _NUM_NEAR):
         yield {s.name: s.planned + step for s in symbols}
         yield {s.name: s.planned - step for s in symbols}
@@ -313,6 +313,4 @@ def _interpolated(
     return {names: factor for names, factor in plain.items() if factor}
 
 
-_NUM_COMPARED = 3
-"""Number of other sizes at which programs are compared with what was found."""
 _NUM_NEAR = 9

@@ -34,9 +34,17 @@ def read_conditions(model: Mapping[str, Any]) -> tuple[Condition, ...]:
         if any(f".{method}(" in text for method in _OF_MEMORY):
             continue
         expression = shortened(sizes.visit(ast.parse(ast.unparse(parsed(text)), mode="eval").body))
-        if any(True for _ in symbols_in(expression)):
+        if any(True for _ in symbols_in(expression)) and not _is_trivial(parsed(expression)):
             found.setdefault(expression, Condition(expression, _readable(text)))
     return tuple(found.values())
+
+
+def _is_trivial(condition: ast.expr) -> bool:
+    """True if two equal sizes must be equal, such as those of two arguments that share a size."""
+    match condition:
+        case ast.Compare(left, [ast.Eq()], [right]):
+            return ast.unparse(left) == ast.unparse(right)
+    return False
 
 
 def _readable(guard: str) -> str:

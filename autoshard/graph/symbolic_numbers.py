@@ -53,9 +53,11 @@ class SymbolicNumbers:
     def __init__(self, model: Mapping[str, Any]) -> None:
         self.model = model
         self._payloads: dict[str, list[dict[str, Any]]] = defaultdict(list)
-        for payload in _expressions(model):
+        ranges = model.get("range_constraints")
+        known = ranges if isinstance(ranges, dict) else {}
+        for payload in _expressions(model) if known else ():
             self._payloads[payload["expr_str"]].append(payload)
-        self.symbols = tuple(self._find_symbols())
+        self.symbols = tuple(self._find_symbols(known))
         self._planned = {symbol.name: symbol.planned for symbol in self.symbols}
         self.integers: dict[str, int] = dict(self._planned)
         self.floats: dict[str, float] = {}
@@ -68,10 +70,7 @@ class SymbolicNumbers:
                 self._classify(text)
             self.restore()
 
-    def _find_symbols(self) -> Iterator[Symbol]:
-        ranges = self.model.get("range_constraints")
-        if not isinstance(ranges, dict) or not ranges:
-            return
+    def _find_symbols(self, ranges: Mapping[str, Any]) -> Iterator[Symbol]:
         planned: dict[str, int] = {}
         for text, payloads in self._payloads.items():
             hint = payloads[0].get("hint")
@@ -110,18 +109,25 @@ class SymbolicNumbers:
 
     def _refuse_number(self, text: str, reason: str) -> None:
         """Raise an error if an operator gets a number, or forward returns it."""
-        graph = self.model["graph_module"]["graph"]
+        graph = self._graph()
         for node, scope in _nodes(graph, {}):
             computes = all(set(output) <= _SYMBOLIC for output in member(node, "outputs", list))
             target = member(node, "target", str)
             for given in () if computes or target.endswith(_CHECKS) else node["inputs"]:
                 if text in _numbers_in(given["arg"], scope):
                     raise UnsupportedError(
-                        not_followed(f"argument {given['name']!r} of {target}", _line(node), reason)
+                        not_followed(
+                            f"argument {member(given, 'name', str)!r} of {target}",
+                            _line(node),
+                            reason,
+                        )
                     )
         scope = _scope(graph, {})
         if any(text in _numbers_in(output, scope) for output in member(graph, "outputs", list)):
             raise UnsupportedError(not_followed("a result of forward", "", reason))
+
+    def _graph(self) -> dict[str, Any]:
+        return member(member(self.model, "graph_module", dict), "graph", dict)
 
     def _evaluate(self, text: str, sizes: Mapping[str, int]) -> Number:
         """The value of an expression, in the type of its hint."""
@@ -176,7 +182,7 @@ class SymbolicNumbers:
     def assertions(self) -> tuple[Condition, ...]:
         """Conditions on sizes that the program asserts."""
         found = []
-        for node, scope in _nodes(self.model["graph_module"]["graph"], {}):
+        for node, scope in _nodes(self._graph(), {}):
             if member(node, "target", str).endswith(_ASSERTION):
                 texts = [text for x in node["inputs"] for text in _numbers_in(x["arg"], scope)]
                 keys = (self._keys.get(text, "") for text in texts)
@@ -269,7 +275,7 @@ def _linear(text: str) -> LinearSize | None:
 
 
 def _expressions(part: object) -> Iterator[dict[str, Any]]:
-    """Yield every symbolic number in model.json."""
+    """Yield every symbolic number in model.json, but those of memory, on which no plan depends."""
     waiting = [part]
     while waiting:
         current = waiting.pop()
@@ -280,4 +286,7 @@ def _expressions(part: object) -> Iterator[dict[str, Any]]:
             if isinstance(expression, dict) and isinstance(expression.get("expr_str"), str):
                 yield expression
             else:
-                waiting.extend(current.values())
+                waiting.extend(x for key, x in current.items() if key not in _OF_MEMORY)
+
+
+_OF_MEMORY = frozenset({"storage_offset", "strides"})

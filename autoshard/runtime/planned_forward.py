@@ -448,7 +448,8 @@ def _resized_stage(
         PlanError: the program does not support the sizes, or the layouts cannot shard them.
     """
     try:
-        _check_not_special(graph, sizes)
+        if graph.dynamic is not None:
+            graph.dynamic.check_special(sizes)
         program = resized(graph, sizes)
         update = {
             "program": graph_to_json(program),
@@ -461,25 +462,6 @@ def _resized_stage(
         raise PlanError(str(error)) from error
     _check_divisible(stage, graph, program, axis_sizes)
     return stage.model_copy(update=update)
-
-
-def _check_not_special(graph: Graph, sizes: Mapping[str, int]) -> None:
-    """Raise `PlanError` if a size is 0 or 1, and was larger in the example.
-
-    Exports take for granted that it is not, without a guard: where forward asks for it
-    (`if x.shape[0] == 1`), they have the other branch alone.
-    """
-    planned = graph.dynamic.planned if graph.dynamic else {}
-    for name, number in sizes.items():
-        if number < _LEAST_SIZE <= planned.get(name, 0):
-            raise PlanError(
-                f"a size of {number} is a special case in PyTorch, which an export with a larger "
-                f"example does not have"
-            )
-
-
-_LEAST_SIZE = 2
-"""The least size that is no special case, as in broadcasting."""
 
 
 def _check_divisible(
