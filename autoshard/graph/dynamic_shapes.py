@@ -134,7 +134,7 @@ def _compare(
         sizes: the other sizes, at which `read` reads the program.
         read: see `find_dynamic`.
         may_differ: True if the program may have other operators at these sizes, such as no
-            expansion of a dim of size 1 to 1; then numbers are not compared.
+            expansion of a dim of size 2 to 2; then numbers are not compared.
 
     Raises:
         _FixedError: they differ.
@@ -142,13 +142,13 @@ def _compare(
     """
     found = dynamic.replaced(document, dynamic.values_at(sizes))
     try:
-        differing = next(_differences([read(), found], ()), None)
-    except _FixedError:
+        changed = _changes(found, read())
+    except (_FixedError, GraphError):
         if may_differ:
             return
         raise
-    if differing is not None:
-        raise _FixedError(f"{_shown(differing[0])} is no polynomial in the dynamic sizes")
+    for path in changed:
+        raise _FixedError(f"{_shown(path)} is no polynomial in the dynamic sizes")
 
 
 class _Fit:
@@ -178,47 +178,57 @@ class _Fit:
         self,
     ) -> tuple[tuple[tuple[Terms, tuple[Path, ...]], ...], tuple[Formula, ...]]:
         """The members of `Dynamic`."""
-        marks = self._numbers.marks()
-        flags = list(self._numbers.booleans)
-        sources: dict[tuple[int, object], str] = {
-            (len(self._groups), mark): text for text, mark in marks.items()
-        }
-        marked = [self._sample(self._base, marks)] if marks else []
-        for text in flags:
-            value = not self._numbers.booleans[text]
-            sources[len(self._groups) + len(marked), value] = text
-            marked.append(self._sample(self._base, {text: value}))
-        documents = [self._document, *map(self._group, self._groups[1:]), *marked]
+        by_group = [{}, *map(self._changes_of_group, self._groups[1:])]
+        sources = self._sources()
         found: dict[Terms, list[Path]] = {}
-        for path, numbers in _differences(documents, ()):
-            found.setdefault(self._terms(path, numbers, sources), []).append(path)
+        for path in dict.fromkeys(chain(*by_group, sources)):
+            if path in sources:
+                terms = self._named({(sources[path],): 1})
+                if any(path in changes for changes in by_group):
+                    raise _FixedError(f"{_shown(path)} depends on sizes and on other numbers")
+            else:
+                planned = _at(self._document, path)
+                numbers = [changes.get(path, planned) for changes in by_group]
+                terms = self._named(self._polynomial(path, numbers))
+            found.setdefault(terms, []).append(path)
         sizes = tuple((terms, tuple(places)) for terms, places in found.items())
         return sizes, tuple(self._formulas.values())
 
-    def _group(self, group: tuple[str, ...]) -> Document:
+    def _changes_of_group(self, group: tuple[str, ...]) -> dict[Path, Any]:
         changed = {name: self._base[name] + self._steps[name] for name in group}
-        return self._sample(self._base | changed, {})
+        return self._changes(self._base | changed, {})
 
-    def _sample(self, integers: Mapping[str, int], others: Mapping[str, float | bool]) -> Document:
+    def _changes(
+        self, integers: Mapping[str, int], others: Mapping[str, float | bool]
+    ) -> dict[Path, Any]:
+        """The numbers that a sample changes."""
         self._numbers.set_samples(integers, others)
-        return self._read()
+        return _changes(self._document, self._read())
 
-    def _terms(
-        self, path: Path, numbers: Sequence[Any], sources: Mapping[tuple[int, object], str]
-    ) -> Terms:
-        """What a number depends on.
+    def _sources(self) -> dict[Path, str]:
+        """The expression of each number that is no integer, from marks and flipped booleans.
 
         Raises:
-            _FixedError: it is neither a polynomial nor one of the export's own numbers.
+            _FixedError: a number is computed from one.
         """
-        count, first = len(self._groups), numbers[0]
-        if type(first) is int and all(number == first for number in numbers[count:]):
-            return self._named(_interpolated(self._groups, self._steps, self._base, numbers))
-        changed = [place for place, number in enumerate(numbers) if number != first]
-        source = sources.get((changed[0], numbers[changed[0]]))
-        if len(changed) > 1 or source is None:
+        found: dict[Path, str] = {}
+        marks = self._numbers.marks()
+        by_mark = {mark: text for text, mark in marks.items()}
+        for path, mark in self._changes(self._base, marks).items() if marks else ():
+            if mark not in by_mark:
+                raise _FixedError(f"{_shown(path)} is computed from a number")
+            found[path] = by_mark[mark]
+        for text, flag in self._numbers.booleans.items():
+            for path, flipped in self._changes(self._base, {text: not flag}).items():
+                if flipped is flag or type(flipped) is not bool or path in found:
+                    raise _FixedError(f"{_shown(path)} is computed from a comparison")
+                found[path] = text
+        return found
+
+    def _polynomial(self, path: Path, numbers: Sequence[Any]) -> Mapping[tuple[str, ...], int]:
+        if any(type(number) is not int for number in numbers):
             raise _FixedError(f"{_shown(path)} depends on sizes in a way that is not known")
-        return self._named({(source,): 1})
+        return _interpolated(self._groups, self._steps, self._base, numbers)
 
     def _named(self, polynomial: Mapping[tuple[str, ...], int]) -> Terms:
         return tuple(
@@ -253,30 +263,39 @@ def _steps(symbols: Sequence[Symbol], base: Mapping[str, int]) -> dict[str, int]
     return steps
 
 
-def _differences(documents: Sequence[Any], path: Path) -> Iterator[tuple[Path, Sequence[Any]]]:
-    """The paths at which numbers of documents differ.
+def _changes(document: Document, other: Document) -> dict[Path, Any]:
+    """Numbers of another document that differ from those of a document, by their paths.
 
     Raises:
         _FixedError: something else differs.
     """
-    first, *others = documents
-    kind = type(first)
-    if any(type(other) is not kind for other in others):
-        raise _FixedError(f"{_shown(path)} has other types at other sizes")
+    return dict(_differences(document, other, ()))
+
+
+def _differences(one: Any, other: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+    kind = type(one)
+    if type(other) is not kind:
+        raise _FixedError(f"{_shown(path)} has another type at other sizes")
     if kind is dict:
-        if any(other.keys() != first.keys() for other in others):
+        if other.keys() != one.keys():
             raise _FixedError(f"{_shown(path)} has other members at other sizes")
-        for key in first:
-            yield from _differences([document[key] for document in documents], (*path, key))
+        for key in one:
+            yield from _differences(one[key], other[key], (*path, key))
     elif kind is list:
-        if any(len(other) != len(first) for other in others):
+        if len(other) != len(one):
             raise _FixedError(f"{_shown(path)} has another length at other sizes")
-        for place in range(len(first)):
-            yield from _differences([document[place] for document in documents], (*path, place))
-    elif any(other != first for other in others):
+        for place, (item, changed) in enumerate(zip(one, other, strict=True)):
+            yield from _differences(item, changed, (*path, place))
+    elif other != one:
         if kind not in (int, float, bool):
             raise _FixedError(f"{_shown(path)} is another operator or value at other sizes")
-        yield path, documents
+        yield path, other
+
+
+def _at(document: Any, path: Path) -> Any:
+    for key in path:
+        document = document[key]
+    return document
 
 
 def _shown(path: Path) -> str:

@@ -8,17 +8,14 @@ fixed, but not where.
 import linecache
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
 import sympy
 import torch
-from torch import nn
 from torch._export.serde import serialize
 from torch._ops import OpOverload
 from torch.export import ExportedProgram
@@ -37,50 +34,25 @@ _ARE_SAVED = getattr(serialize, "_SYM_OPS", None)
 """Functions of sizes that an archive can have; None if this PyTorch does not say."""
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A line of the user's code.
-
-    Attributes:
-        module: name of the innermost module that runs it; "" for the model itself.
-        file: the file.
-        line: number of the line.
-    """
-
-    module: str
-    file: str
-    line: int
-
-    def __str__(self) -> str:
-        """File, line and code."""
-        text = linecache.getline(self.file, self.line).strip()
-        return f"{self.file}:{self.line}" + (f", `{text[:100]}`" if text else "")
-
-
 class Decisions:
-    """Places where forward needs the values of numbers that depend on dynamic sizes.
+    """Lines of the user's code that need the values of numbers that depend on dynamic sizes."""
 
-    Args:
-        names: of the modules, by `id`.
-    """
-
-    def __init__(self, names: Mapping[int, str]) -> None:
-        self._names = names
-        self._numbers: dict[sympy.Basic, Place] = {}
-        self._conditions: dict[sympy.Basic, Place] = {}
+    def __init__(self) -> None:
+        self._numbers: dict[sympy.Basic, str] = {}
+        self._conditions: dict[sympy.Basic, str] = {}
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """A context in which such places are noted."""
-        places = {
+        """A context in which such lines are noted."""
+        lines = {
             "guard_bool": self._conditions,
             "guard_float": self._numbers,
             "guard_int": self._numbers,
         }
-        plain = {name: getattr(SymNode, name) for name in places}
+        plain = {name: getattr(SymNode, name) for name in lines}
         # Patched here and restored below.
         for name, method in plain.items():
-            setattr(SymNode, name, self._noting(method, places[name]))
+            setattr(SymNode, name, _noting(method, lines[name]))
         try:
             yield
         finally:
@@ -93,38 +65,13 @@ class Decisions:
         Args:
             what: name of the model.
         """
-        for number, place in islice(self._numbers.items(), 1):
+        number, line = next(iter(self._numbers.items()), (None, ""))
+        if number is not None:
             _log.warning(
                 "%s needs the plain value of %s (%s), which fixes a dynamic size: other sizes run "
                 "unsharded",
-                *(what, number, place),
+                *(what, number, line),
             )
-
-    def _noting(
-        self, method: Callable[..., Any], places: dict[sympy.Basic, Place]
-    ) -> Callable[..., Any]:
-        def note(node: SymNode, *args: Any) -> Any:
-            number = node.expr
-            if number.free_symbols and number not in places:
-                place = self._place(sys._getframe(1))  # noqa: SLF001  the caller
-                if place is not None:
-                    places[number] = place
-            return method(node, *args)
-
-        return note
-
-    def _place(self, frame: FrameType | None) -> Place | None:
-        """The innermost line of the user's code, and the innermost module around it."""
-        found, module = None, ""
-        while frame is not None and not module:
-            file = frame.f_code.co_filename
-            if found is None and not file.startswith((*OWN_FOLDERS, "<")):
-                found = file, frame.f_lineno
-            owner = frame.f_locals.get("self")
-            if isinstance(owner, nn.Module):
-                module = self._names.get(id(owner), "")
-            frame = frame.f_back
-        return Place(module, *found) if found else None
 
     def explain(self, error: BaseException, what: str) -> ExportError | None:
         """The error that says which number fixes a dynamic size, and where; None for others.
@@ -138,27 +85,52 @@ class Decisions:
             return None
         size = message.partition("(")[2].partition(")")[0]
         if self._numbers:
-            number, place = next(iter(self._numbers.items()))
+            number, line = next(iter(self._numbers.items()))
             reason = f"its plain value is needed there, which fixes {size}"
-            text = not_followed(f"the number {_named(number, size)} of {what}", str(place), reason)
-            return ExportError(text, place.module)
+            return ExportError(
+                not_followed(f"the number {_named(number, size)} of {what}", line, reason)
+            )
         made = {guard.expr for env in _environments(error) for guard in env.guards}
-        places = [p for x, p in self._conditions.items() if x in made or sympy.Not(x) in made]
-        lines = list(dict.fromkeys(map(str, places or self._conditions.values())))[:_MOST_LINES]
+        found = [x for n, x in self._conditions.items() if n in made or sympy.Not(n) in made]
+        lines = "; ".join(list(dict.fromkeys(found or self._conditions.values()))[:_MOST_LINES])
         first, *_ = [line.strip("- ") for line in message.splitlines()[1:] if line.strip()] or [""]
         advice = message.partition("Suggested fixes:")[2].partition("\n\n")[0].split("\n")
         wider = "; ".join(line.strip() for line in advice if line.strip())
         return ExportError(
-            f"{what} decides by the dynamic size {size} what it computes"
-            f"{' (' * bool(lines)}{'; '.join(lines)}{')' * bool(lines)}, and the export would have "
-            f"the decision for the example alone: {first}. Restrict the size"
-            f"{', as in ' * bool(wider)}{wider}, leave it to PyTorch with torch.export.Dim.AUTO "
-            f"(other sizes then run unsharded), or decide with torch.where",
-            places[0].module if places else "",
+            f"what {what} computes is not the same for all values of the dynamic size {size}"
+            f"{f' ({lines})' if lines else ''}, and the export has it for the example "
+            f"alone: {first}. Restrict the size{f', as in {wider}' if wider else ''}; or leave it "
+            f"to PyTorch with torch.export.Dim.AUTO, whose other sizes run unsharded; or branch "
+            f"with torch.where"
         )
 
 
 _MOST_LINES = 3
+
+
+def _noting(method: Callable[..., Any], lines: dict[sympy.Basic, str]) -> Callable[..., Any]:
+    """A method of `SymNode` that notes the line that calls it, for each number once."""
+
+    def note(node: SymNode, *args: Any) -> Any:
+        number = node.expr
+        if number.free_symbols and number not in lines:
+            lines[number] = _line(sys._getframe(1))  # noqa: SLF001  the caller
+        return method(node, *args)
+
+    return note
+
+
+def _line(frame: FrameType | None) -> str:
+    """File, number and text of the innermost line of the user's code."""
+    while frame is not None and frame.f_code.co_filename.startswith((*OWN_FOLDERS, "<")):
+        frame = frame.f_back
+    return line_of(frame.f_code.co_filename, frame.f_lineno) if frame else ""
+
+
+def line_of(file: str, number: int) -> str:
+    """A line of code, as messages have it."""
+    text = linecache.getline(file, number).strip()
+    return f"{file}:{number}" + (f", `{text[:100]}`" if text else "")
 
 
 def _named(number: sympy.Basic, size: str) -> str:
@@ -200,7 +172,7 @@ def check_numbers(program: ExportedProgram, what: str) -> None:
             if reason:
                 line = last_line(str(node.meta.get("stack_trace") or ""))
                 number = f"the number {str(value)!r} of {what}"
-                raise ExportError(not_followed(number, line, reason), _module_of(node))
+                raise ExportError(not_followed(number, line, reason))
 
 
 def _why_not(target: object, number: sympy.Basic) -> str:
@@ -213,8 +185,3 @@ def _why_not(target: object, number: sympy.Basic) -> str:
     except GraphError as error:
         return str(error)
     return ""
-
-
-def _module_of(node: torch.fx.Node) -> str:
-    stack = node.meta.get("nn_module_stack") or {}
-    return next((path for path, _ in reversed(stack.values())), "")

@@ -7,9 +7,10 @@ computed from the expressions, since PyTorch leaves those of booleans out.
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from math import isclose
 from typing import Any
 
-from autoshard.errors import GraphError, UnsupportedError
+from autoshard.errors import GraphError, SchemaError, UnsupportedError
 from autoshard.graph.dynamic import Condition, LinearSize, Symbol, linear_size, value_of
 from autoshard.graph.expressions import (
     Number,
@@ -28,6 +29,7 @@ _TAGS: Mapping[str, type[Number]] = {"as_int": int, "as_float": float, "as_bool"
 _TABLES = ("sym_int_values", "sym_float_values", "sym_bool_values")
 _MARK = 2.0**-30
 """Relative difference between marked numbers."""
+_ROUNDING = 1e-12
 
 
 class SymbolicNumbers:
@@ -91,6 +93,7 @@ class SymbolicNumbers:
                 return
             check_functions(text)
             value = self._evaluate(text, self._planned)
+            self._check_hint(text, value)
             polynomial = expand(text)
             parts = {name for names in polynomial for name in names} - self.integers.keys()
             made = {name: evaluate(name, self._planned) for name in parts}
@@ -131,10 +134,16 @@ class SymbolicNumbers:
 
     def _evaluate(self, text: str, sizes: Mapping[str, int]) -> Number:
         """The value of an expression, in the type of its hint."""
+        value, hint = evaluate(text, sizes), self._payloads[text][0].get("hint")
+        tag = next(iter(hint), "") if isinstance(hint, dict) else ""
+        return _TAGS[tag](value) if tag in _TAGS else value
+
+    def _check_hint(self, text: str, value: Number) -> None:
+        """Raise `SchemaError` if the value in the example is not that of the export."""
         hint = self._payloads[text][0].get("hint")
-        value = evaluate(text, sizes)
-        kind = next(iter(hint), "") if isinstance(hint, dict) else ""
-        return _TAGS[kind](value) if kind in _TAGS else value
+        for known in hint.values() if isinstance(hint, dict) else ():
+            if not isinstance(known, int | float) or not isclose(known, value, rel_tol=_ROUNDING):
+                raise SchemaError(f"the export says that {text:.80} is {known!r:.80}, not {value}")
 
     def set_at(self, sizes: Mapping[str, int]) -> None:
         """Set all numbers to their values at given sizes.

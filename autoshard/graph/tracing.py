@@ -1,6 +1,5 @@
 """Tracing of a copy of a model on the meta device, and errors that say where and why it fails."""
 
-import linecache
 import logging
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -8,7 +7,7 @@ from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from io import StringIO
 from traceback import StackSummary
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from autoshard.errors import AutoshardError, ExportError
 from autoshard.graph.archive import CONSTANT_BYTES
-from autoshard.graph.size_checks import OWN_FOLDERS, Decisions, check_numbers
+from autoshard.graph.size_checks import OWN_FOLDERS, Decisions, check_numbers, line_of
 
 _TORCH_MODULES = "torch."
 """Module prefix of torch's own functions, whose backward matches their forward."""
@@ -234,7 +233,7 @@ def traced(model: nn.Module, what: str) -> Iterator[None]:
     """
     names = {id(module): name for name, module in model.named_modules()}
     printed, failure = StringIO(), None
-    decisions = Decisions(names)
+    decisions = Decisions()
     try:
         with (
             redirect_stderr(printed),
@@ -339,7 +338,7 @@ def _place(
         if isinstance(owner, nn.Module) and id(owner) in names:
             module, kind = names[id(owner)], type(owner).__name__
         if not frame.f_code.co_filename.startswith((*OWN_FOLDERS, "<")):
-            line = _line(frame, traceback.tb_lineno)
+            line = f", {line_of(frame.f_code.co_filename, traceback.tb_lineno)}"
         is_flex = is_flex or frame.f_code.co_name in _FLEX
         traceback = traceback.tb_next
     if not line and stack:  # dynamo has run the code without Python frames
@@ -349,12 +348,6 @@ def _place(
 
 
 _FLEX = frozenset({"flex_attention", "create_block_mask"})
-
-
-def _line(frame: FrameType, number: int) -> str:
-    file = frame.f_code.co_filename
-    text = linecache.getline(file, number).strip()
-    return f", {file}:{number}" + (f", `{text[:100]}`" if text else "")
 
 
 _PRODUCTS = frozenset(
