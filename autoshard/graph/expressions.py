@@ -46,6 +46,15 @@ def _shift(number: Number, bits: Number) -> Number:
     return int(number) << int(bits)
 
 
+def _rounded(number: Number, digits: Number | None = None) -> Number:
+    if digits is None:
+        return round(number)
+    # Python computes 10 to the power of the digits of an integer.
+    if not -_MAX_BITS <= digits <= _MAX_BITS:
+        raise UnsupportedError(f"numbers are rounded to at most {_MAX_BITS} digits")
+    return round(number, int(digits))
+
+
 _BINARY: Mapping[str, Callable[..., Number]] = {
     "Add": operator.add,
     "Sub": operator.sub,
@@ -100,7 +109,7 @@ _FUNCTIONS: Mapping[str, Callable[..., Number]] = {
     "CeilToInt": math.ceil,
     "ceiling": math.ceil,
     "RoundToInt": round,
-    "RoundDecimal": round,
+    "RoundDecimal": _rounded,
     "Identity": lambda number: number,
     "Equality": operator.eq,
     "Unequality": operator.ne,
@@ -120,7 +129,7 @@ _FUNCTIONS: Mapping[str, Callable[..., Number]] = {
     "floor": math.floor,
     "max": max,
     "min": min,
-    "round": round,
+    "round": _rounded,
     "sym_float": float,
     "trunc": math.trunc,
     "_sym_sqrt": math.sqrt,

@@ -114,17 +114,10 @@ class SymbolicNumbers:
         """Raise an error if an operator gets a number, or forward returns it."""
         graph = self._graph()
         for node, scope in _nodes(graph, {}):
-            computes = all(set(output) <= _SYMBOLIC for output in member(node, "outputs", list))
-            target = member(node, "target", str)
-            for given in () if computes or target.endswith(_CHECKS) else node["inputs"]:
-                if text in _numbers_in(given["arg"], scope):
-                    raise UnsupportedError(
-                        not_followed(
-                            f"argument {member(given, 'name', str)!r} of {target}",
-                            _line(node),
-                            reason,
-                        )
-                    )
+            for name, argument in _arguments_of_operators(node):
+                if text in _numbers_in(argument, scope):
+                    what = f"argument {name!r} of {member(node, 'target', str)}"
+                    raise UnsupportedError(not_followed(what, _line(node), reason))
         scope = _scope(graph, {})
         if any(text in _numbers_in(output, scope) for output in member(graph, "outputs", list)):
             raise UnsupportedError(not_followed("a result of forward", "", reason))
@@ -193,7 +186,7 @@ class SymbolicNumbers:
         found = []
         for node, scope in _nodes(self._graph(), {}):
             if member(node, "target", str).endswith(_ASSERTION):
-                texts = [text for x in node["inputs"] for text in _numbers_in(x["arg"], scope)]
+                texts = [text for _, x in _arguments(node) for text in _numbers_in(x, scope)]
                 keys = (self._keys.get(text, "") for text in texts)
                 found += [Condition(key, key) for key in keys if key in self.booleans]
         return tuple(found)
@@ -265,6 +258,20 @@ def _nodes(
             nested = member(given, "arg", dict).get("as_graph")
             if nested is not None:
                 yield from _nodes(member(nested, "graph", dict), scope)
+
+
+def _arguments(node: object) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Name and value of each argument of a call."""
+    for given in member(node, "inputs", list):
+        yield member(given, "name", str), member(given, "arg", dict)
+
+
+def _arguments_of_operators(node: object) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The arguments of a call, unless it only computes or checks symbolic numbers."""
+    outputs = member(node, "outputs", list)
+    computes = all(set(typed(output, dict, "an output")) <= _SYMBOLIC for output in outputs)
+    if not computes and not member(node, "target", str).endswith(_CHECKS):
+        yield from _arguments(node)
 
 
 def _numbers_in(argument: object, scope: Mapping[str, str]) -> Iterator[str]:
