@@ -78,6 +78,8 @@ def dim_arguments(operator: str) -> Mapping[str, Counted]:
     """The arguments of an operator that are dims, and what they count; empty if not known."""
     namespace, _, rest = operator.partition(".")
     packet = rest.partition(".")[0]
+    if packet.endswith("_") and not packet.endswith("__"):
+        packet = packet[:-1]  # an in-place operator counts as the other
     if namespace != "aten":
         return _NONE
     return _FIRST if packet in _COUNT_THE_FIRST else _OTHERS.get(packet, _NONE)

@@ -138,6 +138,25 @@ def test_dims_that_are_not_those_of_the_first_tensor(case: str, check_equal: Che
     check_equal(Weighted(function, *shape), h=torch.randn(8, 16))
 
 
+def written(t: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+    """Writes along dims that are counted from the end."""
+    made = (h * t).cumsum(-1)
+    made.cumsum_(-2)
+    made.index_add_(-1, torch.arange(2).flip(0), h[:, :2] * t[:2])
+    made.scatter_(-2, torch.zeros(1, 16, dtype=torch.long), h[-1:])
+    made.select(-1, -2).mul_(2)
+    made[-5:-2].transpose(-1, -2).add_(1)
+    return made
+
+
+def test_writes_along_negative_dims(check_equal: Check) -> None:
+    torch.manual_seed(0)
+    graph = check_equal(Weighted(written, 16), h=torch.randn(8, 16))
+    for node in graph.nodes:
+        dims = [node.argument(name) for name in dim_arguments(node.operator)]
+        assert all(dim >= 0 for dim in dims if isinstance(dim, int)), node
+
+
 class Reparametrised(nn.Module):
     def __init__(self, dim: int | None) -> None:
         super().__init__()
