@@ -8,7 +8,7 @@ from typing import Any
 from autoshard.errors import SchemaError
 from autoshard.graph.dims import check_dims
 from autoshard.graph.dtype import DType
-from autoshard.graph.dynamic import Dynamic, value_of
+from autoshard.graph.dynamic import MAX_CONDITIONS, Dynamic, value_of
 from autoshard.graph.dynamic import Path as DocumentPath
 from autoshard.graph.expressions import MAX_FACTORS, SIZE_LIMIT, Number, evaluate
 from autoshard.graph.ir import CallRule, Graph, InputKind, Node, references
@@ -287,6 +287,7 @@ def _check_dynamic(dynamic: Dynamic, document: object) -> None:
     numbers = (*planned.values(), *(factor for terms, _ in dynamic.sizes for factor, _ in terms))
     if any(abs(number) >= SIZE_LIMIT for number in numbers):
         raise SchemaError("dynamic: sizes are limited to 63 bits")
+    _check_most(dynamic.conditions, MAX_CONDITIONS, "conditions")
     names = [*planned, *(formula.name for formula in dynamic.formulas)]
     _check_unique("dynamic size or formula", Counter(names))
     values = dynamic.values_at(planned)

@@ -19,6 +19,9 @@ Terms = tuple[tuple[int, tuple[str, ...]], ...]
 LEAST_SIZE = 2
 """The least size that PyTorch does not treat as special, as in broadcasting."""
 
+MAX_CONDITIONS = 4096
+"""Maximum number of conditions of a program."""
+
 _STRICT = ConfigDict(extra="forbid", strict=True)
 
 

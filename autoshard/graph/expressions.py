@@ -131,6 +131,11 @@ _FUNCTIONS: Mapping[str, Callable[..., Number]] = {
     "min": min,
     "round": _rounded,
     "sym_float": float,
+    "sym_int": math.trunc,
+    "sym_ite": lambda condition, one, other: one if condition else other,
+    "sym_max": max,
+    "sym_min": min,
+    "sym_not": operator.not_,
     "trunc": math.trunc,
     "_sym_sqrt": math.sqrt,
     **{
@@ -145,8 +150,6 @@ _FUNCTIONS: Mapping[str, Callable[..., Number]] = {
 """Functions that expressions may call; torch's stand for those of Python on sizes."""
 _SYNTAX = frozenset({"ExprCondPair", "Float", "Integer", "Piecewise", "Symbol", "Where"})
 _CONSTANTS: Mapping[str, bool] = {"true": True, "false": False, "True": True, "False": False}
-
-
 _NO_VALUE = (ArithmeticError, LookupError, TypeError, ValueError, RecursionError)
 
 
@@ -235,11 +238,11 @@ def expand(text: str) -> Polynomial:
 
 def _value(part: ast.expr, sizes: Mapping[str, Number]) -> Number:
     number = _number(part, sizes)
-    is_integer = isinstance(number, int)
-    if abs(number) >= SIZE_LIMIT if is_integer else isinstance(number, complex):
-        raise UnsupportedError("sizes of 64 bits or more are not supported")
-    if not is_integer and not math.isfinite(number):
-        raise UnsupportedError("numbers that are not finite are not supported")
+    if isinstance(number, int):
+        if abs(number) >= SIZE_LIMIT:
+            raise UnsupportedError("sizes of 64 bits or more are not supported")
+    elif isinstance(number, complex) or not math.isfinite(number):
+        raise UnsupportedError("only finite real numbers are supported")
     return number
 
 

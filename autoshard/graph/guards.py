@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from autoshard.errors import UnsupportedError
-from autoshard.graph.dynamic import Condition
+from autoshard.graph.dynamic import MAX_CONDITIONS, Condition
 from autoshard.graph.expressions import parsed, shortened, symbols_in
 from autoshard.graph.json_fields import typed
 
@@ -24,12 +24,15 @@ def read_conditions(model: Mapping[str, Any]) -> tuple[Condition, ...]:
     """Conditions of an export, without those on fixed sizes alone.
 
     Raises:
-        UnsupportedError: a condition is not on sizes of arguments.
+        UnsupportedError: a condition is not on sizes of arguments, or there are too many.
         GraphError: it cannot be parsed.
     """
     sizes = _Sizes(model)
     found: dict[str, Condition] = {}
-    for guard in typed(model.get("guards_code") or [], list, "'guards_code'"):
+    guards = typed(model.get("guards_code") or [], list, "'guards_code'")
+    if len(guards) > MAX_CONDITIONS:
+        raise UnsupportedError(f"there are {len(guards)} conditions on sizes")
+    for guard in guards:
         text = typed(guard, str, "a guard")
         if any(f".{method}(" in text for method in _OF_MEMORY):
             continue
@@ -80,7 +83,8 @@ class _Sizes(ast.NodeTransformer):
         """Name of the program's input at a path of the arguments."""
         keys = list(_keys(path))
         name = re.sub(r"[^a-z0-9_]", "_", "_".join(map(str, keys)).lower())
-        if name in self._names:
+        # Another argument of the same name gets a number.
+        if name in self._names and f"{name}_1" not in self._names:
             return name
         match keys:
             case [str(first), int(position)] if first == _FLAT and position < len(self._names):

@@ -49,7 +49,7 @@ class Decisions:
             "guard_float": self._numbers,
             "guard_int": self._numbers,
         }
-        plain = {name: getattr(SymNode, name) for name in lines}
+        plain = {name: getattr(SymNode, name) for name in lines if hasattr(SymNode, name)}
         # Patched here and restored below.
         for name, method in plain.items():
             setattr(SymNode, name, _noting(method, lines[name]))

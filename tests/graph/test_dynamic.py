@@ -215,6 +215,7 @@ def test_expressions_have_sympys_values() -> None:
         ("max(5, A) == A or 1 / 0 > 1", True),
         ("torch.sym_float(A) ** 0.5 < 100.0", True),
         ("torch._sym_sqrt(A) > math.floor(3.5)", True),
+        ("torch.sym_max(1, torch.sym_min(A, 7)) + torch.sym_int(A / 2)", 12),
         ("A if A > 20 else 2 * A", 22),
         ("A & 3 | A << 2 ^ A >> 1", 43),
     ],

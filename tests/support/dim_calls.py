@@ -1,6 +1,7 @@
 """Calls of every ATen operator that has dims among its arguments."""
 
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from itertools import permutations, product
 from typing import Any
 
@@ -16,30 +17,31 @@ NO_DIMS = {
     ("_sobol_engine_draw", "dimension"): "The number of dimensions of a random point.",
 }
 NOT_RUN = {
-    "_cufft": "A setting.",
-    "_fft_": "The part of a transform that a device computes.",
-    "_mkldnn": "Tensors in the memory layout of a library.",
-    "_nested": "Nested tensors.",
-    "_quant": "Quantised tensors.",
-    "_sparse": "Sparse tensors.",
-    "_validate": "Sparse tensors.",
-    "_chunk_cat": "A part of FSDP.",
-    "_multi_head_attention": "Its embed_dim is a size.",
-    "_mm_v2": "Products of float8 on GPUs.",
-    "_transformer_encoder": "Its embed_dim is a size.",
-    "_trilinear": "A part of bilinear.",
-    "_weight_norm_interface": "It reads beyond memory if its dim is not the first or the last.",
-    "backward": "Derivatives, which no export has.",
-    "jvp": "Derivatives, which no export has.",
-    "per_channel": "Quantised tensors.",
-    "native_norm": "No implementation on CPUs.",
-    "segment_reduce": "Its axis is 0.",
-    "slice_inverse": "It has no dims of its own: it looks at the memory.",
-    "size": "No tensor.",
-    "stride": "No tensor.",
-    "_batch_dim": "A part of vmap.",
+    "*_batch_dim.*": "Parts of vmap.",
+    "*_multi_head_attention.*": "Its embed_dim is a size.",
+    "*backward*": "Derivatives, which no export has.",
+    "*jvp*": "Derivatives, which no export has.",
+    "*named*": "Dims by name.",
+    "*per_channel*": "Quantised tensors.",
+    "*sparse*": "Sparse tensors.",
+    "*stride.*": "It returns no tensor.",
+    "_chunk_cat.*": "A part of FSDP.",
+    "_cufft*": "A setting.",
+    "_fft_*": "The part of a transform that a device computes.",
+    "_mkldnn*": "Tensors in the memory layout of a library.",
+    "_nested*": "Nested tensors.",
+    "_quant*": "Quantised tensors.",
+    "_scaled_*mm*": "Products of float8 on GPUs.",
+    "_transformer_encoder*": "Its embed_dim is a size.",
+    "_trilinear.*": "A part of bilinear.",
+    "_weight_norm_interface.*": "It reads beyond memory if its dim is not the first or the last.",
+    "native_norm.*": "No implementation on CPUs.",
+    "segment_reduce.*": "Its axis is 0.",
+    "size.*": "It returns no tensor.",
+    "slice_inverse.*": "It has no dims of its own: it looks at the memory.",
+    "sym_size.*": "It returns no tensor.",
 }
-"""Operators by a part of their names that cannot be called in this way, and why."""
+"""Patterns of names of operators that cannot be called in this way, and why."""
 
 
 def real(*shape: int) -> torch.Tensor:
@@ -120,7 +122,7 @@ def overloads() -> list[str]:
         if namespace != "aten" or found is None or found._schema.is_mutable:
             continue
         full = f"{packet}.{overload or 'default'}"
-        if dims_of(full) and not any(part in packet for part in NOT_RUN):
+        if dims_of(full) and not any(fnmatchcase(full, pattern) for pattern in NOT_RUN):
             names.append(full)
     return names
 
