@@ -7,6 +7,7 @@ fixed, but not where.
 
 import linecache
 import logging
+import operator
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from typing import Any
 import sympy
 import torch
 from torch._export.serde import serialize
-from torch._ops import OpOverload
+from torch._ops import HigherOrderOperator, OpOverload
 from torch.export import ExportedProgram
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -177,8 +178,8 @@ def check_numbers(program: ExportedProgram, what: str) -> None:
 
 def _why_not(target: object, number: sympy.Basic) -> str:
     """Why a number cannot be saved or computed; empty if it can be."""
-    is_saved = isinstance(target, OpOverload | str) or _ARE_SAVED is None or target in _ARE_SAVED
-    if not is_saved:
+    computes = callable(target) and not isinstance(target, OpOverload | HigherOrderOperator)
+    if computes and target is not operator.getitem and target not in (_ARE_SAVED or (target,)):
         return f"an archive cannot have {getattr(target, '__name__', target)!r} of sizes"
     try:
         check_functions(sympy.srepr(number))
