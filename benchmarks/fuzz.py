@@ -68,7 +68,7 @@ class Cases:
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
-        self._archives = [_mlp(), _attention()]
+        self._archives = [_mlp(), _attention(), _dynamic()]
         self.intact = self._archives[0]
         self._models = [_model_json(archive) for archive in self._archives]
 
@@ -248,6 +248,20 @@ def _zipped(model: bytes) -> bytes:
 def _mlp() -> bytes:
     layers = torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 16)
     return export_model(torch.nn.Sequential(*layers), (torch.zeros(8, 16),))
+
+
+def _dynamic() -> bytes:
+    """A model that branches on a dynamic size, and computes numbers from it."""
+
+    class Scaled(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            size = x.shape[0]
+            scale = size**0.5 + 1 / size if size % 2 == 0 else 1.0
+            return super().forward(x).mul(scale).reshape(size // 2, -1) * (size > 1)
+
+    example = torch.ones(4, 8, device="meta")
+    model = Scaled(8, 8, device="meta")
+    return export_model(model, (example,), dynamic_shapes={"x": {0: torch.export.Dim.AUTO}})
 
 
 def _attention() -> bytes:

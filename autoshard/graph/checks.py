@@ -2,14 +2,16 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from math import prod
+from math import isclose, prod
 from typing import Any
 
 from autoshard.errors import SchemaError
+from autoshard.graph.dims import check_dims
 from autoshard.graph.dtype import DType
-from autoshard.graph.ir import CallRule, Dynamic, Graph, InputKind, Node, references, value_of
-from autoshard.graph.ir import Path as DocumentPath
-from autoshard.graph.symbols import SIZE_LIMIT
+from autoshard.graph.dynamic import MAX_CONDITIONS, Dynamic, value_of
+from autoshard.graph.dynamic import Path as DocumentPath
+from autoshard.graph.expressions import MAX_FACTORS, SIZE_LIMIT, Number, evaluate
+from autoshard.graph.ir import CallRule, Graph, InputKind, Node, references
 from autoshard.integers import format_integer
 
 RULES_VERSION = 2
@@ -29,9 +31,6 @@ MAX_GROUPS = 8
 
 MAX_TENSORS = 256
 """Maximum number of inputs, and of outputs, of a rule."""
-
-MAX_FACTORS = 2
-"""Maximum number of dynamic sizes in a product, such as batch times sequence."""
 
 MAX_TENSOR_BYTES = 1 << 56
 """Maximum size of a tensor, counting empty dims as one element."""
@@ -116,11 +115,12 @@ def _shape_text(shape: Sequence[int]) -> str:
 
 
 def check_wiring(graph: Graph) -> None:
-    """Check names, topological order and shapes of a graph.
+    """Check names, topological order, shapes and dims of a graph.
 
     Raises:
         SchemaError: a name is used twice, or a value is used before it is produced (for example in
-            a cycle) or has no shape; the message has the name.
+            a cycle) or has no shape, or an operator has a dim that its tensors have not; the
+            message has the name.
     """
     _check_unique("node", Counter(node.name for node in graph.nodes))
     made = [i.name for i in graph.inputs if i.kind is not InputKind.LITERAL]
@@ -139,6 +139,7 @@ def check_wiring(graph: Graph) -> None:
         if not all(name in values for name in node.outputs):
             _check_shapes(graph, node.outputs, f"node {node.name!r} ({node.operator})")
         known.update(node.outputs)
+        check_dims(node, values)
     for output in graph.outputs:
         if output.name is not None and output.name not in known:
             raise SchemaError(f"the graph returns {output.name!r}, which nothing produces")
@@ -286,15 +287,22 @@ def _check_dynamic(dynamic: Dynamic, document: object) -> None:
     numbers = (*planned.values(), *(factor for terms, _ in dynamic.sizes for factor, _ in terms))
     if any(abs(number) >= SIZE_LIMIT for number in numbers):
         raise SchemaError("dynamic: sizes are limited to 63 bits")
+    _check_most(dynamic.conditions, MAX_CONDITIONS, "conditions")
+    names = [*planned, *(formula.name for formula in dynamic.formulas)]
+    _check_unique("dynamic size or formula", Counter(names))
+    values = dynamic.values_at(planned)
     for terms, places in dynamic.sizes:
         if any(len(names) > MAX_FACTORS for _, names in terms):
             raise SchemaError(f"dynamic: a term has at most {MAX_FACTORS} symbols")
-        if unknown := {name for _, names in terms for name in names} - planned.keys():
+        if unknown := {name for _, names in terms for name in names} - values.keys():
             raise SchemaError(f"dynamic: unknown symbol {min(unknown)!r}")
-        number = value_of(terms, planned)
+        number = value_of(terms, values)
         for path in places:
-            if _at(document, path) != number:
+            if not _are_equal(_at(document, path), number):
                 raise SchemaError(f"the size at {'.'.join(map(str, path))} is not {number}")
+    for condition in dynamic.conditions:
+        if not evaluate(condition.expression, planned):
+            raise SchemaError(f"dynamic: {condition.text:.80} is not true of the planned sizes")
 
 
 def _at(document: Any, path: DocumentPath) -> object:
@@ -303,7 +311,19 @@ def _at(document: Any, path: DocumentPath) -> object:
             document = document[key]
     except (LookupError, TypeError):
         return None
-    return None if isinstance(document, bool) else document
+    return document
+
+
+def _are_equal(found: object, number: Number) -> bool:
+    """True for equal numbers; floats may differ by the rounding of other machines' functions."""
+    if isinstance(found, bool) or isinstance(number, bool):
+        return found is number
+    if isinstance(number, int):
+        return found == number
+    return isinstance(found, int | float) and isclose(found, number, rel_tol=_ROUNDING)
+
+
+_ROUNDING = 1e-9
 
 
 def check_rules(rules: Sequence[CallRule]) -> None:

@@ -1,10 +1,12 @@
-"""Dynamic sizes of an export, and how all integers of the program depend on them.
+"""Dynamic sizes of an export, and how all numbers of the program depend on them.
 
 A program is planned at the sizes of its example inputs. To find the dependence on dynamic sizes,
-the program is normalised at a few other sizes: every integer that changes is fitted as a polynomial
-in the dynamic sizes, which covers anything that was computed from sizes. The fit is validated with
-one more sample; if it fails, or if the programs differ in anything but integers, all sizes are
-treated as static.
+the program is normalised with a few other numbers: every integer that changes is fitted as a
+polynomial in the dynamic sizes and in the integers that the export computes from them by other
+functions, such as quotients and maxima, each as if it were a size of its own. Floating-point
+numbers and booleans are recognised by values that no other number has. So numbers at other sizes
+are what the export's own expressions give. Programs at other sizes are compared with what was
+found; if one differs, all sizes are fixed.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,53 +15,73 @@ from math import prod
 from typing import Any
 
 from autoshard.errors import GraphError
-from autoshard.graph.checks import MAX_FACTORS
-from autoshard.graph.ir import Dynamic, Path, Symbol, Terms, value_of
-from autoshard.graph.symbols import evaluate
+from autoshard.graph.dynamic import LEAST_SIZE, Condition, Dynamic, Formula, Path, Symbol, Terms
+from autoshard.graph.expressions import MAX_FACTORS, evaluate
+from autoshard.graph.guards import read_conditions
+from autoshard.graph.symbolic_numbers import SymbolicNumbers
 
-MAX_SYMBOLS = 6
-"""Maximum number of dynamic sizes; the number of samples grows with its square."""
+MAX_NAMES = 32
+"""Maximum number of dynamic sizes, and integers that are computed from them by other functions
+than sums and products; the number of samples grows with its square."""
 
 MAX_CALLS = 500_000
 """Maximum number of operator calls in all samples together."""
 
+Document = Mapping[str, Any]
+
 
 def find_dynamic(
-    model: Mapping[str, Any],
-    planned: Callable[[], Mapping[str, Any]],
-    read: Callable[[], object],
-) -> Dynamic | None:
-    """Find the dynamic sizes of a program; None if there are none, or if they are not supported.
+    numbers: SymbolicNumbers, document: Document, read: Callable[[], Document]
+) -> Dynamic | str | None:
+    """Find how the numbers of a program depend on its dynamic sizes.
 
     Args:
-        model: the parsed model.json; its hints are modified temporarily.
-        planned: returns the document of the program at the sizes of the example inputs.
-        read: builds the document with the current hints.
+        numbers: the symbolic numbers of the export; they are changed, and restored.
+        document: the program at the sizes of the example inputs.
+        read: reads the program with the current numbers.
+
+    Returns:
+        None if there are no dynamic sizes; the reason if they must be those of the example.
     """
-    symbols = tuple(_symbols(model))
-    if not 0 < len(symbols) <= MAX_SYMBOLS:
+    if not numbers.symbols:
         return None
-    base = {s.name: s.planned for s in symbols}
-    choices = _other_numbers(symbols)
-    if not all(len(numbers) == _VALUES_PER_SYMBOL for numbers in choices.values()):
-        return None
-    groups = _subsets(tuple(base), MAX_FACTORS)
-    samples = [base | {name: choices[name][0] for name in group} for group in groups]
-    samples.append({name: numbers[1] for name, numbers in choices.items()})
-    document = planned()
-    if _num_calls(document) * len(samples) > MAX_CALLS:
-        return None
-    hints = _Hints(model)
     try:
-        documents = [document, *(hints.read_at(sizes, read) for sizes in samples[1:])]
-    except GraphError:
-        return None
+        return _find(numbers, document, read)
+    except (_FixedError, GraphError) as error:
+        return str(error)
     finally:
-        hints.restore()
-    return _fitted(symbols, groups, samples, documents)
+        numbers.restore()
 
 
-def _num_calls(document: Mapping[str, Any]) -> int:
+class _FixedError(Exception):
+    """The dynamic sizes must be those of the example; the message says why."""
+
+
+def _find(numbers: SymbolicNumbers, document: Document, read: Callable[[], Document]) -> Dynamic:
+    if numbers.problem:
+        raise _FixedError(numbers.problem)
+    conditions = (*read_conditions(numbers.model), *numbers.assertions())
+    planned = {symbol.name: symbol.planned for symbol in numbers.symbols}
+    for condition in conditions:
+        if not evaluate(condition.expression, planned):
+            raise _FixedError(f"{condition.text} is not true of the example")
+    others = list(_other_sizes(numbers.symbols, conditions))
+    if not others:
+        raise _FixedError("the export allows no other sizes")
+    groups = _subsets(tuple(numbers.integers), MAX_FACTORS)
+    num_samples = len(groups) + 1 + len(numbers.booleans) + len(others)
+    num_calls = num_samples * _num_calls(document)
+    if len(numbers.integers) > MAX_NAMES or num_calls > MAX_CALLS:
+        raise _FixedError("its sizes are computed in too many ways to follow them")
+    fit = _Fit(numbers, document, read, groups)
+    dynamic = Dynamic(numbers.symbols, *fit.sizes_and_formulas(), conditions)
+    for number, sizes in enumerate(others):
+        numbers.set_at(sizes)
+        _compare(dynamic, document, sizes, read, may_differ=number > 0)
+    return dynamic
+
+
+def _num_calls(document: Document) -> int:
     return len(document["nodes"]) + len(document.get("preparation", {}).get("nodes", ()))
 
 
@@ -69,158 +91,245 @@ def _subsets(names: tuple[str, ...], most: int) -> list[tuple[str, ...]]:
     )
 
 
-def _symbols(model: Mapping[str, Any]) -> Iterator[Symbol]:
-    ranges = model.get("range_constraints")
-    if not isinstance(ranges, dict) or not ranges:
-        return
-    planned: dict[str, int] = {}
-    for expression in _expressions(model):
-        name = _name_of(expression["expr_str"])
-        hint = expression["hint"].get("as_int")
-        if name is not None and type(hint) is int:
-            planned[name] = hint
-    for name, bounds in ranges.items():
-        least, most = (bounds.get(key) if isinstance(bounds, dict) else None for key in _BOUNDS)
-        if name in planned and type(least) is int and (most is None or type(most) is int):
-            yield Symbol(name, planned[name], least, most)
+def _other_sizes(
+    symbols: Sequence[Symbol], conditions: Sequence[Condition]
+) -> Iterator[dict[str, int]]:
+    """Other sizes that the program supports: some large or near ones, then the least."""
+    dynamic = Dynamic(tuple(symbols), (), (), tuple(conditions))
+    least = {s.name: max(s.least, min(LEAST_SIZE, s.planned)) for s in symbols}
+    usual = (sizes for sizes in _candidates(symbols) if sizes not in (least, dynamic.planned))
+    yield from islice(filter(dynamic.supports, usual), 1)
+    if least != dynamic.planned and dynamic.supports(least):
+        yield least
 
 
-def _name_of(text: str) -> str | None:
-    """Name of the symbol if an expression is a single symbol, else None."""
-    if not text.startswith("Symbol('"):
-        return None
-    name = text.removeprefix("Symbol('").partition("'")[0]
-    return name if text.count("(") == 1 else None
+def _candidates(symbols: Sequence[Symbol]) -> Iterator[dict[str, int]]:
+    """Sizes that are larger, then any near the planned ones."""
+    for factor in (3, 2):
+        # Not round, since equal sizes might make different tensors equal.
+        yield {s.name: s.planned * factor + i for i, s in enumerate(symbols, 1)}
+        yield {s.name: s.planned * factor for s in symbols}
+    for step in range(1, _NUM_NEAR):
+        yield {s.name: s.planned + step for s in symbols}
+        yield {s.name: s.planned - step for s in symbols}
+    for changed in symbols:
+        for step in range(1, _NUM_NEAR):
+            for near in (changed.planned + step, changed.planned - step):
+                yield {s.name: near if s is changed else s.planned for s in symbols}
 
 
-def _expressions(part: object) -> Iterator[dict[str, Any]]:
-    """Yield every symbolic size in model.json that has a hint."""
-    waiting = [part]
-    while waiting:
-        current = waiting.pop()
-        if isinstance(current, list):
-            waiting.extend(current)
-        elif isinstance(current, dict):
-            expression = current.get("as_expr")
-            if isinstance(expression, dict) and isinstance(expression.get("hint"), dict):
-                if isinstance(expression.get("expr_str"), str):
-                    yield expression
+def _compare(
+    dynamic: Dynamic,
+    document: Document,
+    sizes: Mapping[str, int],
+    read: Callable[[], Document],
+    *,
+    may_differ: bool,
+) -> None:
+    """Compare a program at other sizes with what was found.
+
+    Args:
+        dynamic: what was found.
+        document: the program at the planned sizes.
+        sizes: the other sizes, at which `read` reads the program.
+        read: see `find_dynamic`.
+        may_differ: True if the program may have other operators at these sizes, such as no
+            expansion of a dim of size 2 to 2; then numbers are not compared.
+
+    Raises:
+        _FixedError: they differ.
+        GraphError: there is no program of these sizes.
+    """
+    found = dynamic.replaced(document, dynamic.values_at(sizes))
+    try:
+        changed = _changes(found, read())
+    except (_FixedError, GraphError):
+        if may_differ:
+            return
+        raise
+    for path in changed:
+        raise _FixedError(f"{_shown(path)} is no polynomial in the dynamic sizes")
+
+
+class _Fit:
+    """Fits the numbers of a program by changing symbolic numbers one by one.
+
+    Args:
+        numbers: see `find_dynamic`.
+        document: see `find_dynamic`.
+        read: see `find_dynamic`.
+        groups: integers that are changed together; first none, then single ones.
+    """
+
+    def __init__(
+        self,
+        numbers: SymbolicNumbers,
+        document: Document,
+        read: Callable[[], Document],
+        groups: Sequence[tuple[str, ...]],
+    ) -> None:
+        self._numbers, self._document, self._read = numbers, document, read
+        self._groups = groups
+        self._base = numbers.integers
+        self._steps = _steps(numbers.symbols, numbers.integers)
+        self._formulas: dict[str, Formula] = {}
+
+    def sizes_and_formulas(
+        self,
+    ) -> tuple[tuple[tuple[Terms, tuple[Path, ...]], ...], tuple[Formula, ...]]:
+        """The members of `Dynamic`."""
+        by_group = [{}, *map(self._changes_of_group, self._groups[1:])]
+        sources = self._sources()
+        found: dict[Terms, list[Path]] = {}
+        for path in dict.fromkeys(chain(*by_group, sources)):
+            if path in sources:
+                terms = self._named({(sources[path],): 1})
+                if any(path in changes for changes in by_group):
+                    raise _FixedError(f"{_shown(path)} depends on sizes and on other numbers")
             else:
-                waiting.extend(current.values())
+                planned = _at(self._document, path)
+                numbers = [changes.get(path, planned) for changes in by_group]
+                terms = self._named(self._polynomial(path, numbers))
+            found.setdefault(terms, []).append(path)
+        sizes = tuple((terms, tuple(places)) for terms, places in found.items())
+        return sizes, tuple(self._formulas.values())
+
+    def _changes_of_group(self, group: tuple[str, ...]) -> dict[Path, Any]:
+        changed = {name: self._base[name] + self._steps[name] for name in group}
+        return self._changes(self._base | changed, {})
+
+    def _changes(
+        self, integers: Mapping[str, int], others: Mapping[str, float | bool]
+    ) -> dict[Path, Any]:
+        """The numbers that a sample changes."""
+        self._numbers.set_samples(integers, others)
+        return _changes(self._document, self._read())
+
+    def _sources(self) -> dict[Path, str]:
+        """The expression of each number that is no integer, from marks and flipped booleans.
+
+        Raises:
+            _FixedError: a number is computed from one.
+        """
+        found: dict[Path, str] = {}
+        marks = self._numbers.marks()
+        by_mark = {mark: text for text, mark in marks.items()}
+        for path, mark in self._changes(self._base, marks).items() if marks else ():
+            if mark not in by_mark:
+                raise _FixedError(f"{_shown(path)} is computed from a number")
+            found[path] = by_mark[mark]
+        for text, flag in self._numbers.booleans.items():
+            for path, flipped in self._changes(self._base, {text: not flag}).items():
+                if flipped is flag or type(flipped) is not bool or path in found:
+                    raise _FixedError(f"{_shown(path)} is computed from a comparison")
+                found[path] = text
+        return found
+
+    def _polynomial(self, path: Path, numbers: Sequence[Any]) -> Mapping[tuple[str, ...], int]:
+        if any(type(number) is not int for number in numbers):
+            raise _FixedError(f"{_shown(path)} depends on sizes in a way that is not known")
+        return _interpolated(self._groups, self._steps, self._base, numbers)
+
+    def _named(self, polynomial: Mapping[tuple[str, ...], int]) -> Terms:
+        return tuple(
+            (factor, tuple(map(self._name, names))) for names, factor in polynomial.items()
+        )
+
+    def _name(self, name: str) -> str:
+        """The name of a symbol, or of the formula of an expression."""
+        if any(symbol.name == name for symbol in self._numbers.symbols):
+            return name
+        formula = Formula(f"number_{len(self._formulas)}", name)
+        return self._formulas.setdefault(name, formula).name
 
 
-def _other_numbers(symbols: Sequence[Symbol]) -> Mapping[str, list[int]]:
-    """Two other values for each size, for sampling.
+def _steps(symbols: Sequence[Symbol], base: Mapping[str, int]) -> dict[str, int]:
+    """What is added to each integer in samples.
 
     All values are different and not round, since equal sizes might make different tensors equal.
     """
-    used = {symbol.planned for symbol in symbols}
-    chosen: dict[str, list[int]] = {}
-    for symbol in symbols:
-        multiples = (symbol.planned * k + 1 for k in range(2, 2 + _NUM_CANDIDATES))
-        near = (symbol.planned + k for k in range(-_NUM_CANDIDATES, _NUM_CANDIDATES))
-        free = (n for n in (*multiples, *near) if n > 1 and symbol.allows(n) and n not in used)
-        chosen[symbol.name] = list(islice(dict.fromkeys(free), _VALUES_PER_SYMBOL))
-        used.update(chosen[symbol.name])
-    return chosen
+    used = set(base.values())
+    allowed = {symbol.name: symbol for symbol in symbols}
+    steps = {}
+    for name, value in base.items():
+        multiples = (value * k + 1 for k in range(2, 2 + _NUM_NEAR) if name in allowed)
+        near = chain.from_iterable((value + k, value - k) for k in range(1, _NUM_NEAR + len(base)))
+        free = [n for n in (*multiples, *near) if n not in used]
+        symbol = allowed.get(name)
+        best = [n for n in free if symbol is None or (n > 1 and symbol.allows(n))]
+        chosen = (best or free)[0]
+        used.add(chosen)
+        steps[name] = chosen - value
+    return steps
 
 
-class _Hints:
-    """Hints (example values) of the symbolic sizes in a parsed model.json."""
-
-    def __init__(self, model: Mapping[str, Any]) -> None:
-        self._expressions = list(_expressions(model))
-        self._original = [expression["hint"] for expression in self._expressions]
-
-    def read_at(self, sizes: Mapping[str, int], read: Callable[[], object]) -> object:
-        """Call `read` with the hints set to the values at given sizes of the symbols."""
-        for expression, hint in zip(self._expressions, self._original, strict=True):
-            if "as_int" in hint:
-                expression["hint"] = {"as_int": evaluate(expression["expr_str"], sizes)}
-        return read()
-
-    def restore(self) -> None:
-        for expression, hint in zip(self._expressions, self._original, strict=True):
-            expression["hint"] = hint
-
-
-def _fitted(
-    symbols: tuple[Symbol, ...],
-    groups: Sequence[tuple[str, ...]],
-    samples: Sequence[Mapping[str, int]],
-    documents: Sequence[object],
-) -> Dynamic | None:
-    """Fit all integers that differ; None if the last sample contradicts the fit."""
-    found: dict[Terms, list[Path]] = {}
-    try:
-        for path, numbers in _differences(documents, ()):
-            terms = _terms(groups, samples, numbers)
-            if value_of(terms, samples[-1]) != numbers[-1]:
-                return None
-            found.setdefault(terms, []).append(path)
-    except _NotPolynomialError:
-        return None
-    return Dynamic(symbols, tuple((terms, tuple(places)) for terms, places in found.items()))
-
-
-class _NotPolynomialError(Exception):
-    """Documents differ in more than integers, or no polynomial fits."""
-
-
-def _differences(documents: Sequence[Any], path: Path) -> Iterator[tuple[Path, Sequence[int]]]:
-    first, *others = documents
-    kind = type(first)
-    if any(type(other) is not kind for other in others):
-        raise _NotPolynomialError
-    if kind is dict:
-        if any(other.keys() != first.keys() for other in others):
-            raise _NotPolynomialError
-        for key in first:
-            yield from _differences([document[key] for document in documents], (*path, key))
-    elif kind is list:
-        if any(len(other) != len(first) for other in others):
-            raise _NotPolynomialError
-        for place in range(len(first)):
-            yield from _differences([document[place] for document in documents], (*path, place))
-    elif any(other != first for other in others):
-        if kind is not int:
-            raise _NotPolynomialError
-        yield path, documents
-
-
-def _terms(
-    groups: Sequence[tuple[str, ...]], samples: Sequence[Mapping[str, int]], numbers: Sequence[int]
-) -> Terms:
-    """Interpolate the numbers of all samples but the last with a polynomial.
-
-    Newton's divided differences: each symbol has two sampled values, so the polynomial has degree
-    one in each symbol, and each coefficient (shifted by the base point) is an alternating sum over
-    subsets of symbols.
+def _changes(document: Document, other: Document) -> dict[Path, Any]:
+    """Numbers of another document that differ from those of a document, by their paths.
 
     Raises:
-        _NotPolynomialError: a coefficient is not an integer.
+        _FixedError: something else differs.
     """
-    base, at = samples[0], dict(zip(groups, numbers, strict=False))
-    # The sample of a group changes exactly the symbols of the group.
-    steps = {
-        name: sample[name] - base[name]
-        for group, sample in zip(groups, samples, strict=False)
-        for name in group
-    }
+    return dict(_differences(document, other, ()))
+
+
+def _differences(one: Any, other: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+    kind = type(one)
+    if type(other) is not kind:
+        raise _FixedError(f"{_shown(path)} has another type at other sizes")
+    if kind is dict:
+        if other.keys() != one.keys():
+            raise _FixedError(f"{_shown(path)} has other members at other sizes")
+        for key in one:
+            yield from _differences(one[key], other[key], (*path, key))
+    elif kind is list:
+        if len(other) != len(one):
+            raise _FixedError(f"{_shown(path)} has another length at other sizes")
+        for place, (item, changed) in enumerate(zip(one, other, strict=True)):
+            yield from _differences(item, changed, (*path, place))
+    elif other != one:
+        if kind not in (int, float, bool):
+            raise _FixedError(f"{_shown(path)} is another operator or value at other sizes")
+        yield path, other
+
+
+def _at(document: Any, path: Path) -> Any:
+    for key in path:
+        document = document[key]
+    return document
+
+
+def _shown(path: Path) -> str:
+    return ".".join(map(str, path)) or "the program"
+
+
+def _interpolated(
+    groups: Sequence[tuple[str, ...]],
+    steps: Mapping[str, int],
+    base: Mapping[str, int],
+    numbers: Sequence[int],
+) -> dict[tuple[str, ...], int]:
+    """Interpolate the numbers of the samples of all groups with a polynomial.
+
+    Newton's divided differences: each name has two sampled values, so the polynomial has degree
+    one in each, and each coefficient (shifted by the base point) is an alternating sum over subsets
+    of names.
+
+    Raises:
+        _FixedError: a coefficient is not an integer.
+    """
+    at = dict(zip(groups, numbers, strict=False))
     plain: dict[tuple[str, ...], int] = {}
     for group in groups:
         inside = _subsets(group, len(group))
         change = sum((-1) ** (len(group) - len(part)) * at[part] for part in inside)
         slope, rest = divmod(change, prod(steps[name] for name in group))
         if rest:
-            raise _NotPolynomialError
+            raise _FixedError("an integer is no polynomial in the dynamic sizes")
         # (a - a0)(b - b0) = ab - a0 b - b0 a + a0 b0
         for part in inside:
             left = prod(-base[name] for name in group if name not in part)
             plain[part] = plain.get(part, 0) + slope * left
-    return tuple((factor, names) for names, factor in plain.items() if factor)
+    return {names: factor for names, factor in plain.items() if factor}
 
 
-_BOUNDS = ("min_val", "max_val")
-_VALUES_PER_SYMBOL = 2
-_NUM_CANDIDATES = 8
+_NUM_NEAR = 9

@@ -15,6 +15,7 @@ from pydantic import ConfigDict, GetCoreSchemaHandler, PlainSerializer
 from pydantic_core import CoreSchema, core_schema
 
 from autoshard.graph.dtype import DType
+from autoshard.graph.dynamic import Dynamic
 from autoshard.graph.mixed_precision import MixedPrecision
 
 _STRICT = ConfigDict(extra="forbid", strict=True, ser_json_bytes="base64", val_json_bytes="base64")
@@ -23,102 +24,6 @@ _STRICT = ConfigDict(extra="forbid", strict=True, ser_json_bytes="base64", val_j
 T = TypeVar("T")
 SortedSet = Annotated[frozenset[T], PlainSerializer(sorted)]
 """A set that is sorted in JSON, so that equal graphs have equal digests."""
-
-Path = tuple[str | int, ...]
-"""Path of an integer in a JSON document: keys and indices, outermost first."""
-
-Terms = tuple[tuple[int, tuple[str, ...]], ...]
-"""A polynomial in symbols: (coefficient, symbols of the product) for each term."""
-
-
-@dataclass(frozen=True, slots=True)
-class Symbol:
-    """A dynamic size.
-
-    Attributes:
-        name: name of the symbol in the export.
-        planned: its value in the example inputs.
-        least: minimum value that the program supports.
-        most: maximum value; None if unbounded.
-    """
-
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
-
-    name: str
-    planned: int
-    least: int
-    most: int | None
-
-    def allows(self, number: int) -> bool:
-        """True if the program supports a value of the size."""
-        return self.least <= number and (self.most is None or number <= self.most)
-
-
-@dataclass(frozen=True, slots=True)
-class Dynamic:
-    """Dynamic sizes of a program, and all integers in its document that depend on them.
-
-    Attributes:
-        symbols: the dynamic sizes.
-        sizes: polynomials in the symbols, each with the paths of the integers that it determines.
-    """
-
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
-
-    symbols: tuple[Symbol, ...]
-    sizes: tuple[tuple[Terms, tuple[Path, ...]], ...]
-
-    @property
-    def planned(self) -> dict[str, int]:
-        """Value of each symbol in the example inputs."""
-        return {symbol.name: symbol.planned for symbol in self.symbols}
-
-    def symbols_of(self, value: str) -> dict[int, str]:
-        """Map each dim of a value whose size is a symbol to the symbol."""
-        return {
-            path[-1]: names[0]
-            for ((factor, names), *more), places in self.sizes
-            if factor == 1 and len(names) == 1 and not more
-            for path in places
-            if path[:-1] == ("values", value, "shape") and isinstance(path[-1], int)
-        }
-
-    def resized(self, document: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
-        """Return the JSON document of the program at other sizes.
-
-        Args:
-            document: JSON document of the program; not modified.
-            sizes: value of each symbol.
-        """
-        changes: dict[str | int, Any] = {}
-        for terms, places in self.sizes:
-            number = value_of(terms, sizes)
-            for path in places:
-                branch = changes
-                for key in path[:-1]:
-                    branch = branch.setdefault(key, {})
-                branch[path[-1]] = number
-        made: dict[str, Any] = _changed(dict(document), changes)
-        symbols = [
-            {**symbol, "planned": sizes[symbol["name"]]}
-            for symbol in document["dynamic"]["symbols"]
-        ]
-        made["dynamic"] = {**document["dynamic"], "symbols": symbols}
-        return made
-
-
-def value_of(terms: Terms, sizes: Mapping[str, int]) -> int:
-    """Evaluate a polynomial in symbols."""
-    return sum(factor * prod(sizes[name] for name in names) for factor, names in terms)
-
-
-def _changed(document: Any, changes: Any) -> Any:
-    if not isinstance(changes, dict):
-        return changes
-    made = document.copy()
-    for key, change in changes.items():
-        made[key] = _changed(document[key], change)
-    return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -512,6 +417,7 @@ class Graph:
         preparation: a program without inputs that runs once, before the first step; its outputs
             are the prepared inputs, in order. None if there are none.
         dynamic: dynamic sizes; None if all sizes are static.
+        fixed_sizes: why sizes that the export left dynamic are static; empty if there are none.
         model: the exported model; None if `export_model` did not make the archive.
         layers: of a part of a larger program, first and last index, exclusive, of each sequence of
             nodes that is repeated in the larger one.
@@ -530,6 +436,7 @@ class Graph:
     dynamic: Dynamic | None = None
     model: ExportedModel | None = None
     layers: tuple[tuple[int, int], ...] = ()
+    fixed_sizes: str = ""
 
     @cached_property
     def consumers(self) -> Mapping[str, tuple[tuple[int, int], ...]]:

@@ -15,6 +15,7 @@ from autoshard.graph.ir import Graph
 from autoshard.graph.normalise import normalise
 from autoshard.graph.parse import parse_program
 from autoshard.graph.serialise import graph_to_json
+from autoshard.graph.symbolic_numbers import SymbolicNumbers
 
 
 @collection_paused()
@@ -44,8 +45,9 @@ def load_graph(source: str | Path | bytes, *, limits: ArchiveLimits | None = Non
             graph = with_precision(replace(graph, model=export.model), export)
         return with_contents(graph, archive.constants)
 
+    numbers = SymbolicNumbers(archive.model)
     graph = read()
-    dynamic = find_dynamic(
-        archive.model, lambda: graph_to_json(graph), lambda: graph_to_json(read())
-    )
+    dynamic = find_dynamic(numbers, graph_to_json(graph), lambda: graph_to_json(read()))
+    if isinstance(dynamic, str):
+        return replace(graph, fixed_sizes=dynamic)
     return replace(graph, dynamic=dynamic) if dynamic else graph

@@ -98,7 +98,7 @@ class Region:
         settings: arguments before the body.
         body: the sub-graph that runs.
         operands: arguments after the body, one for each input of the body.
-        outputs: names of the output values, one for each output of the body.
+        outputs: names of the output values, one for each output of the body; empty for a number.
     """
 
     name: str
@@ -220,16 +220,18 @@ _SYMBOLIC_LISTS = frozenset({"as_sym_ints", "as_sym_floats", "as_sym_bools"})
 
 
 _SYMBOLIC_OUTPUTS = frozenset({"as_sym_int", "as_sym_float", "as_sym_bool"})
-_ASSERTIONS = frozenset(
+_WITHOUT_TENSORS = frozenset(
     {
         "aten._assert_tensor_metadata.default",
         "aten._assert_scalar.default",
         "aten._assert_async.default",
         "aten._assert_async.msg",
         "aten.sym_constrain_range.default",
+        "aten.promote_types.default",
         "aten.sym_constrain_range_for_size.default",
     }
 )
+"""Operators that check numbers and element types, or compute one, and change no tensor."""
 _REPEATED_CALL = re.compile(r"@\d+$")
 _STATE_KINDS = {
     "parameter": (InputKind.PARAMETER, "parameter_name"),
@@ -357,13 +359,14 @@ def _parse_step(node: object, position: int, symbols: Symbols) -> Node | Region 
     if not all(operator.partition(".")):
         raise SchemaError(f"'target' is {operator!r}, which is not the name of an operator")
     outputs = member(node, "outputs", list)
-    names = tuple(_output_names(outputs))
-    if operator in _ASSERTIONS or (outputs and not names):
+    names = () if operator in _WITHOUT_TENSORS else tuple(_output_names(outputs))
+    if operator in _WITHOUT_TENSORS or (outputs and not names):
         return None
     name = typed(node, dict, "a node").get("name") or (names[0] if names else f"node_{position}")
     inputs = member(node, "inputs", list)
     if any("as_graph" in member(item, "arg", dict) for item in inputs):
-        return _parse_region(typed(name, str, "'name'"), operator, inputs, names, symbols)
+        numbered = tuple(_output_names(outputs, number=""))
+        return _parse_region(typed(name, str, "'name'"), operator, inputs, numbered, symbols)
     if not names and operator != PIPE_SPLIT:
         raise UnsupportedError(f"operator {operator} has no outputs, so its effect is unknown")
     keys = [member(item, "name", str) for item in inputs]
@@ -376,7 +379,8 @@ def _parse_step(node: object, position: int, symbols: Symbols) -> Node | Region 
     return Node(typed(name, str, "'name'"), operator, arguments, names, _module(node))
 
 
-def _output_names(outputs: list[Any]) -> Iterator[str]:
+def _output_names(outputs: list[Any], *, number: str | None = None) -> Iterator[str]:
+    """Names of the tensors among outputs, and another name for each number if one is given."""
     for output in outputs:
         tag, payload = union(output, "an output")
         if tag == "as_tensor":
@@ -385,6 +389,8 @@ def _output_names(outputs: list[Any]) -> Iterator[str]:
             yield from map(tensor_name, typed(payload, list, "'as_tensors'"))
         elif tag not in _SYMBOLIC_OUTPUTS:
             raise UnsupportedError(f"outputs of kind {tag!r} cannot be planned")
+        elif number is not None:
+            yield number
 
 
 def _flattened(arg: object) -> Iterator[object]:

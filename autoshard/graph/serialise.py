@@ -116,18 +116,13 @@ def resized(graph: Graph, sizes: Mapping[str, int]) -> Graph:
     Raises:
         GraphError: the program has no such dynamic size, or does not support the value.
     """
-    symbols = {symbol.name: symbol for symbol in graph.dynamic.symbols} if graph.dynamic else {}
-    for name, number in sizes.items():
-        if name not in symbols:
+    known = graph.dynamic.planned if graph.dynamic else {}
+    for name in sizes:
+        if name not in known:
             raise GraphError(
-                f"there is no dynamic size {name!r}; the dynamic sizes are {sorted(symbols)}"
-            )
-        if not symbols[name].allows(number):
-            raise GraphError(
-                f"size {name!r} was exported for {symbols[name].least} to {symbols[name].most}, "
-                f"not {number}; export again with a wider torch.export.Dim"
+                f"there is no dynamic size {name!r}; the dynamic sizes are {sorted(known)}"
             )
     if graph.dynamic is None or not sizes:
         return graph
-    numbers = graph.dynamic.planned | dict(sizes)
-    return graph_from_json(graph.dynamic.resized(graph_to_json(graph), numbers))
+    graph.dynamic.check(known | dict(sizes))
+    return graph_from_json(graph.dynamic.resized(graph_to_json(graph), known | dict(sizes)))

@@ -1,97 +1,11 @@
-"""Symbolic sizes of an export, evaluated at given sizes or replaced by their hints.
+"""Symbolic sizes and numbers of an export, replaced by their hints: the values of the example."""
 
-PyTorch writes them in sympy's notation: `Mul(Integer(2), Symbol('s0', integer=True))`. They come
-from untrusted archives, so they are parsed and never executed, and their length and values are
-limited.
-"""
-
-import ast
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache, reduce
-from operator import floordiv, mod
 
-from autoshard.errors import GraphError, SchemaError, UnsupportedError
+from autoshard.errors import SchemaError, UnsupportedError
+from autoshard.graph.expressions import Number
 from autoshard.graph.json_fields import member, typed, union
-
-_FUNCTIONS: dict[str, Callable[..., int]] = {
-    "Add": lambda *terms: sum(terms),
-    "Mul": lambda *factors: math.prod(factors),
-    "Max": max,
-    "Min": min,
-    "FloorDiv": floordiv,
-    "Mod": mod,
-    "PythonMod": mod,
-}
-"""Functions of integers that expressions may use."""
-
-_MAX_POWER = 8
-SIZE_LIMIT = 1 << 63
-"""Upper limit (exclusive) of sizes."""
-
-_MAX_LENGTH = 4000
-"""Maximum characters of an expression; sizes in deep stacks of convolutions need some hundred."""
-
-
-def evaluate(text: str, sizes: Mapping[str, int]) -> int:
-    """Evaluate an expression for given sizes of its symbols.
-
-    Raises:
-        UnsupportedError: it uses something other than integers, symbols, sums, products, powers,
-            quotients, remainders, minimum and maximum; or it is too long or its value too large.
-        SchemaError: it is not a valid expression.
-    """
-    try:
-        return _value(_parsed(text), sizes)
-    except GraphError:
-        raise
-    except (ArithmeticError, TypeError, ValueError, RecursionError) as error:
-        raise SchemaError(f"the size {text!r:.80} has no value: {error}") from error
-
-
-@lru_cache(maxsize=1 << 8)
-def _parsed(text: str) -> ast.expr:
-    if len(text) > _MAX_LENGTH:
-        raise UnsupportedError(f"the size {text!r:.80} is too long")
-    try:
-        return ast.parse(text, mode="eval").body
-    except (SyntaxError, MemoryError, RecursionError, ValueError) as error:
-        raise SchemaError(f"{text!r:.80} is not a size") from error
-
-
-def _value(part: ast.expr, sizes: Mapping[str, int]) -> int:
-    number = _number(part, sizes)
-    if abs(number) >= SIZE_LIMIT:
-        raise UnsupportedError("sizes of 64 bits or more are not supported")
-    return number
-
-
-def _number(part: ast.expr, sizes: Mapping[str, int]) -> int:
-    match part:
-        case ast.Call(ast.Name("Symbol"), [ast.Constant(str(name))]) if name in sizes:
-            return sizes[name]
-        case ast.Call(ast.Name("Integer"), [number], []):
-            return _integer(number)
-        case ast.Call(ast.Name("Pow"), [base, ast.Call(ast.Name("Integer"), [exponent])], []):
-            power = _integer(exponent)
-            if 0 <= power <= _MAX_POWER:
-                return reduce(lambda x, y: x * y, [_value(base, sizes)] * power, 1)
-        case ast.Call(ast.Name(name), parts, []) if name in _FUNCTIONS and parts:
-            return _FUNCTIONS[name](*(_value(inner, sizes) for inner in parts))
-    raise UnsupportedError(f"the size {ast.unparse(part)!r:.80} is not supported")
-
-
-def _integer(part: ast.expr) -> int:
-    match part:
-        case ast.Constant(int(number)):
-            return int(number)
-        case ast.UnaryOp(ast.USub(), ast.Constant(int(number))):
-            return -int(number)
-    raise UnsupportedError(f"the number {ast.unparse(part)!r:.80} is not supported")
-
-
-Number = bool | int | float
 
 _TABLES = ("sym_int_values", "sym_float_values", "sym_bool_values")
 _LITERALS: dict[str, type[Number]] = {"as_int": int, "as_float": float, "as_bool": bool}

@@ -1,19 +1,18 @@
 """Tracing of a copy of a model on the meta device, and errors that say where and why it fails."""
 
-import linecache
 import logging
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from io import StringIO
-from pathlib import Path
 from traceback import StackSummary
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
 import torch
 from torch import nn
+from torch._decomp import decomposition_table
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.autograd import Function
 from torch.export import ExportedProgram
@@ -27,12 +26,10 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from autoshard.errors import AutoshardError, ExportError
 from autoshard.graph.archive import CONSTANT_BYTES
+from autoshard.graph.size_checks import OWN_FOLDERS, Decisions, check_numbers, line_of
 
 _TORCH_MODULES = "torch."
 """Module prefix of torch's own functions, whose backward matches their forward."""
-
-_OWN_FOLDERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
-"""Folders whose code is not the user's."""
 
 
 @contextmanager
@@ -90,12 +87,48 @@ class OnMeta(TorchFunctionMode):
             args = (args[0], _META, *args[2:])
         if func in _OF_NUMBERS and _is_of_small_numbers(args, given):
             return func(*args, **{**given, "device": "cpu"}).to("meta")
-        return func(*args, **given)
+        made = _of_sizes(func, args, given) if func in _AS_CONSTANTS else None
+        return func(*args, **given) if made is None else made
 
 
 _META = torch.device("meta")
 _MOVES = (torch.Tensor.cpu, torch.Tensor.cuda)
 _OF_NUMBERS = (torch.tensor, torch.as_tensor)
+
+
+_AS_CONSTANTS = (torch.as_tensor, torch.asarray, torch.Tensor.new_tensor)
+"""Functions that make a constant on the meta device, also of dynamic sizes."""
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def _of_sizes(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> torch.Tensor | None:
+    """A tensor of numbers of which some depend on dynamic sizes; None if none does.
+
+    Args:
+        func: one of `_AS_CONSTANTS`.
+        args: its arguments.
+        kwargs: its keyword arguments.
+    """
+    like, rest = (args[:1], args[1:]) if func is torch.Tensor.new_tensor else ((), args)
+    data = rest[0] if rest else kwargs.get("data")
+    leaves = pytree.tree_leaves(data)
+    if not any(isinstance(leaf, _SYMBOLIC) for leaf in leaves) or kwargs.get("requires_grad"):
+        return None
+    dtype = next((x for x in (*rest[1:], kwargs.get("dtype")) if isinstance(x, torch.dtype)), None)
+    if dtype is None and like:
+        dtype = like[0].dtype
+    if dtype is None:
+        is_real = any(isinstance(leaf, float | torch.SymFloat) for leaf in leaves)
+        dtype = torch.get_default_dtype() if is_real else torch.int64
+    return _stacked(data, dtype)
+
+
+def _stacked(data: Any, dtype: torch.dtype) -> torch.Tensor:
+    if isinstance(data, list | tuple):
+        return torch.stack([_stacked(item, dtype) for item in data])
+    return torch.scalar_tensor(data, dtype=dtype)
 
 
 def _is_device(argument: object) -> bool:
@@ -170,6 +203,22 @@ def _without_autocast() -> Iterator[None]:
 
 
 @contextmanager
+def _losses_of_labels() -> Iterator[None]:
+    """A context in which losses per label have the shape of the labels.
+
+    PyTorch's Python version of `aten.nll_loss`, which tells shapes of tensors with dynamic sizes on
+    the meta device, takes the operator's `reduction` for another argument.
+    """
+    operator = torch.ops.aten.nll_loss.default
+    version = decomposition_table.pop(operator, None)
+    try:
+        yield
+    finally:
+        if version is not None:
+            decomposition_table[operator] = version
+
+
+@contextmanager
 def traced(model: nn.Module, what: str) -> Iterator[None]:
     """A context for tracing: its errors become an `ExportError` of one paragraph.
 
@@ -184,8 +233,15 @@ def traced(model: nn.Module, what: str) -> Iterator[None]:
     """
     names = {id(module): name for name, module in model.named_modules()}
     printed, failure = StringIO(), None
+    decisions = Decisions()
     try:
-        with redirect_stderr(printed), _quiet_logs(), _without_autocast():
+        with (
+            redirect_stderr(printed),
+            _quiet_logs(),
+            _without_autocast(),
+            _losses_of_labels(),
+            decisions.noted(),
+        ):
             yield
     except AutoshardError:
         raise
@@ -193,8 +249,10 @@ def traced(model: nn.Module, what: str) -> Iterator[None]:
         failure = error
     graph = f"{getattr(failure, 'partial_fx_graph', None)}\n"
     sys.stderr.write(printed.getvalue().replace(graph, ""))
-    if failure is not None:
-        raise _explained(failure, names, what) from None
+    if failure is None:
+        decisions.warn(what)
+    else:
+        raise decisions.explain(failure, what) or _explained(failure, names, what) from None
 
 
 @contextmanager
@@ -279,8 +337,8 @@ def _place(
         owner = frame.f_locals.get("self")
         if isinstance(owner, nn.Module) and id(owner) in names:
             module, kind = names[id(owner)], type(owner).__name__
-        if not frame.f_code.co_filename.startswith((*_OWN_FOLDERS, "<")):
-            line = _line(frame, traceback.tb_lineno)
+        if not frame.f_code.co_filename.startswith((*OWN_FOLDERS, "<")):
+            line = f", {line_of(frame.f_code.co_filename, traceback.tb_lineno)}"
         is_flex = is_flex or frame.f_code.co_name in _FLEX
         traceback = traceback.tb_next
     if not line and stack:  # dynamo has run the code without Python frames
@@ -290,12 +348,6 @@ def _place(
 
 
 _FLEX = frozenset({"flex_attention", "create_block_mask"})
-
-
-def _line(frame: FrameType, number: int) -> str:
-    file = frame.f_code.co_filename
-    text = linecache.getline(file, number).strip()
-    return f", {file}:{number}" + (f", `{text[:100]}`" if text else "")
 
 
 _PRODUCTS = frozenset(
@@ -331,11 +383,12 @@ def check_products(program: ExportedProgram, what: str) -> None:
 
 
 def check_sizes(program: ExportedProgram, what: str) -> None:
-    """Check that no size depends on data.
+    """Check that no size depends on data, and that numbers made of dynamic sizes can be computed.
 
     Raises:
-        ExportError: one does; the message has the module, the file and the line.
+        ExportError: one does, or cannot be; the message has the file and the line.
     """
+    check_numbers(program, what)
     for node in program.graph.nodes:
         values = pytree.tree_leaves(node.meta.get("val"))
         tensors = [value for value in values if isinstance(value, torch.Tensor)]

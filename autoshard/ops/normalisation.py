@@ -69,7 +69,7 @@ def _shared(call: Call, text: str, *, over: Dims, per: Dims) -> Reductions:
 
 
 def _weight_norm(call: Call) -> OperatorRule:
-    """Weights g v / |v|, the norm taken over all dims of v but one; linear in g."""
+    """Weights g v / |v|, the norm over all dims of v but one, or over all (-1); linear in g."""
     shape = call.inputs[0].shape
     kept = call.integer("dim", 0)
     space = IndexSpace(call)
@@ -96,8 +96,8 @@ def _batch_norm_saves(call: Call, gradients: Gradients) -> SavedByAutograd:
 
 
 def _weight_norm_saves(call: Call, gradients: Gradients) -> SavedByAutograd:
-    dim = call.integer("dim", 0) % len(call.inputs[0].shape)
-    return saved_by_name("v g", call, gradients, statistic(call, [dim]))
+    dim = call.integer("dim", 0)
+    return saved_by_name("v g", call, gradients, statistic(call, [] if dim == -1 else [dim]))
 
 
 SPECS = (
@@ -139,6 +139,9 @@ SPECS = (
         "_weight_norm.default",
         _weight_norm,
         saves=_weight_norm_saves,
-        examples="v[o,i,x] g[o,1,1] dim=0 -> [o,i,x]",
+        examples="""
+            v[o,i,x] g[o,1,1] dim=0 -> [o,i,x]
+            v[o,i] g[] dim=-1 -> [o,i]
+        """,
     ),
 )

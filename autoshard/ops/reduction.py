@@ -17,8 +17,9 @@ def _reduced(call: Call, dims: Dims, over: frozenset[int]) -> Dims:
 
 
 def _over(call: Call) -> frozenset[int]:
-    """The dims reduced over: all of them if none is named."""
-    return call.dims("dim") or frozenset(range(len(call.inputs[0].shape)))
+    """The dims reduced over: all of them if none is named. A scalar has none."""
+    every = frozenset(range(len(call.inputs[0].shape)))
+    return (call.dims("dim") or every) & every
 
 
 def _sum(call: Call) -> OperatorRule:
@@ -36,6 +37,11 @@ def _whole(call: Call) -> OperatorRule:
     space = IndexSpace(call)
     dims = space.free_dims(call.inputs[0].shape, fixed=over)
     return space.rule([dims], [_reduced(call, dims, over) for _ in call.outputs])
+
+
+def _flags(call: Call) -> OperatorRule:
+    """Any or all along some dims, which stay whole; an empty list is no dim, not all of them."""
+    return along_dims(call, ()) if call.argument("dim") == () else _whole(call)
 
 
 def _along(call: Call, text: str, *, finds_index: bool = False) -> OperatorRule:
@@ -157,7 +163,7 @@ SPECS = (
     ),
     OperatorSpec(
         "any all _is_all_true.default",
-        _whole,
+        _flags,
         saves="",
         unsharded=_WHOLE,
         examples="any.dim: self:bool[b,s] dim=1 -> :bool[b]",

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from math import prod
 
 from autoshard.errors import SchemaError
 from autoshard.graph import OPAQUE_MODULE, CallRule, Graph, Node
@@ -108,14 +109,29 @@ def rule_for(call: Call) -> OperatorRule:
     """
     spec = spec_for(call.operator)
     try:
-        if spec is _UNKNOWN and call.custom_rule is not None:
-            return operator_rule(call, call.custom_rule)
-        return spec.rule(call)
+        custom = call.custom_rule if spec is _UNKNOWN else None
+        rule = spec.rule(call) if custom is None else operator_rule(call, custom)
+        _check_sizes(call, rule)
     except (LookupError, TypeError, ValueError) as error:
         shapes = ", ".join(str(list(tensor.shape)) for tensor in call.inputs)
         raise SchemaError(
             f"{call.operator} on shapes {shapes or 'none'} does not fit its schema: {error}"
         ) from error
+    return rule
+
+
+def _check_sizes(call: Call, rule: OperatorRule) -> None:
+    """Check that tensors have the dims that a rule says.
+
+    Raises:
+        ValueError: an export or a document gives a tensor another shape than the operator does.
+    """
+    tensors = (*call.inputs, *call.outputs)
+    for tensor, dims in zip(tensors, (*rule.inputs, *rule.outputs), strict=True):
+        pairs = zip(tensor.shape, dims, strict=False)
+        differs = any(x and prod(rule.sizes[letter] for letter in x) != size for size, x in pairs)
+        if differs or len(tensor.shape) != len(dims):
+            raise ValueError(f"a tensor has the shape {list(tensor.shape)}")
 
 
 def with_rules(graph: Graph, rules: Iterable[CallRule]) -> Graph:

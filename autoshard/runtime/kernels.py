@@ -12,7 +12,7 @@ from autoshard.layouts import Kind
 from autoshard.ops import Kernel, draws_random_numbers, spec_for
 from autoshard.runtime.local_node import LocalKernel, LocalNode, Step
 from autoshard.runtime.opaque import bind_module
-from autoshard.runtime.operators import OperatorCall
+from autoshard.runtime.operators import OperatorCall, check_call
 from autoshard.runtime.random_numbers import seeded
 from autoshard.runtime.sharded_kernels import bind_sharded_kernel
 from autoshard.runtime.sharded_kernels.experts import bind_experts
@@ -28,6 +28,8 @@ def bind_kernel(local: LocalNode) -> LocalKernel:
         PlanError: plans may not call the operator, or an argument does not fit its schema.
     """
     spec = spec_for(local.node.operator)
+    if local.node.operator.startswith("aten."):  # kernels of others check their arguments
+        check_call(local.node)
     run = _BINDERS[spec.kernel](local, spec.kernel_argument)
     return seeded(local, run) if draws_random_numbers(local.node) else run
 

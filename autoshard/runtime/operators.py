@@ -14,6 +14,7 @@ from autoshard.errors import PlanError
 from autoshard.graph import Argument, DType, Node, Ref, Token, TokenKind, references
 from autoshard.ops import has_rule
 from autoshard.runtime.local_node import Step
+from autoshard.runtime.schema_checks import check_arguments
 
 _REFUSED = frozenset({"aten.from_file"})
 """ATen operators that access files: a plan may come from a server, and must not choose files."""
@@ -56,6 +57,20 @@ def resolve_operator(name: str, *, custom: Collection[str] = ()) -> OpOverload:
     return found
 
 
+def check_call(node: Node, *, custom: Collection[str] = ()) -> None:
+    """Check that plans may call the operator of a node, and that its schema takes the arguments.
+
+    Args:
+        node: the call.
+        custom: names of operators outside ATen that may be called.
+
+    Raises:
+        PlanError: they may not, or it does not.
+    """
+    schema = resolve_operator(node.operator, custom=custom)._schema  # noqa: SLF001  as above
+    check_arguments(node, schema)
+
+
 @dataclass(frozen=True, slots=True)
 class _Input:
     """Placeholder of a tensor input in an argument."""
@@ -86,16 +101,14 @@ class OperatorCall:
     ) -> None:
         self._name, self._num_outputs = node.name, len(node.outputs)
         self._operator = resolve_operator(node.operator, custom=custom)
+        schema = self._operator._schema  # noqa: SLF001  as above
+        check_arguments(node, schema, replaced)
         templates = _templates({**dict(node.arguments), **(replaced or {})}, device, node)
         args: list[Any] = []
-        schema = self._operator._schema  # noqa: SLF001  as above
         for argument in schema.arguments:
             if argument.name not in templates or argument.kwarg_only:
                 break
             args.append(templates.pop(argument.name))
-        unknown = templates.keys() - {argument.name for argument in schema.arguments}
-        if unknown:
-            raise PlanError(f"node {node.name!r}: {node.operator} has no argument {min(unknown)!r}")
         self._args, self._kwargs = args, templates
         # Arguments that contain tensors; most are a tensor by itself.
         self._positions = [(i, x.position) for i, x in enumerate(args) if isinstance(x, _Input)]

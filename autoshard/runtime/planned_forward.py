@@ -448,6 +448,8 @@ def _resized_stage(
         PlanError: the program does not support the sizes, or the layouts cannot shard them.
     """
     try:
+        if graph.dynamic is not None:
+            graph.dynamic.check_special(sizes)
         program = resized(graph, sizes)
         update = {
             "program": graph_to_json(program),

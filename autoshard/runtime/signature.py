@@ -70,12 +70,18 @@ class Arguments:
         self._overwritten = [n for n, i in enumerate(self._inputs) if i.overwritten]
         self._tensors = {
             name: _TensorArgument(
-                tensor, place, mesh, takes_gradient=graph.values[name].requires_grad
+                tensor,
+                place,
+                mesh,
+                takes_gradient=graph.values[name].requires_grad,
+                fixed_sizes=graph.fixed_sizes,
             )
             for name, tensor in placed.items()
         }
         self._passed: dict[str, tuple[ReferenceType[torch.Tensor], int]] = {}
-        self._symbols = {n: graph.dynamic.symbols_of(n) for n in placed} if graph.dynamic else {}
+        self._linear_sizes = (
+            {name: graph.dynamic.sizes_of(name) for name in placed} if graph.dynamic else {}
+        )
 
     @property
     def names(self) -> frozenset[str]:
@@ -111,7 +117,7 @@ class Arguments:
         for graph_input, leaf in zip(self._inputs, leaves, strict=True):
             name = graph_input.name
             if graph_input.kind is InputKind.USER:
-                self._tensors[name].check(leaf, any_shape=bool(self._symbols.get(name)))
+                self._tensors[name].check(leaf, any_shape=bool(self._linear_sizes.get(name)))
             else:
                 check_literal(graph_input.target, graph_input.literal, leaf)
 
@@ -124,8 +130,9 @@ class Arguments:
 
         Raises:
             PlanError: two tensors have different sizes for one symbol.
+            ShapeError: a size is no multiple of what it must be one of.
         """
-        if not self._symbols:
+        if not self._linear_sizes:
             return {}
         given = {i.name: x for i, x in zip(self._inputs, leaves, strict=True)}
         tensors = {name: given[name] for name in self._tensors}
@@ -134,12 +141,18 @@ class Arguments:
             return {}
         sizes: dict[str, int] = {}
         for name, tensor in tensors.items():
-            for dim, symbol in self._symbols[name].items():
+            for dim, size in self._linear_sizes[name].items():
                 number = tensor.shape[dim] if dim < tensor.ndim else -1
-                if sizes.setdefault(symbol, number) != number:
+                value, rest = divmod(number - size.offset, size.factor)
+                if rest:
+                    raise ShapeError(
+                        f"dim {dim} of argument {name!r} is {number}, which minus {size.offset} is "
+                        f"no multiple of {size.factor}, as the export says"
+                    )
+                if sizes.setdefault(size.symbol, value) != value:
                     raise PlanError(
                         f"dim {dim} of argument {name!r} is {number}, but other arguments have "
-                        f"{sizes[symbol]} for {symbol}"
+                        f"{sizes[size.symbol]} for {size.symbol}"
                     )
         return sizes
 
@@ -225,6 +238,12 @@ def check_literal(name: str, exported: object, leaf: Any) -> None:
 class _TensorArgument:
     """A tensor argument of forward.
 
+    Args:
+        placed: its layout.
+        place: position of this rank on the mesh.
+        takes_gradient: True if the program computes its gradient.
+        fixed_sizes: why it has no other sizes, although it was exported with dynamic ones.
+
     Attributes:
         shape: global shape.
         layout: the planned layout.
@@ -232,9 +251,16 @@ class _TensorArgument:
     """
 
     def __init__(
-        self, placed: PlacedInput, place: Place, mesh: DeviceMesh, *, takes_gradient: bool
+        self,
+        placed: PlacedInput,
+        place: Place,
+        mesh: DeviceMesh,
+        *,
+        takes_gradient: bool,
+        fixed_sizes: str = "",
     ) -> None:
         self._placed = placed
+        self._fixed_sizes = fixed_sizes
         self._place = place
         self._mesh = mesh
         self._takes_gradient = takes_gradient
@@ -264,9 +290,11 @@ class _TensorArgument:
             raise PlanError(f"argument {name!r} is {value.dtype}; the plan is for {self._dtype}")
         shape = tuple(value.shape)
         if not any_shape and shape != self.shape:
+            fixed = self._fixed_sizes
             raise ShapeError(
                 f"argument {name!r} has shape {shape}; "
                 f"the plan is for the global shape {self.shape}"
+                f"{'. Its dynamic sizes are fixed: ' * bool(fixed)}{fixed}"
             )
 
     def localize(self, value: Any) -> torch.Tensor:

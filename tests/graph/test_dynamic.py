@@ -20,7 +20,7 @@ from autoshard.graph import (
     load_graph,
     resized,
 )
-from autoshard.graph.symbols import evaluate
+from autoshard.graph.expressions import evaluate
 
 OPEN = {0: Dim("batch", max=64), 1: Dim("sequence", max=64)}
 
@@ -96,23 +96,27 @@ def test_unknown_and_impossible_sizes_are_refused(graph: Graph) -> None:
 
 
 class Squared(nn.Module):
-    """A size that is no sum of products of different sizes."""
+    """Has a size that is no sum of products of different sizes."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.sum() + x.new_ones(x.shape[0] ** 2)
 
 
-def test_what_cannot_be_followed_stays_as_planned() -> None:
+def test_sizes_by_other_functions_than_sums_and_products() -> None:
     archive = export_model(Squared(), (torch.ones(4, 3),), dynamic_shapes=({0: Dim("n", max=64)},))
     graph = load_graph(archive)
-    assert graph.dynamic is None
-    assert graph.values["x"].shape == (4, 3)
+    assert graph.dynamic is not None
+    (symbol,) = graph.dynamic.symbols
+    shapes = [tensor.shape for tensor in resized(graph, {symbol.name: 6}).values.values()]
+    assert (36,) in shapes
 
 
-def test_a_narrow_range_leaves_nothing_open() -> None:
+def test_a_narrow_range() -> None:
     shapes = ({0: Dim("n", min=3, max=4)},)
     archive = export_model(nn.ReLU(), (torch.ones(4, 3),), dynamic_shapes=shapes)
-    assert load_graph(archive).dynamic is None
+    dynamic = load_graph(archive).dynamic
+    assert dynamic is not None
+    assert not dynamic.supports({dynamic.symbols[0].name: 5})
 
 
 def altered(graph: Graph, *path: Any, to: Any) -> dict[str, Any]:
@@ -156,13 +160,69 @@ def test_expressions_have_sympys_values() -> None:
         a**3,
         functions.FloorDiv(a, b),
         functions.PythonMod(a * 3, b),
+        functions.Mod(a, b),
+        functions.CleanDiv(a * b, b),
+        functions.ModularIndexing(a, 2, 3),
+        functions.PowByNatural(sympy.Integer(2), b),
+        functions.LShift(a, b),
+        functions.RShift(a, sympy.Integer(1)),
+        functions.BitwiseFn_bitwise_and(a, b),
+        functions.TruncToInt(functions.IntTrueDiv(a, b)),
+        functions.FloorToInt(functions.IntTrueDiv(-a, b)),
+        functions.CeilToInt(functions.IntTrueDiv(a, b)),
+        functions.RoundToInt(functions.IntTrueDiv(a, b)),
+        sympy.Abs(a - 20),
+        functions.Max(a, b, sympy.Integer(9)),
+        functions.Min(a, sympy.Integer(5)),
         sympy.Max(a, b, 9),
         sympy.Min(a, 5),
+        sympy.Piecewise((a, a > b), (b, True)),
+        functions.Where(a > b, a, b),
         -a,
     ]
+    sizes = {"a": 11, "b": 4}
     for expression in expressions:
         expected = int(expression.subs({a: 11, b: 4}))
-        assert evaluate(sympy.srepr(expression), {"a": 11, "b": 4}) == expected
+        assert evaluate(sympy.srepr(expression), sizes) == expected
+    real = [
+        functions.ToFloat(a),
+        functions.IntTrueDiv(a, b),
+        functions.FloatTrueDiv(sympy.Float(1.5), functions.ToFloat(b)),
+        functions.FloatPow(functions.ToFloat(a), sympy.Float(0.3)),
+        functions.RoundDecimal(functions.IntTrueDiv(a, sympy.Integer(3)), sympy.Integer(2)),
+        functions.OpaqueUnaryFn_sqrt(functions.ToFloat(a)),
+        functions.OpaqueUnaryFn_log2(functions.ToFloat(a)),
+        functions.ToFloat(a) * sympy.Float(0.1) - sympy.Float(7.25),
+        functions.Max(functions.IntTrueDiv(a, b), sympy.Float(0.1)),
+    ]
+    for expression in real:
+        found = evaluate(sympy.srepr(expression), sizes)
+        assert type(found) is float
+        assert found == pytest.approx(float(expression.subs({a: 11, b: 4})), rel=1e-15)
+    flags = [a > b, a < b, sympy.Eq(a, 11), sympy.Ne(a, b), a >= 12, a <= 11]
+    flags += [sympy.And(a > b, b > 4), sympy.Or(a > b, b > 4), sympy.Not(sympy.Eq(a, b))]
+    for expression in [*flags, sympy.true, sympy.false]:
+        assert evaluate(sympy.srepr(expression), sizes) is bool(expression.subs({a: 11, b: 4}))
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("(A % 2 == 1) and not A == 3", True),
+        ("A // 4 * 3 - -A", 17),
+        ("1 < A <= 11 < 12", True),
+        ("1 < A <= 10", False),
+        ("max(5, A) == A or 1 / 0 > 1", True),
+        ("torch.sym_float(A) ** 0.5 < 100.0", True),
+        ("torch._sym_sqrt(A) > math.floor(3.5)", True),
+        ("torch.sym_max(1, torch.sym_min(A, 7)) + torch.sym_int(A / 2)", 12),
+        ("A if A > 20 else 2 * A", 22),
+        ("A & 3 | A << 2 ^ A >> 1", 43),
+    ],
+)
+def test_conditions_have_pythons_values(text: str, value: object) -> None:
+    found = evaluate(text.replace("A", "Symbol('a')"), {"a": 11})
+    assert (found, type(found)) == (value, type(value))
 
 
 @pytest.mark.parametrize(

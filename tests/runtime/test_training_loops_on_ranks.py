@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from runtime.cases import (
+    arguments,
     criteria,
     gradient_habits,
     micro_batches,
@@ -40,6 +41,7 @@ MODULES = (
     opaque_modules,
     state_dicts,
     other_shapes,
+    arguments,
 )
 CASES = joined(*MODULES)
 LONG = {

@@ -5,7 +5,7 @@ Properties of a normalised graph:
 * no sub-graphs, no assertions, no in-place operators;
 * no no-ops, no dead code;
 * `view`, `flatten` and `unflatten` are `aten.reshape.default`, every change of element type
-  is `aten.to.dtype`, and no size or dim argument is negative;
+  is `aten.to.dtype`, and no size or dim argument is negative (see `autoshard.graph.dims`);
 * a mean cross-entropy is a sum divided by a count, so that both can be summed over ranks;
 * recognised mixtures of experts use the operators of `autoshard.graph.experts`;
 * each tied parameter is one input;

@@ -107,7 +107,7 @@ class _Inliner:
 
         body = region.body
         for step in body.steps:
-            for name in step.outputs:
+            for name in filter(None, step.outputs):
                 names[name] = Ref(self._new_value(name, body.values.get(name)))
             local = self._renamed(step, names)
             self.add(local, scope, gradients=gradients)
@@ -117,6 +117,8 @@ class _Inliner:
                 f"{len(body.outputs)}"
             )
         for name, output in zip(region.outputs, body.outputs, strict=True):
+            if not name:  # a number, which has been read where it is used
+                continue
             inner = output.literal if output.name is None else scope(output.name)
             self._region_outputs[name] = (
                 self.lookup(inner.name) if isinstance(inner, Ref) else inner
@@ -125,7 +127,8 @@ class _Inliner:
     def _renamed(self, step: Node | Region, names: dict[str, Argument]) -> Node | Region:
         """Rename a step and its outputs with unique names."""
         name = self._node_names.fresh(step.name)
-        outputs = tuple(ref.name for o in step.outputs if isinstance(ref := names[o], Ref))
+        renamed = (names[o] if o else "" for o in step.outputs)
+        outputs = tuple(new.name if isinstance(new, Ref) else "" for new in renamed)
         if isinstance(step, Node):
             return Node(name, step.operator, step.arguments, outputs, step.module)
         return Region(name, step.operator, step.settings, step.body, step.operands, outputs)

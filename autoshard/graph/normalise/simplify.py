@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import accumulate
 
 from autoshard.errors import SchemaError
+from autoshard.graph.dims import with_explicit_dims, within
 from autoshard.graph.ir import Argument, Graph, InputKind, Node, Ref, Tensor, Token, TokenKind
 from autoshard.graph.normalise.functional import is_same
 from autoshard.graph.normalise.rewriting import integer, required, rewire
@@ -33,9 +34,6 @@ def drop_dead_code(graph: Graph) -> Graph:
     return Graph(graph.inputs, nodes, outputs, values, graph.in_spec, graph.out_spec)
 
 
-_DIM_ARGUMENTS = frozenset({"dim", "dims", "dim0", "dim1", "start_dim", "end_dim"})
-_ONE_MORE_DIM = frozenset({"aten.unsqueeze.default", "aten.stack.default"})
-"""Operators whose `dim` refers to the dims of their output."""
 _BROADCAST = "aten.broadcast_tensors.default"
 _SIZES = {
     "aten.view.default": "size",
@@ -45,7 +43,7 @@ _SIZES = {
 
 
 def make_explicit(graph: Graph) -> Graph:
-    """Make every dim non-negative and every size explicit.
+    """Make every dim non-negative (see `autoshard.graph.dims`), and every size explicit.
 
     A broadcast of several tensors becomes an expansion of each. `select` gets a non-negative
     index; `slice` gets dim, start, end within the dim, and step.
@@ -93,37 +91,16 @@ def _broadcasts(node: Node) -> Iterator[Node]:
 def _explicit(node: Node, values: Mapping[str, Tensor]) -> Node:
     if not node.inputs:
         return node
-    shape = values[node.inputs[0]].shape
-    ndim = max(len(shape) + (node.operator in _ONE_MORE_DIM), 1)
-    explicit: dict[str, Argument] = {
-        key: _from_front(value, ndim, node)
-        for key, value in node.arguments
-        if key in _DIM_ARGUMENTS
-    }
+    node = with_explicit_dims(node, values)
     if node.operator in _SIZES:
-        explicit[_SIZES[node.operator]] = values[node.outputs[0]].shape
-    if explicit:
-        arguments = {**dict(node.arguments), **explicit}
-        node = replace(node, arguments=tuple(arguments.items()))
+        sizes = {_SIZES[node.operator]: values[node.outputs[0]].shape}
+        node = replace(node, arguments=tuple({**dict(node.arguments), **sizes}.items()))
+    shape = values[node.inputs[0]].shape
     if node.operator == "aten.slice.Tensor":
         return _explicit_slice(node, shape)
     if node.operator == "aten.select.int":
         return _explicit_select(node, shape)
     return node
-
-
-def _from_front(dim: Argument, ndim: int, node: Node) -> Argument:
-    if isinstance(dim, tuple):
-        return tuple(_from_front(d, ndim, node) for d in dim)
-    if isinstance(dim, bool) or not isinstance(dim, int):
-        return dim
-    return _within(dim, ndim, f"node {node.name!r} ({node.operator}): dim")
-
-
-def _within(index: int, size: int, what: str) -> int:
-    if not -size <= index < size:
-        raise SchemaError(f"{what} {index} is out of range for size {size}")
-    return index % size
 
 
 def _explicit_slice(node: Node, shape: tuple[int, ...]) -> Node:
@@ -147,7 +124,7 @@ def _explicit_slice(node: Node, shape: tuple[int, ...]) -> Node:
 def _explicit_select(node: Node, shape: tuple[int, ...]) -> Node:
     size = _size(node, shape, required(node, "dim", int))
     what = f"node {node.name!r} ({node.operator}): index"
-    index = _within(required(node, "index", int), size, what)
+    index = within(required(node, "index", int), size, what)
     arguments = {**dict(node.arguments), "index": index}
     return replace(node, arguments=tuple(arguments.items()))
 

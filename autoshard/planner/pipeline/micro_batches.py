@@ -105,9 +105,9 @@ def _batch_size(graph: Graph) -> tuple[str, int]:
 
 def _numbers(graph: Graph, symbol: str, batch: int) -> Iterator[int]:
     assert graph.dynamic is not None
-    size = next(s for s in graph.dynamic.symbols if s.name == symbol)
+    planned = graph.dynamic.planned
     number = 1
     while number <= min(batch, _MOST):
-        if batch % number == 0 and size.allows(batch // number):
+        if batch % number == 0 and graph.dynamic.supports(planned | {symbol: batch // number}):
             yield number
         number *= 2
