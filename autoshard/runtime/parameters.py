@@ -133,6 +133,13 @@ def check_stored_alike(stages: Mapping[str, Stage]) -> None:
                 )
 
 
+def stored_names(stages: Iterable[Stage]) -> frozenset[str]:
+    """Names of the parameters that plans store, with aliases."""
+    return frozenset(
+        name for stage in stages for i in stage.parameters for name in (i.target, *i.aliases)
+    )
+
+
 def distribute_state(
     model: nn.Module, stages: Iterable[Stage], mesh: DeviceMesh, place: Place
 ) -> None:
