@@ -7,9 +7,9 @@ import copy
 import inspect
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
 from io import BytesIO
 from typing import Any, Literal
 
@@ -26,9 +26,11 @@ from autoshard.graph.mixed_precision import MixedPrecision
 from autoshard.graph.opaque import OpaqueModules
 from autoshard.graph.opaque_call import OpaqueModule
 from autoshard.graph.python_state.global_hooks import check_no_global_hooks
-from autoshard.graph.python_state.paths import HOOKS
+from autoshard.graph.python_state.paths import HOOKS, path_text
+from autoshard.graph.python_state.queries import GRAD_MODE
 from autoshard.graph.python_state.record import record_of
 from autoshard.graph.python_state.recorder import Recorder
+from autoshard.graph.python_state.values import Value
 from autoshard.graph.python_state.wording import check_patterns, is_ignored
 from autoshard.graph.tracing import (
     OnMeta,
@@ -56,6 +58,9 @@ def export_model(
     ignore_state: Collection[str] = (),
 ) -> bytes:
     """Export a model on the meta device, in the training or evaluation mode it is in.
+
+    Gradients are enabled while it is traced, except if forward asks for that, as through
+    `torch.is_grad_enabled()`, and the export is made under `torch.no_grad()`.
 
     The model is not changed or moved, and its weights are not copied: the exported module is a
     copy whose tensors are on the meta device. Small tensors that forward creates from numbers, as
@@ -109,7 +114,7 @@ def export_model(
     check_no_global_hooks(ignore_state)
     policy = None if mixed_precision is None else MixedPrecision.of(mixed_precision)
 
-    def export(opaque: Iterable[str | type | OpaqueModule]) -> bytes:
+    def export_as(opaque: Iterable[str | type | OpaqueModule], *, gradients: bool) -> _Exported:
         example = (*args, *targets), kwargs or {}
         twin, hidden = _twin(model)
         stored = cast_parameters(twin, policy) if policy else {}
@@ -117,10 +122,16 @@ def export_model(
         _remove_own_hooks(twin, loss, ignore_state)
         exported = ExportedModel(model.training, mixed_precision=policy, name=type(model).__name__)
         record = ExportRecord(tied_names(model), exported, stored)
-        settings: Any = {"dynamic_shapes": dynamic_shapes, "strict": strict}
-        return _export(
-            model, twin, example, opaque, record, ignored=ignore_state, hidden=hidden, **settings
-        )
+        whole = OpaqueModules(model, opaque)
+        recorder = Recorder(twin, type(model), whole.inside, hidden)
+        settings: Any = {"dynamic_shapes": dynamic_shapes, "strict": strict, "gradients": gradients}
+        return _export(twin, example, whole, recorder, record, ignored=ignore_state, **settings)
+
+    def export(opaque: Iterable[str | type | OpaqueModule]) -> bytes:
+        found = export_as(opaque, gradients=True)
+        if path_text(GRAD_MODE) in found.state and not torch.is_grad_enabled():
+            found = export_as(opaque, gradients=False)  # the mode in which forward is to run
+        return found.archive
 
     if opaque == "auto":
         return _with_untraceable(model, export)
@@ -216,41 +227,50 @@ def _change_forward(
         twin.__class__ = _with_loss(type(twin), loss, num_args, num_targets)
 
 
+@dataclass(frozen=True)
+class _Exported:
+    """An archive, and what it records of Python state."""
+
+    archive: bytes
+    state: Mapping[str, Value]
+
+
 def _export(
-    model: torch.nn.Module,
     twin: torch.nn.Module,
     example: tuple[tuple[Any, ...], dict[str, Any]],
-    opaque: Iterable[str | type | OpaqueModule],
+    whole: OpaqueModules,
+    recorder: Recorder,
     record: ExportRecord,
     *,
     ignored: Collection[str],
-    hidden: Collection[tuple[object, str]],
     dynamic_shapes: Any,
     strict: bool,
-) -> bytes:
-    what = type(model).__name__
+    gradients: bool,
+) -> _Exported:
+    assert record.model is not None
+    what = record.model.name
     with _named(f"{what} cannot be copied to the meta device"):
         meta_args, meta_kwargs = pytree.tree_map(_to_meta, example)
-    whole = OpaqueModules(model, opaque)
     if whole.inside and dynamic_shapes is not None:
         raise ExportError("opaque modules have fixed sizes; export without dynamic_shapes")
-    with torch.enable_grad(), torch.device("meta"), OnMeta():
+    with torch.set_grad_enabled(gradients), torch.device("meta"), OnMeta():
         whole.measure(twin, meta_args, meta_kwargs)
     whole.replace_in(twin)
     follow_buffers(twin)
-    recorder = Recorder(twin, type(model), whole.inside, hidden)
 
-    def trace(*, strict: bool, recording: AbstractContextManager[None]) -> ExportedProgram:
+    def trace(*, strict: bool) -> ExportedProgram:
         # Dynamo (strict tracing) would trace into these modes instead of running them.
-        modes = nullcontext() if strict else OnMeta()
-        with traced(twin, what), torch.enable_grad(), torch.device("meta"), modes, recording:
+        modes = (nullcontext(),) if strict else (OnMeta(), recorder.recording())
+        with ExitStack() as stack:
+            contexts = (traced(twin, what), torch.set_grad_enabled(gradients), torch.device("meta"))
+            for context in (*contexts, *modes):
+                stack.enter_context(context)
             return torch.export.export(
                 twin, meta_args, meta_kwargs, dynamic_shapes=dynamic_shapes, strict=strict
             )
 
     with custom_functions() as found:
-        recording = nullcontext() if strict else recorder.recording()
-        program = trace(strict=strict, recording=recording)
+        program = trace(strict=strict)
     check_sizes(program, what)
     check_products(program, what)
     if found:
@@ -260,14 +280,15 @@ def _export(
             f"model.requires_grad_(False) to plan inference"
         )
     if strict:  # which runs no Python code that could be recorded
-        trace(strict=False, recording=recorder.recording())
-    buffer = BytesIO()
-    state = record_of(recorder, twin, what, ignored)
-    assert record.model is not None
+        with suppress(ExportError):
+            trace(strict=False)
+    with torch.set_grad_enabled(gradients):
+        state = record_of(recorder, twin, what, ignored)
     record = replace(record, model=replace(record.model, state=state))
+    buffer = BytesIO()
     with _named(f"the exported {what} cannot be saved"):
         torch.export.save(program, buffer, extra_files={EXPORT_FILE: record.to_json().decode()})
-    return buffer.getvalue()
+    return _Exported(buffer.getvalue(), state)
 
 
 def _with_loss(

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.errors import ArgumentTypeError, PlanError
+from autoshard.errors import ArgumentTypeError, AutoshardError, PlanError
 from autoshard.graph import DType
 from autoshard.graph.buffers import HeldBuffers
 from autoshard.plan import Plan, Stage
@@ -148,9 +148,9 @@ def parallelize(
         ignore_state,
     )
     with raised_on_all_ranks(device_mesh):
-        state.check_applies()
         for forward in forwards.values():
             check_parameters(model, forward.stage, frozen=forward.frozen)
+        state.check_applies()
         for forward in forwards.values():
             forward.attach(model)
     programs = Programs(forwards, state)
@@ -261,6 +261,8 @@ class Planned:
         before = programs.num_calls
         try:
             result = nn.Module.__call__(self, *args, **kwargs)
+        except AutoshardError:
+            raise
         except Exception as error:
             if programs.num_calls == before and not programs.state.ignores(("forward",)):
                 raise PlanError(_REPLACED) from error

@@ -17,6 +17,7 @@ from runtime.cases import (
     opaque_modules,
     optimizer_habits,
     other_shapes,
+    python_state,
     several_programs,
     state_dicts,
     updated_buffers,
@@ -40,6 +41,7 @@ MODULES = (
     opaque_modules,
     state_dicts,
     other_shapes,
+    python_state,
 )
 CASES = joined(*MODULES)
 LONG = {

@@ -30,12 +30,9 @@ _PLAIN = (
 _OF_PYTHON = frozenset({"argparse", "collections", "configparser", "types"})
 """Modules of Python whose objects hold what users put there."""
 
-Wrapped = (property, cached_property, classmethod, staticmethod, partial, MethodType)
 _PARTS_OF = {
     property: ("fget",),
     cached_property: ("func",),
-    classmethod: ("__func__",),
-    staticmethod: ("__func__",),
     partial: ("func", "args", "keywords"),
     MethodType: ("__func__", "__self__"),
 }
@@ -98,7 +95,7 @@ class Holders:
             self._add_function(value, path)
         elif isinstance(value, type):
             self.add_class(value)
-        elif isinstance(value, Wrapped):
+        elif isinstance(value, tuple(_PARTS_OF)):
             self._add_parts(value, path)
         elif hasattr(type(value), "cache_info"):  # functools.lru_cache
             self.add(value.__wrapped__, (*path, "__wrapped__"))
@@ -127,9 +124,10 @@ class Holders:
             if owner not in self._classes and is_user_module(owner.__module__):
                 self._classes[owner] = None
                 self._on_class(owner)
-                for name, value in tuple(vars(owner).items()):
-                    if isinstance(value, (FunctionType, *Wrapped)):
-                        self.add(value, (*class_path(owner), name))
+                for name in tuple(vars(owner)):
+                    place = find_place(owner, name)
+                    if place and isinstance(place.value, (FunctionType, *_PARTS_OF)):
+                        self.add(place.value, (*class_path(owner), name))
 
     def _add_function(self, function: FunctionType, path: Path) -> None:
         if id(function.__code__) in self._functions:

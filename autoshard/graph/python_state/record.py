@@ -29,8 +29,8 @@ def record_of(
     Raises:
         ExportError: forward changes what it reads, or draws random numbers of Python.
     """
-    if not recorder.is_complete:
-        return {}
+    if not recorder.reads or not recorder.is_complete:
+        return {}  # the model was not traced, or by a compiler
     effects, changes = Effects(recorder, model), recorder.changes
     found = [change for change in changes.found if not is_ignored(change.path, ignored)]
     if found and not (changes.is_lazy and effects.is_settled()):

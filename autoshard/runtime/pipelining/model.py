@@ -19,6 +19,7 @@ from autoshard.runtime.accumulation import GradientAccumulation
 from autoshard.runtime.agreement import raised_on_all_ranks
 from autoshard.runtime.autocast import outside_autocast
 from autoshard.runtime.dtensor_handlers import install_dtensor_handlers
+from autoshard.runtime.parameters import stored_names
 from autoshard.runtime.pipelining.deferred_norms import DeferredBatchNorms
 from autoshard.runtime.pipelining.devices import StageDevices
 from autoshard.runtime.pipelining.micro_batches import Join
@@ -283,14 +284,16 @@ def pipeline(
     state = PythonState(
         model,
         {name: forwards[name][0].program.graph for name in plans},
-        {i.target for one in plans.values() for stage in one.stages for i in stage.inputs},
+        stored_names(
+            (stage for one in plans.values() for stage in one.stages), ("parameter", "buffer")
+        ),
         ignore_state,
         runs_own_hooks=False,
     )
     with raised_on_all_ranks(device_mesh):
-        state.check_applies()
         for name, one in plans.items():
             check_model(model, one, forwards[name])
+        state.check_applies()
     for forward in chain.from_iterable(forwards.values()):
         forward.attach(model)
         if deferred_batch_norm:

@@ -86,28 +86,26 @@ class PythonState:
         return is_ignored(path, self._ignored)
 
     def check_applies(self) -> None:
-        """Check that plans may be applied to the model.
+        """Check that one of the plans may be applied to the model as it is.
 
-        Modes may be set later, and so may what is different among the exports of the plans.
+        Modes may be set later. The others are for other states.
 
         Raises:
-            PlanError: something else is not as in the export.
+            PlanError: the export of every plan was made in another state.
         """
+        reasons = []
         for name, record in self._records.items():
-            others = [one for other, one in self._records.items() if other != name]
             found = [
                 difference
                 for difference in self.differences(self._model, name)
                 if not (difference.is_mode or difference.is_query)
-                and all(
-                    same(other.get(difference.path, difference.exported), difference.exported)
-                    for other in others
-                )
             ]
             if found:
                 plan = f"the plan {name!r}" if name else "the plan"
                 text = explain(found, _modes(record))
-                raise PlanError(f"{plan} was made for another state of the model: {text}")
+                reasons.append(f"{plan} was made for another state of the model: {text}")
+        if len(reasons) == len(self._records):
+            raise PlanError("; ".join(reasons))
         self._snapshot = None  # the plans change the model
 
     def check(self, model: nn.Module, name: str) -> None:
