@@ -47,6 +47,7 @@ def auto_parallelize(
     constants: Mapping[str, torch.Tensor] | None = None,
     custom_operators: Collection[str] = (),
     seed: int = 0,
+    ignore_state: Collection[str] = (),
     **single_options: Any,
 ) -> ModelT:
     """Export a model, plan it for a mesh, and apply the plan; on every rank of the mesh.
@@ -78,6 +79,7 @@ def auto_parallelize(
         constants: as in `parallelize`.
         custom_operators: as in `parallelize`.
         seed: as in `parallelize`.
+        ignore_state: as in `export_model` and `parallelize`.
         **single_options: members of `PlanOptions`, such as `micro_batches`, which replace those of
             `options`.
 
@@ -106,6 +108,7 @@ def auto_parallelize(
             opaque=opaque,
             dynamic_shapes=dynamic_shapes,
             mixed_precision=mixed_precision,
+            ignore_state=ignore_state,
         )
         with _client(server, cache) as client:
             return client.plan(
@@ -121,6 +124,7 @@ def auto_parallelize(
             constants=constants,
             custom_operators=custom_operators,
             seed=seed,
+            ignore_state=ignore_state,
         )
     return model
 

@@ -61,16 +61,12 @@ if TYPE_CHECKING:
         Shortened,
         shorten,
     )
-    from autoshard.graph.source_code import (
-        forward_code,
-        hooked_modules,
-    )
     from autoshard.graph.sources import GraphLike, graph_source, to_graph
     from autoshard.graph.stages import (
         CutPoint,
         StageCutter,
     )
-    from autoshard.graph.training_mode import training_operators
+    from autoshard.graph.training_mode import training_modules
 else:
     __getattr__, __dir__ = lazy_names(__name__)
 
@@ -108,12 +104,10 @@ __all__ = [
     "check_total_bytes",
     "export_model",
     "find_blocks",
-    "forward_code",
     "graph_digest",
     "graph_from_json",
     "graph_source",
     "graph_to_json",
-    "hooked_modules",
     "layer_path",
     "load_graph",
     "module_paths",
@@ -125,5 +119,5 @@ __all__ = [
     "rules_to_json",
     "shorten",
     "to_graph",
-    "training_operators",
+    "training_modules",
 ]

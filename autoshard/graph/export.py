@@ -7,13 +7,14 @@ import copy
 import inspect
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
 from io import BytesIO
 from typing import Any, Literal
 
 import torch
+from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from autoshard.errors import ExportError, GraphError
@@ -24,7 +25,13 @@ from autoshard.graph.ir import ExportedModel
 from autoshard.graph.mixed_precision import MixedPrecision
 from autoshard.graph.opaque import OpaqueModules
 from autoshard.graph.opaque_call import OpaqueModule
-from autoshard.graph.source_code import forward_code, hooked_modules
+from autoshard.graph.python_state.global_hooks import check_no_global_hooks
+from autoshard.graph.python_state.paths import HOOKS, path_text
+from autoshard.graph.python_state.queries import GRAD_MODE
+from autoshard.graph.python_state.record import record_of
+from autoshard.graph.python_state.recorder import Recorder
+from autoshard.graph.python_state.values import Value
+from autoshard.graph.python_state.wording import check_patterns, is_ignored
 from autoshard.graph.tracing import (
     OnMeta,
     check_no_autocast,
@@ -48,8 +55,12 @@ def export_model(
     dynamic_shapes: Any = None,
     strict: bool = False,
     mixed_precision: MixedPrecision | str | Any = None,
+    ignore_state: Collection[str] = (),
 ) -> bytes:
     """Export a model on the meta device, in the training or evaluation mode it is in.
+
+    Gradients are enabled while it is traced, except if forward asks for that, as through
+    `torch.is_grad_enabled()`, and the export is made under `torch.no_grad()`.
 
     The model is not changed or moved, and its weights are not copied: the exported module is a
     copy whose tensors are on the meta device. Small tensors that forward creates from numbers, as
@@ -76,14 +87,19 @@ def export_model(
         mixed_precision: element types of computations, reductions and results, with the meaning of
             FSDP2's `MixedPrecisionPolicy`: a `MixedPrecision`, a `MixedPrecisionPolicy`, or a
             `param_dtype` such as "bfloat16". The parameters keep their own element type.
+        ignore_state: patterns of Python state on which no result depends, such as
+            `["layers.0.calls", "*.step"]`, `"random"` or `"numpy.random"`: forward may change it,
+            and it is not compared when the plan is applied and called.
 
     Returns:
         The bytes of the archive, for `load_graph` and `torch.export.load`. It also records tied
-        parameters, the model's mode, a digest of the code of forward, and the mixed precision.
+        parameters, the mixed precision, and the Python state that forward reads: attributes,
+        modes, globals and code.
 
     Raises:
         ExportError: the model cannot be traced; the message has module, file and line, the cause,
             and what to do about it. Or `torch.autocast` is active, whose casts are not recorded.
+            Or forward changes Python state, or draws random numbers of Python or numpy.
         OptionError: `mixed_precision` has no floating-point element type.
         GraphError: the model cannot be copied or saved, or a gradient passes through a custom
             `autograd.Function`.
@@ -94,18 +110,28 @@ def export_model(
         >>> export_model(model, (ids,), mixed_precision=MixedPrecision("bfloat16", "float32"))
     """
     check_no_autocast()
+    check_patterns(ignore_state)
+    check_no_global_hooks(ignore_state)
     policy = None if mixed_precision is None else MixedPrecision.of(mixed_precision)
 
-    def export(opaque: Iterable[str | type | OpaqueModule]) -> bytes:
+    def export_as(opaque: Iterable[str | type | OpaqueModule], *, gradients: bool) -> _Exported:
         example = (*args, *targets), kwargs or {}
-        twin = _twin(model)
+        twin, hidden = _twin(model)
         stored = cast_parameters(twin, policy) if policy else {}
         _change_forward(twin, policy, loss, num_args=len(args), num_targets=len(targets))
+        _remove_own_hooks(twin, loss, ignore_state)
         exported = ExportedModel(model.training, mixed_precision=policy, name=type(model).__name__)
         record = ExportRecord(tied_names(model), exported, stored)
-        return _export(
-            model, twin, example, opaque, record, dynamic_shapes=dynamic_shapes, strict=strict
-        )
+        whole = OpaqueModules(model, opaque)
+        recorder = Recorder(twin, type(model), whole.inside, hidden)
+        settings: Any = {"dynamic_shapes": dynamic_shapes, "strict": strict, "gradients": gradients}
+        return _export(twin, example, whole, recorder, record, ignored=ignore_state, **settings)
+
+    def export(opaque: Iterable[str | type | OpaqueModule]) -> bytes:
+        found = export_as(opaque, gradients=True)
+        if path_text(GRAD_MODE) in found.state and not torch.is_grad_enabled():
+            found = export_as(opaque, gradients=False)  # the mode in which forward is to run
+        return found.archive
 
     if opaque == "auto":
         return _with_untraceable(model, export)
@@ -160,12 +186,26 @@ def _outer_names(name: str) -> Iterator[str]:
         name = name.rpartition(".")[0]
 
 
-def _twin(model: torch.nn.Module) -> torch.nn.Module:
-    """A copy on the meta device."""
+def _twin(model: torch.nn.Module) -> tuple[torch.nn.Module, list[tuple[object, str]]]:
+    """A copy on the meta device, and the attributes that it has not as the model has them."""
     with _named(f"{type(model).__name__} cannot be copied to the meta device"):
         twin = _meta_copy(model)
-    _leave_out_caches(twin)
-    return twin
+    return twin, _leave_out_caches(twin)
+
+
+def _remove_own_hooks(
+    twin: torch.nn.Module, loss: Callable[..., Any] | None, ignored: Collection[str]
+) -> None:
+    """Remove hooks of a copy of the model itself, which run in every call of the planned model."""
+    hooks = {name: vars(twin)[name] for name in HOOKS if vars(twin)[name]}
+    if loss is not None and any(not is_ignored((name,), ignored) for name in hooks):
+        raise ExportError(
+            f"the model has hooks of its own ({', '.join(hooks)}), which would be called with the "
+            f"loss in place of the result of forward: register them on an inner module, leave the "
+            f"loss outside of the export, or export with ignore_state={list(hooks)}"
+        )
+    for own in hooks.values():
+        own.clear()
 
 
 def _change_forward(
@@ -187,33 +227,50 @@ def _change_forward(
         twin.__class__ = _with_loss(type(twin), loss, num_args, num_targets)
 
 
+@dataclass(frozen=True)
+class _Exported:
+    """An archive, and what it records of Python state."""
+
+    archive: bytes
+    state: Mapping[str, Value]
+
+
 def _export(
-    model: torch.nn.Module,
     twin: torch.nn.Module,
     example: tuple[tuple[Any, ...], dict[str, Any]],
-    opaque: Iterable[str | type | OpaqueModule],
+    whole: OpaqueModules,
+    recorder: Recorder,
     record: ExportRecord,
     *,
+    ignored: Collection[str],
     dynamic_shapes: Any,
     strict: bool,
-) -> bytes:
-    what = type(model).__name__
+    gradients: bool,
+) -> _Exported:
+    assert record.model is not None
+    what = record.model.name
     with _named(f"{what} cannot be copied to the meta device"):
         meta_args, meta_kwargs = pytree.tree_map(_to_meta, example)
-    whole = OpaqueModules(model, opaque)
     if whole.inside and dynamic_shapes is not None:
         raise ExportError("opaque modules have fixed sizes; export without dynamic_shapes")
-    with torch.enable_grad(), torch.device("meta"), OnMeta():
+    with torch.set_grad_enabled(gradients), torch.device("meta"), OnMeta():
         whole.measure(twin, meta_args, meta_kwargs)
     whole.replace_in(twin)
     follow_buffers(twin)
-    # Dynamo (strict tracing) would trace into the mode instead of running it.
-    on_meta = nullcontext() if strict else OnMeta()
-    tracing = traced(twin, what)
-    with tracing, torch.enable_grad(), torch.device("meta"), on_meta, custom_functions() as found:
-        program = torch.export.export(
-            twin, meta_args, meta_kwargs, dynamic_shapes=dynamic_shapes, strict=strict
-        )
+
+    def trace(*, strict: bool) -> ExportedProgram:
+        # Dynamo (strict tracing) would trace into these modes instead of running them.
+        modes = (nullcontext(),) if strict else (OnMeta(), recorder.recording())
+        with ExitStack() as stack:
+            contexts = (traced(twin, what), torch.set_grad_enabled(gradients), torch.device("meta"))
+            for context in (*contexts, *modes):
+                stack.enter_context(context)
+            return torch.export.export(
+                twin, meta_args, meta_kwargs, dynamic_shapes=dynamic_shapes, strict=strict
+            )
+
+    with custom_functions() as found:
+        program = trace(strict=strict)
     check_sizes(program, what)
     check_products(program, what)
     if found:
@@ -222,17 +279,16 @@ def _export(
             f"does not keep. Make each a torch.library.custom_op with register_autograd, or call "
             f"model.requires_grad_(False) to plan inference"
         )
+    if strict:  # which runs no Python code that could be recorded
+        with suppress(ExportError):
+            trace(strict=False)
+    with torch.set_grad_enabled(gradients):
+        state = record_of(recorder, twin, what, ignored)
+    record = replace(record, model=replace(record.model, state=state))
     buffer = BytesIO()
-    modules = dict(model.named_modules())
-    hooked = (*hooked_modules(modules), *sorted(whole.inside))
-    code = forward_code(
-        type(module) for name, module in modules.items() if name not in whole.inside
-    )
-    assert record.model is not None
-    record = replace(record, model=replace(record.model, code=code, hooked=hooked))
     with _named(f"the exported {what} cannot be saved"):
         torch.export.save(program, buffer, extra_files={EXPORT_FILE: record.to_json().decode()})
-    return buffer.getvalue()
+    return _Exported(buffer.getvalue(), state)
 
 
 def _with_loss(
@@ -263,12 +319,15 @@ def tied_names(model: torch.nn.Module) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(group) for group in names.values() if len(group) > 1)
 
 
-def _leave_out_caches(model: torch.nn.Module) -> None:
+def _leave_out_caches(model: torch.nn.Module) -> list[tuple[object, str]]:
     """Switch `use_cache` off in the configs of transformers: a cache is no tensor."""
+    changed: list[tuple[object, str]] = []
     for module in model.modules():
         config = getattr(module, "config", None)
         if getattr(config, "use_cache", None) is True:
             vars(config)["use_cache"] = False
+            changed.append((config, "use_cache"))
+    return changed
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from functools import cached_property
 from math import isfinite, prod
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import ConfigDict, GetCoreSchemaHandler, PlainSerializer
+from pydantic import ConfigDict, GetCoreSchemaHandler, JsonValue, PlainSerializer
 from pydantic_core import CoreSchema, core_schema
 
 from autoshard.graph.dtype import DType
@@ -384,11 +384,12 @@ class ExportedModel:
 
     Attributes:
         training: True if it was in training mode.
-        code: a digest of the code of forward by class (`autoshard.graph.source_code`).
-        hooked: names of the modules whose hooks run: those that had some, which the export
-            traced, and those that are kept whole.
+        code: of exports that have no `state`; not read.
+        hooked: likewise.
         mixed_precision: the policy under which it was exported.
         name: name of its class; empty if unknown.
+        state: values of the Python state that forward read, by path
+            (`autoshard.graph.python_state`); empty if unknown.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
@@ -398,6 +399,7 @@ class ExportedModel:
     hooked: tuple[str, ...] = ()
     mixed_precision: MixedPrecision | None = None
     name: str = ""
+    state: Mapping[str, JsonValue] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

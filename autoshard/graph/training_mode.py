@@ -1,4 +1,4 @@
-"""Operators that act as they do in training mode: dropout, and statistics of a batch."""
+"""Modules whose operators act as in training mode: dropout, and statistics of a batch."""
 
 from autoshard.graph.ir import Graph, Node
 
@@ -15,19 +15,27 @@ _FLAGS = {
 """The argument that `module.training` sets, by operator."""
 
 
-def training_operators(graph: Graph) -> tuple[str, ...]:
-    """Names of operators of the graph that a model in evaluation mode would run otherwise."""
-    return tuple(sorted({_packet(node) for node in graph.nodes if _acts_in_training(node)}))
+def training_modules(graph: Graph) -> dict[str, bool]:
+    """The modules with such operators, by name: True if one acts as in training mode."""
+    found: dict[str, bool] = {}
+    for node in graph.nodes:
+        acts = _acts_in_training(node)
+        if acts is not None:
+            found[node.module] = found.get(node.module, False) or acts
+    return found
 
 
-def _acts_in_training(node: Node) -> bool:
+def _acts_in_training(node: Node) -> bool | None:
+    """Whether an operator acts as in training mode; None if it has no modes."""
     packet = _packet(node)
     if packet == "scaled_dot_product_attention":
-        return bool(node.argument("dropout_p", 0.0))
+        return True if node.argument("dropout_p", 0.0) else None
     if packet == "batch_norm" and node.argument("running_mean") is None:
-        return False  # without running statistics those of the batch serve in both modes
+        return None  # without running statistics those of the batch serve in both modes
     flag = _FLAGS.get(packet)
-    return flag is not None and bool(node.argument(flag)) and node.argument("p", 1.0) != 0
+    if flag is None or node.argument("p", 1.0) == 0:
+        return None
+    return bool(node.argument(flag))
 
 
 def _packet(node: Node) -> str:

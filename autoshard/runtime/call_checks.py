@@ -1,85 +1,22 @@
-"""Checks of how a planned model is used: what would silently give other numbers is an error.
+"""Checks of parameters and arguments: what would silently give other numbers is an error.
 
-A program is exported once, in one mode and from one version of the code, and takes the same batch
-on all ranks. The unsharded model follows `train()` and `eval()`, hooks and changed modules.
+A program takes the same batch on all ranks. `autoshard.runtime.python_state` checks everything else
+that forward reads.
 """
 
 import hashlib
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
 
 from autoshard.errors import PlanError
-from autoshard.graph import (
-    ExportedModel,
-    Graph,
-    forward_code,
-    hooked_modules,
-    training_operators,
-)
 from autoshard.layouts import Layout, to_placements
 from autoshard.plan import PlacedInput
 from autoshard.runtime.recorder import not_recorded
-
-_MOST_NAMES = 5
-
-
-class ModeCheck:
-    """Compares the mode of a model with the one that it was exported in.
-
-    Args:
-        graph: the program.
-        model: whose modules are looked at.
-    """
-
-    def __init__(self, graph: Graph, model: nn.Module) -> None:
-        self._operators = training_operators(graph)
-        known = graph.model.training if graph.model else None
-        self._was_training = bool(self._operators) if known is None else known
-        self._sensitive = {
-            name: module for name, module in model.named_modules() if _follows_mode(module)
-        }
-
-    def check(self, model: nn.Module) -> None:
-        """Check the mode of the model before a call.
-
-        Raises:
-            PlanError: the program does something else than the model would in its mode.
-        """
-        if self._was_training and self._operators and not model.training:
-            raise PlanError(
-                f"the model is in evaluation mode, but the plan was made from an export in "
-                f"training mode, whose {', '.join(self._operators)} would go on: call "
-                f"model.train(), or plan an export of model.eval() for evaluation"
-            )
-        if model.training and not self._was_training:
-            active = [name for name, module in self._sensitive.items() if module.training]
-            if active:
-                raise PlanError(
-                    f"the model is in training mode, but the plan was made from an export in "
-                    f"evaluation mode, so {_listed(active)} would have no effect: call "
-                    f"model.eval(), or plan an export of model.train() for training"
-                )
-
-
-def _follows_mode(module: nn.Module) -> bool:
-    """True if a module computes something else in training mode than in evaluation mode."""
-    if isinstance(module, _DropoutNd):
-        return module.p > 0
-    if isinstance(module, _BatchNorm):
-        return module.running_mean is not None
-    return any(
-        "drop" in name and isinstance(value, float) and value > 0
-        for name, value in vars(module).items()
-    )
 
 
 class ParameterCheck:
@@ -141,59 +78,6 @@ def _check_stored(parameter: DTensor, placed: PlacedInput) -> None:
             f"parameter {name!r} is placed {parameter.placements} now, and the plan stores it as "
             f"{wanted}: assign a DTensor with these placements, or copy into the parameter"
         )
-
-
-class ModuleCheck:
-    """Notices what the planned program does not do: hooks, other modules, other code.
-
-    Args:
-        exported: the model that the plan was made from; None where unknown.
-        model: to which the plan is applied.
-    """
-
-    def __init__(self, exported: ExportedModel | None, model: nn.Module) -> None:
-        self._known = dict(model.named_modules())
-        # The export has traced the hooks that were there.
-        self._hooked = hooked_modules(self._known) if exported is None else exported.hooked
-        self._warned: set[str] = set()
-        if exported is not None:
-            self._compare_code(exported.code, model)
-
-    def _compare_code(self, exported: Mapping[str, str], model: nn.Module) -> None:
-        present = forward_code(type(module) for module in model.modules())
-        changed = [name for name, digest in present.items() if exported.get(name, digest) != digest]
-        if changed:
-            self._warn(
-                f"the code of forward of {_listed(changed)} is not the code that was exported; "
-                f"the plan runs the exported one: export and plan again"
-            )
-
-    def check(self, model: nn.Module) -> None:
-        """Warn, once for each cause, of hooks and modules that the program does not run."""
-        modules = dict(model.named_modules())
-        hooked = [name for name in hooked_modules(modules) if name not in self._hooked]
-        if hooked:
-            self._warn(
-                f"hooks of {_listed(hooked)} do not run: the planned program replaces the "
-                f"forward of inner modules; hooks of the whole model run"
-            )
-        replaced = [n for n, one in self._known.items() if n and modules.get(n) is not one]
-        if replaced:
-            self._warn(
-                f"the modules {_listed(replaced)} were replaced after the plan was applied; the "
-                f"planned program does not run them: change the model first, then export and plan"
-            )
-
-    def _warn(self, text: str) -> None:
-        if text not in self._warned:
-            self._warned.add(text)
-            warnings.warn(text, stacklevel=2)
-
-
-def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(repr(name) for name in names[:_MOST_NAMES])
-    more = len(names) - _MOST_NAMES
-    return f"{shown} and {more} more" if more > 0 else shown
 
 
 Region = tuple[str, torch.Tensor, str]

@@ -36,6 +36,7 @@ class LocalParameters:
         attributes: the parameters, by slot.
         groups: slots of the parameters that share an autograd node.
         check: of the parameters before each call.
+        ties: attributes that are one parameter, by name.
     """
 
     def __init__(
@@ -43,8 +44,10 @@ class LocalParameters:
         attributes: Mapping[int, ModuleAttribute],
         groups: Sequence[Sequence[int]],
         check: ParameterCheck,
+        ties: Sequence[Mapping[str, ModuleAttribute]] = (),
     ) -> None:
         self._check = check
+        self._ties = ties
         self._groups = [(slots, [attributes[slot] for slot in slots]) for slots in groups]
 
     def fill(self, registers: list[Any], copied: frozenset[int]) -> None:
@@ -55,7 +58,8 @@ class LocalParameters:
             copied: slots whose gradients are copied, from `gradients_to_copy`.
 
         Raises:
-            PlanError: a parameter was replaced by a plain tensor, or is not as planned.
+            PlanError: a parameter was replaced by a plain tensor, is not as planned, or no longer
+                tied to another one.
         """
         groups = [
             (slots, [_current(attribute) for attribute in attributes])
@@ -68,6 +72,14 @@ class LocalParameters:
                 registers[slot] = local
 
     def _check_all(self, groups: Sequence[tuple[Sequence[int], Sequence[DTensor]]]) -> None:
+        for tied in self._ties:
+            first, *others = (attribute.get() for attribute in tied.values())
+            if any(other is not first for other in others):
+                raise PlanError(
+                    f"the parameters {', '.join(tied)} were tied when the plan was applied, and "
+                    f"are not any more: assign one parameter to all of them, or untie them before "
+                    f"the export and plan again"
+                )
         for slots, parameters in groups:
             self._check.check(slots, parameters)
         accumulation = active_accumulation()

@@ -1,17 +1,18 @@
 """`parallelize`: makes a model run as planned."""
 
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial, wraps
-from inspect import signature
-from typing import Any, Literal, TypeVar
+from inspect import Parameter, Signature, signature
+from types import MethodType
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.errors import ArgumentTypeError, PlanError
+from autoshard.errors import ArgumentTypeError, AutoshardError, PlanError
 from autoshard.graph import DType
 from autoshard.graph.buffers import HeldBuffers
 from autoshard.plan import Plan, Stage
@@ -19,10 +20,16 @@ from autoshard.runtime.accumulation import GradientAccumulation
 from autoshard.runtime.agreement import raised_on_all_ranks
 from autoshard.runtime.autocast import outside_autocast
 from autoshard.runtime.dtensor_handlers import install_dtensor_handlers
-from autoshard.runtime.parameters import check_parameters, check_stored_alike, distribute_state
+from autoshard.runtime.parameters import (
+    check_parameters,
+    check_stored_alike,
+    distribute_state,
+    stored_names,
+)
 from autoshard.runtime.pipelining import Pipelined, pipeline
 from autoshard.runtime.planned_forward import PlannedForward, Programs, RngStep
 from autoshard.runtime.program import LocalProgram
+from autoshard.runtime.python_state.state import PythonState
 from autoshard.runtime.signature import ShapeError
 from autoshard.runtime.state_dicts import support_state_dicts
 from autoshard.runtime.unsharded_forward import UnshardedForward
@@ -39,6 +46,7 @@ def parallelize(
     custom_operators: Collection[str] = (),
     seed: int = 0,
     other_shapes: Literal["replicate", "error"] = "replicate",
+    ignore_state: Collection[str] = (),
 ) -> ModelT:
     """Make a model run as planned, on every rank of a mesh.
 
@@ -64,9 +72,9 @@ def parallelize(
     A plan for inference computes no gradients, and runs under `torch.no_grad()`.
 
     A call raises `PlanError` where the planned program would silently compute something else than
-    the model: if the model is in another mode (`train()`, `eval()`) than when it was exported and
-    that matters, or if ranks that should pass the same tensor pass different ones. Hooks of inner
-    modules, replaced modules and changed code of forward are warned of.
+    the model: if Python state that forward read has another value than when it was exported
+    (attributes, modes, globals, code, hooks of inner modules, modules), or if ranks that should
+    pass the same tensor pass different ones.
 
     Args:
         model: a model with the full weights on every rank, or on the meta device if
@@ -74,8 +82,8 @@ def parallelize(
         plan: a plan made for this model and for a mesh of this shape (`autoshard.pipeline`
             describes the result for one with pipeline stages); or several by name, which
             store parameters in one layout (`Plan.state_pins`). A call runs the plan that takes its
-            arguments in the mode of the model: a training plan after `train()`, a plan for
-            inference after `eval()`.
+            arguments and was exported in the present modes and Python state of the model: a
+            training plan after `train()`, a plan for inference after `eval()`.
         device_mesh: a mesh with the axis names and sizes of the plan.
         constants: values of tensors that forward created during export, by name; only needed for
             those that are neither attributes of the model nor small literals.
@@ -88,6 +96,8 @@ def parallelize(
             last smaller batch of an epoch. With "replicate" every rank runs the unsharded model on
             the whole batch, with all parameters gathered, and a warning says so once; with "error"
             it raises `PlanError`.
+        ignore_state: patterns of Python state on which no result depends, and which is therefore
+            not compared with the export, such as `["layers.0.tau", "*.p", "*._forward_hooks"]`.
 
     Returns:
         The same object; its class is now a subclass of its former class.
@@ -100,7 +110,11 @@ def parallelize(
         raise PlanError("the model is parallelized already; apply plans to a new model")
     given = _plans(plan)
     if any(one.pipeline is not None for one in given):
-        settings: Any = {"constants": constants, "custom_operators": custom_operators}
+        settings: Any = {
+            "constants": constants,
+            "custom_operators": custom_operators,
+            "ignore_state": ignore_state,
+        }
         return pipeline(model, plan, device_mesh, seed=seed, **settings)
     plans = {"": plan} if isinstance(plan, Plan) else dict(plan)
     if not plans:
@@ -127,22 +141,30 @@ def parallelize(
         )
         for name, one in plans.items()
     }
+    state = PythonState(
+        model,
+        {name: forward.program.graph for name, forward in forwards.items()},
+        stored_names(stages.values()),
+        ignore_state,
+    )
     with raised_on_all_ranks(device_mesh):
         for forward in forwards.values():
             check_parameters(model, forward.stage, frozen=forward.frozen)
+        state.check_applies()
         for forward in forwards.values():
             forward.attach(model)
-    programs = Programs(forwards)
+    programs = Programs(forwards, state)
     held = HeldBuffers(model)
     distribute_state(model, stages.values(), device_mesh, programs.first.program.place)
     held.follow()
     if not any(device_mesh.get_coordinate() or ()):
         for text in filter(None, (stage.idle_text for stage in stages.values())):
             warnings.warn(text, stacklevel=2)
-    replicated = other_shapes == "replicate"
+    vars(model).pop("forward", None)
+    original = _original_forward(model, state.own_forward)
     vars(model)["_unsharded"] = (
-        UnshardedForward(type(model), device_mesh, seed, given[0].graph.mixed_precision)
-        if replicated
+        UnshardedForward(original, device_mesh, seed, given[0].graph.mixed_precision)
+        if other_shapes == "replicate"
         else None
     )
     model.__class__ = _planned_class(type(model))
@@ -170,6 +192,22 @@ def _plans(plan: object) -> list[Plan]:
     return found
 
 
+def _original_forward(model: nn.Module, own: Callable[..., Any] | None) -> Callable[..., Any]:
+    """Forward of a model before a plan is applied, with the model as first argument."""
+    if own is None:
+        return type(model).forward
+    if isinstance(own, MethodType):
+        return own.__func__
+
+    @wraps(own)
+    def forward(_model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return own(*args, **kwargs)
+
+    first = Parameter("self", Parameter.POSITIONAL_ONLY)
+    vars(forward)["__signature__"] = Signature([first, *signature(own).parameters.values()])
+    return forward
+
+
 def _planned_class(original: type[ModelT]) -> type[ModelT]:
     """A subclass whose forward runs the plan, with the signature of the original one."""
 
@@ -178,6 +216,7 @@ def _planned_class(original: type[ModelT]) -> type[ModelT]:
         return Planned.forward(self, *args, **kwargs)
 
     members = {"__module__": original.__module__, "__doc__": original.__doc__, "forward": forward}
+    members["planned_forward"] = forward
     planned: type[ModelT] = type(f"Planned{original.__name__}", (Planned, original), members)
     return planned
 
@@ -188,13 +227,49 @@ def _accumulation_dtype(stages: Iterable[Stage]) -> torch.dtype | None:
     return None if name is None else getattr(torch, name)
 
 
+_REPLACED = (
+    "model.forward was replaced after the plan was applied, by a function that does not run the "
+    "planned forward: replace it first, then export and plan; or delete model.forward; or, if that "
+    "is what you want, pass ignore_state=['forward'] to parallelize"
+)
+
+
 class Planned:
     """Mixin class of models that run as planned."""
 
     _programs: Programs
     _unsharded: UnshardedForward | None
     _computes: tuple[str, DType | None]
+    planned_forward: ClassVar[Callable[..., Any]]
     """Type of the devices, and element type in which operators read most parameters."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run hooks and forward.
+
+        Raises:
+            PlanError: `forward` was replaced by a function that does not run the plan.
+        """
+        assert isinstance(self, nn.Module)
+        if "forward" not in self.__dict__ and type(self).forward is type(self).planned_forward:
+            return nn.Module.__call__(self, *args, **kwargs)
+        return self._call_replaced(args, kwargs)
+
+    def _call_replaced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a model whose forward a library or a program has replaced or wrapped."""
+        assert isinstance(self, nn.Module)
+        programs = self._programs
+        before = programs.num_calls
+        try:
+            result = nn.Module.__call__(self, *args, **kwargs)
+        except AutoshardError:
+            raise
+        except Exception as error:
+            if programs.num_calls == before and not programs.state.ignores(("forward",)):
+                raise PlanError(_REPLACED) from error
+            raise
+        if programs.num_calls == before and not programs.state.ignores(("forward",)):
+            raise PlanError(_REPLACED)
+        return result
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the plan with the arguments and results of the exported forward.
@@ -213,7 +288,6 @@ class Planned:
         assert isinstance(self, nn.Module)
         try:
             forward = self._programs.choose(self, args, kwargs)
-            forward.check(self)
             return forward(args, kwargs)
         except ShapeError as error:
             if self._unsharded is None:

@@ -1,6 +1,6 @@
 """Parameters of a model, and buffers that forward updates: comparison with the plan, sharding."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,6 +131,19 @@ def check_stored_alike(stages: Mapping[str, Stage]) -> None:
                     f"{placed.layout}: make one with the pins of the other, as "
                     f"PlanOptions(pins=plan.state_pins()), or with `autoshard plan --stored-as`"
                 )
+
+
+def stored_names(
+    stages: Iterable[Stage], kinds: Collection[str] = ("parameter",)
+) -> frozenset[str]:
+    """Names of the parameters that plans store, or of other inputs, with aliases.
+
+    Args:
+        stages: of the plans.
+        kinds: of inputs.
+    """
+    inputs = (i for stage in stages for i in stage.inputs if i.kind in kinds)
+    return frozenset(name for i in inputs for name in (i.target, *i.aliases))
 
 
 def distribute_state(

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from inspect import Signature
 from types import MethodType
 from typing import Any, TypeVar
@@ -18,8 +18,6 @@ from autoshard.layouts import Layout
 from autoshard.plan import PlacedInput, PlacedOutput, Stage
 from autoshard.runtime.accumulation import GradientAccumulation
 from autoshard.runtime.call_checks import (
-    ModeCheck,
-    ModuleCheck,
     ParameterCheck,
     check_no_transform,
     compare_over_ranks,
@@ -32,6 +30,8 @@ from autoshard.runtime.local_parameters import (
 )
 from autoshard.runtime.parameters import ModuleAttribute, StoredBuffer, store_updates
 from autoshard.runtime.program import LocalProgram
+from autoshard.runtime.python_state.compiled import check_state
+from autoshard.runtime.python_state.state import PythonState
 from autoshard.runtime.random_numbers import RECOMPUTED, runs_backward
 from autoshard.runtime.signature import Arguments, Results, ShapeError
 
@@ -128,7 +128,6 @@ class PlannedForward:
         self._tensors: dict[int, Callable[[], torch.Tensor]] = {}  # buffers and constants, by slot
         self._updated: tuple[StoredBuffer, ...] = ()
         self._compared: set[tuple[Any, ...]] = set()  # shapes of arguments that ranks compared
-        self._checks: _Checks
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PlannedForward":
         """Copy parameters and buffers; the program is shared with the original."""
@@ -140,7 +139,6 @@ class PlannedForward:
         vars(copied)["_parameters"] = deepcopy(self._parameters, memo)
         vars(copied)["_tensors"] = deepcopy(self._tensors, memo)
         vars(copied)["_updated"] = deepcopy(self._updated, memo)
-        vars(copied)["_checks"] = deepcopy(self._checks, memo)
         vars(copied)["_steps"] = deepcopy(self._steps, memo)
         vars(copied)["_accumulation"] = memo.setdefault(
             id(self._accumulation), GradientAccumulation(self._accumulation.dtype)
@@ -221,29 +219,12 @@ class PlannedForward:
         except PlanError as error:
             return ShapeError(f"the plan does not run with tensors of these sizes: {error}")
 
-    def check(self, model: nn.Module) -> None:
-        """Check the mode of the model and, on some calls, its modules.
+    def check_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Check that the program is for the arguments of a call.
 
         Raises:
-            PlanError: the model is in another mode than the exported one, and that matters, or a
-                transform of torch.func is active.
+            PlanError: they do not fit.
         """
-        self._checks.mode.check(model)
-        if not torch.compiler.is_compiling():
-            check_no_transform()
-        # The modules of a large model are many: the first call, and ever rarer ones later.
-        if not torch.compiler.is_compiling() and not self._steps.value & (self._steps.value - 1):
-            self._checks.modules.check(model)
-
-    def check_call(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> None:
-        """Check that the program is for a call.
-
-        Raises:
-            PlanError: the model is in another mode, or the arguments do not fit.
-        """
-        self._checks.mode.check(model)
         self.arguments.check(self.arguments.flatten(args, kwargs))
 
     def attach(self, model: nn.Module) -> None:
@@ -256,13 +237,16 @@ class PlannedForward:
         for placed in self._stage.inputs:
             if placed.kind in ("buffer", "constant"):
                 self._tensors[slots[placed.name]] = self._find(model, placed)
-        exported = self.program.graph.model
-        self._checks = _Checks(ModeCheck(self.program.graph, model), ModuleCheck(exported, model))
         parameters = {slots[p.name]: p for p in self._stage.parameters}
         self._parameters = LocalParameters(
             {slot: ModuleAttribute.of(model, p.target) for slot, p in parameters.items()},
             list(parameter_groups(self.program, self._stage.inputs)),
             ParameterCheck(parameters, frozenset(slots[name] for name in self.frozen)),
+            [
+                {name: ModuleAttribute.of(model, name) for name in (p.target, *p.aliases)}
+                for p in self._stage.parameters
+                if p.aliases
+            ],
         )
         updated = [slots[o.updates] for o in self._stage.outputs if o.updates is not None]
         targets = [self._stage.inputs[slot].target for slot in updated]
@@ -361,10 +345,17 @@ class Programs:
 
     Args:
         by_name: at least one.
+        state: the Python state that they were exported in.
+
+    Attributes:
+        state: likewise.
+        num_calls: how often one was called.
     """
 
-    def __init__(self, by_name: Mapping[str, PlannedForward]) -> None:
+    def __init__(self, by_name: Mapping[str, PlannedForward], state: PythonState) -> None:
         self._by_name = dict(by_name)
+        self.state = state
+        self.num_calls = 0
 
     @property
     def train(self) -> bool:
@@ -384,18 +375,51 @@ class Programs:
     def choose(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> PlannedForward:
-        """The program for a call: its arguments fit, and its mode is that of the model.
+        """The program for a call: its arguments fit, and its state is that of the model.
 
         Raises:
             PlanError: none fits; the message says why, by name.
             ShapeError: one would fit if it were not for the shapes of tensors.
         """
+        if torch.compiler.is_compiling():
+            return self._choose_compiled(model, args, kwargs)
+        self.num_calls += 1
+        check_no_transform()
         if len(self._by_name) == 1:
+            self.state.check(model, next(iter(self._by_name)))
             return self.first
+        return self._choose(model, args, kwargs, partial(self.state.check, model))
+
+    def _choose_compiled(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> PlannedForward:
+        """The program that is compiled; its graph checks the state in each call."""
+        if len(self._by_name) == 1:
+            name, forward = next(iter(self._by_name.items()))
+        else:
+            matching = self.state.matching().split("\n")
+
+            def check(name: str) -> None:
+                if name not in matching:
+                    raise PlanError("the model is in another state than it was exported in")
+
+            forward = self._choose(model, args, kwargs, check)
+            name = next(name for name, one in self._by_name.items() if one is forward)
+        check_state(forward.steps.index, self.state.number, name)
+        return forward
+
+    def _choose(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        check: Callable[[str], None],
+    ) -> PlannedForward:
         fitting, reasons, only_shapes = [], [], False
         for name, forward in self._by_name.items():
             try:
-                forward.check_call(model, args, kwargs)
+                check(name)
+                forward.check_call(args, kwargs)
                 fitting.append(forward)
             except PlanError as error:
                 reasons.append(f"{name}: {error}")
@@ -404,14 +428,6 @@ class Programs:
             reason = f"no plan is for this call: {'; '.join(reasons)}"
             raise ShapeError(reason) if only_shapes else PlanError(reason)
         return next((f for f in fitting if f.is_training == model.training), fitting[0])
-
-
-@dataclass(frozen=True, slots=True)
-class _Checks:
-    """Checks of the model before a call."""
-
-    mode: ModeCheck
-    modules: ModuleCheck
 
 
 @dataclass(frozen=True, slots=True)

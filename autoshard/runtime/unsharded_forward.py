@@ -40,7 +40,7 @@ class UnshardedForward:
     Every rank needs the memory for all parameters and for the whole batch.
 
     Args:
-        original: the class of the model before the plan was applied.
+        forward: of the model before the plan was applied, with the model as first argument.
         mesh: the devices.
         seed: of random operators.
         policy: the mixed precision of the plan; None if it has none.
@@ -48,15 +48,15 @@ class UnshardedForward:
 
     def __init__(
         self,
-        original: type[nn.Module],
+        forward: Callable[..., Any],
         mesh: DeviceMesh,
         seed: int,
         policy: MixedPrecision | None = None,
     ) -> None:
         self._policy = policy or MixedPrecision()
-        self._forward: Callable[..., Any] = original.forward
+        self._forward = forward
         if policy is not None:
-            self._forward = with_casts(original.forward, policy, num_leading=1)
+            self._forward = with_casts(forward, policy, num_leading=1)
         self._mesh = mesh
         self._seed = seed
         self._name = f"autoshard/unsharded/{next(_NUMBERS)}"  # alike on all ranks

@@ -348,8 +348,8 @@ def test_hooks_of_an_opaque_module_run_once() -> None:
     graph = load_graph(export_model(model, (torch.randn(4, 8),), opaque=[Tower]))
     assert not any("zeros" in node.operator for node in graph.nodes)
     assert graph.model is not None
-    assert {"inner.0", "inner.0.up", "inner.0.drop"} <= set(graph.model.hooked)
-    assert not any("Tower" in name for name in graph.model.code)
+    # It runs live, so nothing that it reads is recorded.
+    assert not any(name.startswith("inner.0.") or "Tower:" in name for name in graph.model.state)
 
 
 def test_costs_that_are_no_numbers_are_refused() -> None:

@@ -18,6 +18,7 @@ from runtime.cases import (
     opaque_modules,
     optimizer_habits,
     other_shapes,
+    python_state,
     several_programs,
     state_dicts,
     updated_buffers,
@@ -42,6 +43,7 @@ MODULES = (
     state_dicts,
     other_shapes,
     arguments,
+    python_state,
 )
 CASES = joined(*MODULES)
 LONG = {

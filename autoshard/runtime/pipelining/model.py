@@ -16,8 +16,10 @@ from autoshard.errors import PlanError
 from autoshard.graph.buffers import HeldBuffers
 from autoshard.plan import Plan, Stage
 from autoshard.runtime.accumulation import GradientAccumulation
+from autoshard.runtime.agreement import raised_on_all_ranks
 from autoshard.runtime.autocast import outside_autocast
 from autoshard.runtime.dtensor_handlers import install_dtensor_handlers
+from autoshard.runtime.parameters import stored_names
 from autoshard.runtime.pipelining.deferred_norms import DeferredBatchNorms
 from autoshard.runtime.pipelining.devices import StageDevices
 from autoshard.runtime.pipelining.micro_batches import Join
@@ -35,6 +37,7 @@ from autoshard.runtime.pipelining.stage import PlannedStage
 from autoshard.runtime.pipelining.stage_forward import Checkpointing, StageForward
 from autoshard.runtime.planned_forward import RngStep
 from autoshard.runtime.program import LocalProgram
+from autoshard.runtime.python_state.state import PythonState
 from autoshard.runtime.state_dicts import support_state_dicts
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -214,6 +217,7 @@ def pipeline(
     constants: Mapping[str, torch.Tensor] | None = None,
     custom_operators: Collection[str] = (),
     seed: int = 0,
+    ignore_state: Collection[str] = (),
 ) -> ModelT:
     """Make a model run as planned in several pipeline stages, on every rank of a mesh.
 
@@ -249,6 +253,7 @@ def pipeline(
         constants: as for `parallelize`.
         custom_operators: as for `parallelize`.
         seed: as for `parallelize`; each micro-batch draws the numbers of a step of its own.
+        ignore_state: as for `parallelize`.
 
     Returns:
         The same object; its class is now a subclass of its former class.
@@ -276,8 +281,19 @@ def pipeline(
         )
         for name, one in plans.items()
     }
-    for name, one in plans.items():
-        check_model(model, one, forwards[name])
+    state = PythonState(
+        model,
+        {name: forwards[name][0].program.graph for name in plans},
+        stored_names(
+            (stage for one in plans.values() for stage in one.stages), ("parameter", "buffer")
+        ),
+        ignore_state,
+        runs_own_hooks=False,
+    )
+    with raised_on_all_ranks(device_mesh):
+        for name, one in plans.items():
+            check_model(model, one, forwards[name])
+        state.check_applies()
     for forward in chain.from_iterable(forwards.values()):
         forward.attach(model)
         if deferred_batch_norm:
@@ -295,6 +311,7 @@ def pipeline(
             forwards[name],
             signature=called,
             steps=steps,
+            check_state=partial(state.check, model, name),
             loss_fn=loss_fn,
             scale_grads=scale_grads,
             checkpoint=checkpoint,
@@ -306,6 +323,7 @@ def pipeline(
         if forward.stage.idle_text:
             warnings.warn(forward.stage.idle_text, stacklevel=2)
     model.__class__ = _pipelined_class(type(model))
+    vars(model).pop("forward", None)
     vars(model)["_runners"] = runners
     for mesh in {mesh for one in devices.values() for mesh in one.meshes}:
         install_dtensor_handlers(mesh)

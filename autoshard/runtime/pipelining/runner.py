@@ -11,7 +11,7 @@ from torch import nn
 from autoshard.errors import PlanError
 from autoshard.plan import Plan
 from autoshard.plan.document import Transfer
-from autoshard.runtime.call_checks import compare_over_ranks
+from autoshard.runtime.call_checks import check_no_transform, compare_over_ranks
 from autoshard.runtime.dtensors import full_tensor
 from autoshard.runtime.pipelining.devices import StageDevices
 from autoshard.runtime.pipelining.micro_batches import Join, MicroBatches, join_results
@@ -37,6 +37,7 @@ class PipelineRunner:
         forwards: the programs of this rank's stages.
         signature: signature of the model's forward.
         steps: index of the next micro-batch, for random numbers.
+        check_state: checks the Python state of the model before a step.
         loss_fn: the loss of a micro-batch; None if forward returns it.
         scale_grads: True if the loss of a step is the mean of those of micro-batches, False if it
             is their sum.
@@ -57,14 +58,15 @@ class PipelineRunner:
         *,
         signature: Signature,
         steps: RngStep,
+        check_state: Callable[[], None],
         loss_fn: LossFunction | None,
         scale_grads: bool,
         checkpoint: Checkpointing,
         join: Join | None,
     ) -> None:
         assert plan.pipeline is not None
-        self._model = model
         self._plan = plan
+        self._check_state = check_state
         self.devices = devices
         self.steps = steps
         self._loss_fn = loss_fn
@@ -195,10 +197,11 @@ class PipelineRunner:
             raise PlanError("a model with pipeline stages runs uncompiled")
         named = self._batches.flatten(args, kwargs)
         parts = self._batches.split([leaf for _, leaf in named])
+        check_no_transform()
+        self._check_state()
         self._compare(named)
         for stage in self.stages:
             forward = stage.forward_program
-            forward.check(self._model)
             names = forward.argument_names
             stage.step = Step(
                 arguments=[[part[name] for name in names] for part in parts],

@@ -1,4 +1,4 @@
-"""Habits of training code that a planned model answers with an error or a warning."""
+"""Habits of training code that a planned model answers with an error."""
 
 import warnings
 from collections.abc import Callable
@@ -135,14 +135,18 @@ def check_fewer_rows(planned: nn.Module, reference: nn.Module) -> None:
 def check_eval_of_training(planned: nn.Module, _reference: nn.Module) -> None:
     planned(batch())
     planned.eval()
-    with pytest.raises(PlanError, match=r"in evaluation mode.*export in training mode"):
+    with pytest.raises(
+        PlanError, match=r"'middle' is evaluation now.*in training.*model\.train\(\)"
+    ):
         planned(batch())
     planned.train()
     planned(batch())
 
 
 def check_training_of_eval(planned: nn.Module, reference: nn.Module) -> None:
-    with pytest.raises(PlanError, match=r"in training mode.*'middle' would have no effect"):
+    with pytest.raises(
+        PlanError, match=r"'middle' is training now.*would have no.*model\.eval\(\)"
+    ):
         planned.train()(batch())
     planned.eval()
     assert_same(planned, reference.eval())
@@ -153,15 +157,17 @@ def check_mode_that_does_not_matter(planned: nn.Module, reference: nn.Module) ->
     assert_same(planned, reference)
 
 
-def check_hooks(planned: nn.Module, _reference: nn.Module) -> None:
-    """Hooks of inner modules are warned of once; those of the model run."""
+def check_hooks(planned: nn.Module, reference: nn.Module) -> None:
+    """Hooks of inner modules are refused on every call; those of the model run."""
     calls = []
-    planned.up.register_forward_hook(lambda *_: calls.append("inner"))
+    inner = planned.up.register_forward_hook(lambda *_: calls.append("inner"))
     planned.register_forward_hook(lambda *_: calls.append("whole"))
-    with pytest.warns(UserWarning, match=r"hooks of 'up' do not run"):
-        planned(batch())
-    planned(batch())
-    assert calls == ["whole", "whole"]
+    for _ in range(2):
+        with pytest.raises(PlanError, match=r"hooks of 'up' do not run.*'up\._forward_hooks'"):
+            planned(batch())
+    inner.remove()
+    assert_same(planned, reference)
+    assert calls == ["whole"]
 
 
 def check_traced_hooks(planned: nn.Module, reference: nn.Module) -> None:
@@ -195,10 +201,16 @@ def check_overwritten_arguments(planned: nn.Module, reference: nn.Module) -> Non
     planned(x)
 
 
-def check_replaced_modules(planned: nn.Module, _reference: nn.Module) -> None:
+def check_replaced_modules(planned: nn.Module, reference: nn.Module) -> None:
+    """Also after many calls, which once were looked at ever more rarely."""
+    middle = planned.middle
+    for _ in range(5):
+        assert_same(planned, reference)
     planned.middle = nn.GELU()
-    with pytest.warns(UserWarning, match=r"modules 'middle' were replaced"):
+    with pytest.raises(PlanError, match=r"modules 'middle' were replaced"):
         planned(batch())
+    planned.middle = middle
+    assert_same(planned, reference)
 
 
 def check_copies_are_quiet(planned: nn.Module, reference: nn.Module) -> None:
@@ -296,19 +308,27 @@ class Idle(Misuse):
 
 @dataclass
 class Edited(Misuse):
-    """Code of forward that is not the exported one is warned of."""
+    """Code of forward that is not the exported one is refused, also if it is edited later."""
 
     def __call__(self) -> None:
         def forward(self: Net, x: torch.Tensor) -> torch.Tensor:
             return self.down(self.middle(self.up(x))).square().sum()
 
-        original = Net.forward
+        original, reference = Net.forward, self.build()
+        refused = pytest.raises(PlanError, match=r"the code of 'Net\.forward' is not the code")
+        mesh = device_mesh(self.plan)
         try:
             Net.forward = forward
-            with pytest.warns(UserWarning, match=r"code of forward of 'runtime.*Net' is not"):
-                super().__call__()
+            with refused:
+                parallelize(deepcopy(reference), self.plan, mesh)
+            Net.forward = original
+            planned = parallelize(deepcopy(reference), self.plan, mesh)
+            Net.forward = forward
+            with refused:
+                planned(batch())
         finally:
             Net.forward = original
+        assert_same(planned, reference)
 
 
 def with_dropout() -> nn.Module:

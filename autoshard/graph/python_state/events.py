@@ -1,0 +1,110 @@
+"""What a module does when it is called: operators, calls of other modules, results."""
+
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autoshard.graph.python_state.calls import Call
+from autoshard.graph.python_state.holders import identity
+from autoshard.graph.python_state.patching import patched
+from autoshard.graph.python_state.paths import Path
+from autoshard.graph.python_state.queries import CONTEXTS
+from autoshard.graph.python_state.recorder import Recorder
+from autoshard.graph.tracing import OnMeta
+
+Events = tuple[Any, ...]
+"""Operators and calls of modules, the result, and at last what was changed."""
+
+
+class _Numbers:
+    """Numbers of tensors in the order in which they are made; others are themselves."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, tuple[int, torch.Tensor]] = {}
+
+    def add(self, made: Any) -> None:
+        """Number the tensors of arguments or results."""
+        for leaf in pytree.tree_leaves(made):
+            if isinstance(leaf, torch.Tensor):
+                self._made.setdefault(id(leaf), (len(self._made), leaf))
+
+    def describe(self, nested: Any) -> Any:
+        """The nested value, with numbers in place of tensors."""
+        leaves, spec = pytree.tree_flatten(nested)
+        return [self._of(leaf) for leaf in leaves], spec
+
+    def _of(self, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return (type(leaf), leaf)
+        known = self._made.get(id(leaf))
+        return ("tensor", id(leaf) if known is None else -known[0], leaf.shape, leaf.dtype)
+
+
+class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here
+    """Notes operators."""
+
+    def __init__(self, events: list[Any], numbers: _Numbers) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._events, self._numbers = events, numbers
+
+    def __torch_dispatch__(
+        self, func: Any, _types: Collection[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Note an operator that returns tensors, and run it."""
+        described = self._numbers.describe((args, kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(result)):
+            self._events.append((func, described))
+        self._numbers.add(result)
+        return result
+
+
+def events_of_call(
+    recorder: Recorder, module: nn.Module, call: Call, contexts: Mapping[Path, bool]
+) -> Events:
+    """What a module does.
+
+    Args:
+        recorder: records what it reads; what it changes is put back.
+        module: on the meta device.
+        call: its arguments.
+        contexts: modes of torch, by their queries.
+    """
+    events: list[Any] = []
+    numbers = _Numbers()
+    depth = 0
+
+    def noting(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def run(called: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            nonlocal depth
+            if depth:
+                events.append((identity(called), numbers.describe((args, kwargs))))
+            depth += 1
+            try:
+                return plain(called, *args, **kwargs)
+            finally:
+                depth -= 1
+
+        return run
+
+    with ExitStack() as stack:
+        for query, value in contexts.items():
+            stack.enter_context(CONTEXTS[query](value))
+        stack.enter_context(torch.random.fork_rng([]))
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(torch.device("meta"))
+        stack.enter_context(OnMeta())
+        args, kwargs = call.make()
+        numbers.add((args, kwargs))
+        stack.enter_context(patched(nn.Module, "_call_impl", noting))
+        stack.enter_context(recorder.recording())
+        stack.enter_context(_Operators(events, numbers))
+        result = module(*args, **kwargs)
+        events.append(numbers.describe(result))
+    return (*events, tuple(map(str, recorder.changes.found)))
