@@ -64,7 +64,8 @@ def install_dtensor_handlers() -> None:
     handlers.update(dict.fromkeys(_INDEXED, _indexed))
     handlers.update(dict.fromkeys(_RANDOM, _random))
     handlers[_ATEN.fill_.Tensor] = _fill
-    handlers[_ATEN.copy_.default] = _copy
+    handlers[_ATEN.fill_.Scalar] = _write
+    handlers[_ATEN.copy_.default] = _write
     patched: Any = DTensor
     patched.__deepcopy__ = _deepcopy
     patched.data = property(_DATA.__get__, _set_data)
@@ -256,8 +257,8 @@ def _check_whole(target: DTensor) -> None:
         )
 
 
-def _copy(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Copy, also into a gathered view, as `w[0] = w[1]` does."""
+def _write(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Write, also into a gathered view, as `w[0] = w[1]` does, and `w[0] = 3.0` since 2.15."""
     result = _unhandled(operator, args, kwargs)
     if isinstance(args[0], GatheredView):
         _write_back(args[0])
