@@ -14,7 +14,6 @@ from io import BytesIO
 from typing import Any, Literal
 
 import torch
-from torch.utils import _pytree as pytree
 
 from autoshard.errors import ExportError, GraphError
 from autoshard.graph.archive import EXPORT_FILE, ExportRecord
@@ -33,6 +32,7 @@ from autoshard.graph.tracing import (
     custom_functions,
     traced,
 )
+from autoshard.torch_private import pytree
 
 _log = logging.getLogger(__name__)
 

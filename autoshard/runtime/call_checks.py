@@ -14,8 +14,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
 
 from autoshard.errors import PlanError
 from autoshard.graph import (
@@ -28,6 +26,7 @@ from autoshard.graph import (
 from autoshard.layouts import Layout, to_placements
 from autoshard.plan import PlacedInput
 from autoshard.runtime.recorder import not_recorded
+from autoshard.torch_private import BatchNormBase, DropoutBase, is_transformed, spec_of
 
 _MOST_NAMES = 5
 
@@ -72,9 +71,9 @@ class ModeCheck:
 
 def _follows_mode(module: nn.Module) -> bool:
     """True if a module computes something else in training mode than in evaluation mode."""
-    if isinstance(module, _DropoutNd):
+    if isinstance(module, DropoutBase):
         return module.p > 0
-    if isinstance(module, _BatchNorm):
+    if isinstance(module, BatchNormBase):
         return module.running_mean is not None
     return any(
         "drop" in name and isinstance(value, float) and value > 0
@@ -112,7 +111,7 @@ class ParameterCheck:
         """
         known = self._known
         for slot, parameter in zip(slots, parameters, strict=True):
-            spec = parameter._spec  # noqa: SLF001  torch has no public access to it
+            spec = spec_of(parameter)
             if known.get(slot) is not spec:
                 _check_stored(parameter, self._placed[slot])
                 known[slot] = spec
@@ -206,7 +205,7 @@ def check_no_transform() -> None:
     Raises:
         PlanError: one is; its tensors have no memory that a collective could send.
     """
-    if torch._C._functorch.peek_interpreter_stack() is not None:  # noqa: SLF001  no public way
+    if is_transformed():
         raise PlanError(
             "a planned model does not run under transforms of torch.func (vmap, grad, vjp, jvp): "
             "use loss.backward() or torch.autograd.grad, and a batch dim of forward"

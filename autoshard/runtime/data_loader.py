@@ -10,6 +10,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from autoshard.errors import PlanError
 from autoshard.runtime.parallelize import planned_forward, takes_other_shapes
 from autoshard.runtime.signature import Arguments
+from autoshard.torch_private import given_num_samples
 
 T = TypeVar("T")
 
@@ -82,7 +83,7 @@ def _shuffled_alike(
     shuffled = RandomSampler(
         sampler.data_source,
         replacement=sampler.replacement,
-        num_samples=sampler._num_samples,  # noqa: SLF001  None if it follows the dataset
+        num_samples=given_num_samples(sampler),
         generator=torch.Generator().manual_seed(seed),
     )
     return BatchSampler(shuffled, batches.batch_size, batches.drop_last)

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
 from autoshard.errors import PlanError
 from autoshard.runtime.call_checks import check_drawn_alike
 from autoshard.runtime.dtensors import full_tensor, local_tensor, store_full
+from autoshard.torch_private import operator_handlers, pytree, shares_memory, take_shard
 
 _ATEN: Any = torch.ops.aten
 _VIEWS = (
@@ -55,8 +55,7 @@ FURTHER_GROUPS: list[Callable[[Sequence[torch.Tensor]], Sequence[ProcessGroup]]]
 
 def install_dtensor_handlers() -> None:
     """Register the handlers, once per process, for all DTensors."""
-    # As torch's own `loss_parallel` does; torch has no public way.
-    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers  # noqa: SLF001
+    handlers = operator_handlers()
     handlers[_UNSCALE] = _unscale
     handlers[_NUMBER] = _number
     handlers.update(dict.fromkeys(_FUSED, _elementwise))
@@ -73,7 +72,7 @@ def install_dtensor_handlers() -> None:
 
 def _unhandled(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Call an operator as if it had no handler."""
-    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers  # noqa: SLF001  see above
+    handlers = operator_handlers()
     handler = handlers.pop(operator)
     try:
         return operator(*args, **kwargs)
@@ -178,9 +177,9 @@ def _view(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> An
     source = args[0]
     if type(source) not in (DTensor, GatheredView) or torch.compiler.is_compiling():
         return result
-    single = isinstance(result, torch.Tensor)
+    single, own = isinstance(result, torch.Tensor), local_tensor(source)
     for number, view in enumerate((result,) if single else result):
-        if isinstance(source, GatheredView) or not _shares_memory(view, source):
+        if isinstance(source, GatheredView) or not shares_memory(local_tensor(view), own):
 
             def again(full: torch.Tensor, number: int = number) -> torch.Tensor:
                 found = operator(full, *args[1:], **kwargs)
@@ -189,11 +188,6 @@ def _view(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> An
 
             GatheredView.of(view, (source, again))
     return result
-
-
-def _shares_memory(one: DTensor, other: DTensor) -> bool:
-    first, second = (local_tensor(x).untyped_storage() for x in (one, other))
-    return bool(first._cdata == second._cdata)  # noqa: SLF001  as torch compares storages
 
 
 @torch.no_grad()
@@ -272,7 +266,7 @@ def _set_data(self: DTensor, value: torch.Tensor) -> None:
     """Assign `tensor.data`: torch replaces the shape and dtype of a DTensor, but not the shard."""
     _DATA.__set__(self, value)
     if isinstance(value, DTensor):
-        self._local_tensor, self._spec = value._local_tensor, value._spec  # noqa: SLF001  no public way
+        take_shard(self, value)
 
 
 _DEEPCOPY: Any = torch.Tensor.__deepcopy__

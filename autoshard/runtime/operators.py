@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
 from autoshard.errors import PlanError
 from autoshard.graph import Argument, DType, Node, Ref, Token, TokenKind, references
 from autoshard.ops import has_rule
 from autoshard.runtime.local_node import Step
+from autoshard.torch_private import OpOverload, schema_of
 
 _REFUSED = frozenset({"aten.from_file"})
 """ATen operators that access files: a plan may come from a server, and must not choose files."""
@@ -50,7 +50,7 @@ def resolve_operator(name: str, *, custom: Collection[str] = ()) -> OpOverload:
             f"the plan calls {name}, which torch {torch.__version__} does not have; use the "
             f"version that exported the model, or export it again"
         )
-    schema = found._schema  # noqa: SLF001  torch has no public access to an operator's schema
+    schema = schema_of(found)
     if schema.is_mutable or not schema.returns:
         raise PlanError(f"the plan calls {name}, which writes into its inputs or returns nothing")
     return found
@@ -88,7 +88,7 @@ class OperatorCall:
         self._operator = resolve_operator(node.operator, custom=custom)
         templates = _templates({**dict(node.arguments), **(replaced or {})}, device, node)
         args: list[Any] = []
-        schema = self._operator._schema  # noqa: SLF001  as above
+        schema = schema_of(self._operator)
         for argument in schema.arguments:
             if argument.name not in templates or argument.kwarg_only:
                 break

@@ -15,12 +15,12 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn import functional
-from torch.utils import _pytree as pytree
 
 from autoshard.errors import PlanError
 from autoshard.layouts import from_placements
 from autoshard.runtime.dtensors import from_local
 from autoshard.runtime.shards import local_shard
+from autoshard.torch_private import pytree, stored_shard, without_torch_function
 
 _CLASS_LOSSES = (functional.cross_entropy, functional.nll_loss)
 """Losses whose mean is over the labels that are not ignored, weighted by their class."""
@@ -127,7 +127,7 @@ def _sharded_like(value: Any, result: DTensor, *, labels: bool = False) -> Any:
         sizes = tuple(mesh.shape)
         value = local_shard(value, from_placements(placements, sizes), sizes, coordinate)
         return from_local(value, mesh, placements, whole)
-    local = result._local_tensor.shape  # noqa: SLF001  its size alone, without autograd
+    local = stored_shard(result).shape
     if tuple(value.shape) == tuple(local[dim] for dim in dims):
         return from_local(value, mesh, placements, whole)
     return value
@@ -232,7 +232,7 @@ class _Loss:
             mesh = self._source.device_mesh
             whole = [Replicate()] * mesh.ndim
             arguments = {**arguments, "weight": from_local(weight, mesh, whole, weight.shape)}
-        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  as torch documents it
+        with without_torch_function():
             result = self.function(**arguments)
         assert isinstance(result, DTensor)
         return ShardedResult.of(result)

@@ -60,7 +60,7 @@ def without_set_up(schedule: Any) -> Any:
     groups of its stages have been used. Since 2.15 the method sends messages between the ranks of
     a group, taken as one rank per stage; before, it asked stages for them. Holds since 2.12.
     """
-    schedule._initialize_pp_stages = _nothing_to_initialise  # noqa: SLF001
+    schedule._initialize_pp_stages = _nothing_to_initialise
     return schedule
 
 
@@ -73,5 +73,5 @@ def num_micro_batches(schedule: Any) -> int:
 
     Relies on: `_n_microbatches`; public is only the constructor's argument. Holds since 2.12.
     """
-    number: int = schedule._n_microbatches  # noqa: SLF001
+    number: int = schedule._n_microbatches
     return number

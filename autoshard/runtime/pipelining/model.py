@@ -16,8 +16,8 @@ from autoshard.errors import PlanError
 from autoshard.graph.buffers import HeldBuffers
 from autoshard.plan import Plan, Stage
 from autoshard.runtime.accumulation import GradientAccumulation
+from autoshard.runtime.agreement import raised_on_all_ranks
 from autoshard.runtime.autocast import outside_autocast
-from autoshard.runtime.dtensor_handlers import install_dtensor_handlers
 from autoshard.runtime.pipelining.deferred_norms import DeferredBatchNorms
 from autoshard.runtime.pipelining.devices import StageDevices
 from autoshard.runtime.pipelining.micro_batches import Join
@@ -36,6 +36,7 @@ from autoshard.runtime.pipelining.stage_forward import Checkpointing, StageForwa
 from autoshard.runtime.planned_forward import RngStep
 from autoshard.runtime.program import LocalProgram
 from autoshard.runtime.state_dicts import support_state_dicts
+from autoshard.runtime.torch_check import prepare_pipelines
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -255,6 +256,7 @@ def pipeline(
 
     Raises:
         PlanError: a plan has no stages, or does not fit mesh, model, schedule or another plan.
+        TorchVersionError: the installed torch does not do what planned models rely on.
     """
     if isinstance(model, Pipelined):
         raise PlanError("the model has pipeline stages already; apply plans to a new model")
@@ -263,6 +265,8 @@ def pipeline(
         raise PlanError("a plan has a single stage, or there is none: apply it with parallelize")
     first, *_ = plans.values()
     devices = _devices_of(plans, device_mesh)
+    with raised_on_all_ranks(device_mesh):
+        prepare_pipelines(device_mesh)
     check_held_alike(plans, devices)
     steps, called = RngStep(), signature(model.forward)
     forwards = {
@@ -307,7 +311,6 @@ def pipeline(
             warnings.warn(forward.stage.idle_text, stacklevel=2)
     model.__class__ = _pipelined_class(type(model))
     vars(model)["_runners"] = runners
-    install_dtensor_handlers()
     support_state_dicts(model)
     vars(model)["_saved"] = saved
     vars(model)["_removed"] = removed_names(model, first)
