@@ -121,12 +121,17 @@ def _sums_numbers(line: _Line) -> bool:
 
 
 def _unscales(line: _Line) -> bool:
-    is_first = line.position == 0
+    return all(_unscales_with(line, infinite=number) for number in range(2))
+
+
+def _unscales_with(line: _Line, infinite: int) -> bool:
+    """Of the gradients that a rank has, one is infinite."""
+    is_own = line.position == infinite
     whole = line.dtensor(torch.full((1,), 2.0), Replicate())
-    sharded = line.dtensor(torch.full((1,), torch.inf if is_first else 2.0), Shard(0))
+    sharded = line.dtensor(torch.full((1,), torch.inf if is_own else 2.0), Shard(0))
     found, scale = (line.dtensor(torch.full((1,), value), Replicate()) for value in (0.0, 0.5))
-    torch._amp_foreach_non_finite_check_and_unscale_([whole, sharded], found, scale)
-    return stored_shard(found).item() == 1 and (is_first or stored_shard(sharded).item() == 1)
+    torch.ops.aten._amp_foreach_non_finite_check_and_unscale_([whole, sharded], found, scale)
+    return stored_shard(found).item() == 1 and (is_own or stored_shard(sharded).item() == 1)
 
 
 def _assigns_data(line: _Line) -> bool:

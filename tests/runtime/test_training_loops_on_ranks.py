@@ -19,6 +19,7 @@ from runtime.cases import (
     other_shapes,
     several_programs,
     state_dicts,
+    torch_versions,
     updated_buffers,
 )
 from runtime.cases.updated_buffers import MESHES
@@ -40,6 +41,7 @@ MODULES = (
     opaque_modules,
     state_dicts,
     other_shapes,
+    torch_versions,
 )
 CASES = joined(*MODULES)
 LONG = {
