@@ -36,6 +36,8 @@ _FUSED = (_ATEN._fused_sgd_.default, _ATEN._fused_adagrad_.default)
 _INDEXED = (_ATEN.index_put_.default, _ATEN.index_fill_.int_Scalar, _ATEN.index_fill_.int_Tensor)
 """Operators that write at indices or where a mask is true, of any dim."""
 
+_MASKED = (_ATEN.masked_fill_.Scalar, _ATEN.masked_fill_.Tensor)
+
 _RANDOM = (
     _ATEN.normal_.default,
     _ATEN.uniform_.default,
@@ -61,6 +63,7 @@ def install_dtensor_handlers() -> None:
     handlers.update(dict.fromkeys(_FUSED, _elementwise))
     handlers.update(dict.fromkeys(_VIEWS, _view))
     handlers.update(dict.fromkeys(_INDEXED, _indexed))
+    handlers.update(dict.fromkeys(_MASKED, _masked))
     handlers.update(dict.fromkeys(_RANDOM, _random))
     handlers[_ATEN.fill_.Tensor] = _fill
     handlers[_ATEN.fill_.Scalar] = _write
@@ -213,6 +216,13 @@ def _indexed(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     if isinstance(target, GatheredView):
         _write_back(target)
     return target
+
+
+def _masked(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Write where a mask is true, as `w[mask] = 0.0` does since 2.15."""
+    target, mask, *_ = args
+    is_placed = isinstance(mask, DTensor) and not isinstance(target, GatheredView)
+    return (_unhandled if is_placed else _indexed)(operator, args, kwargs)
 
 
 def _random(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -125,13 +125,14 @@ class Schedules(Broken):
         torch_check.prepare_pipelines(mesh)
 
 
+ASSIGNMENTS = "assignments to parts of a DTensor are operators with a handler"
 WRITES = (ATEN.fill_.Scalar, ATEN.fill_.Tensor, ATEN.copy_.default)
 
 CASES: dict[str, Callable[[], None]] = {
     f"{name}, {mesh}": case
     for mesh, axes in MESHES.items()
     for name, case in {
-        "writes": Broken(axes, assert_same, operators=WRITES, part="writes into rows of a sharded"),
+        "writes": Broken(axes, assert_same, operators=WRITES, part=ASSIGNMENTS),
         "numbers": Broken(
             axes,
             assert_same,
@@ -144,7 +145,7 @@ CASES: dict[str, Callable[[], None]] = {
             operators=(ATEN._amp_foreach_non_finite_check_and_unscale_.default,),
             part="GradScaler sees infinite gradients of all ranks",
         ),
-        "the override": Overridden(axes, assert_same, operators=WRITES, part="writes into rows"),
+        "the override": Overridden(axes, assert_same, operators=WRITES, part=ASSIGNMENTS),
         "on one rank": OnOneRank(axes, assert_same),
         "of other versions": OtherVersion(axes, assert_same),
         "schedules": Schedules(axes, assert_same),
