@@ -14,7 +14,7 @@ class StageBase(_PipelineStageBase):
     Relies on: schedules run any `_PipelineStageBase`, and read its position from `group_rank`,
     `group_size` and `stage_index_to_group_rank`. The public `PipelineStage` has one rank per
     stage, and sends whole tensors. The three abstract methods are called by
-    `_initialize_pp_stages` alone, which `without_set_up` replaces. Holds since 2.12.
+    `_initialize_pp_stages` alone, which `without_set_up` replaces.
 
     Args:
         model: the model.
@@ -58,7 +58,7 @@ def without_set_up(schedule: Any) -> Any:
     Relies on: a step first calls `_initialize_pp_stages`, whose result says that forward and
     backward are initialised. There is no public way to say so. A plan has the shapes, and the
     groups of its stages have been used. Since 2.15 the method sends messages between the ranks of
-    a group, taken as one rank per stage; before, it asked stages for them. Holds since 2.12.
+    a group, taken as one rank per stage; before, it asked stages for them.
     """
     schedule._initialize_pp_stages = _nothing_to_initialise
     return schedule
@@ -71,7 +71,7 @@ def _nothing_to_initialise(*_: Any, **__: Any) -> tuple[bool, bool]:
 def num_micro_batches(schedule: Any) -> int:
     """The number of micro-batches of a schedule.
 
-    Relies on: `_n_microbatches`; public is only the constructor's argument. Holds since 2.12.
+    Relies on: `_n_microbatches`; public is only the constructor's argument.
     """
     number: int = schedule._n_microbatches
     return number

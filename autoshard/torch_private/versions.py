@@ -9,7 +9,7 @@ import torch
 
 from autoshard.errors import TorchVersionError
 
-OLDEST, NEWEST = (2, 12), (2, 15)
+OLDEST, NEWEST = (2, 13), (2, 15)
 """The first and the last version that all tests have passed with."""
 
 ANY_TORCH = "AUTOSHARD_ANY_TORCH"
