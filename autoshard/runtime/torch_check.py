@@ -136,7 +136,7 @@ class _Line:
     def dtensor(self, local: torch.Tensor, placement: Placement) -> DTensor:
         """A DTensor of this rank's part, with a placement along the axis."""
         placements = [placement if i == self.axis else Replicate() for i in range(self.mesh.ndim)]
-        local = local.to(self.mesh.device_type)
+        local = local.to(self.mesh.device_type, torch.float32)
         return DTensor.from_local(local, self.mesh, placements, run_check=False)
 
 

@@ -46,7 +46,8 @@ def check_parts(checks: Mapping[str, Check]) -> None:
             variable AUTOSHARD_ANY_TORCH is 1.
     """
     installed = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    failed = [text for what, check in checks.items() if (text := _failure(what, check))]
+    with _usual_modes():
+        failed = [text for what, check in checks.items() if (text := _failure(what, check))]
     if failed:
         _refuse(_lacks(failed))
     elif installed < OLDEST:
@@ -57,6 +58,18 @@ def check_parts(checks: Mapping[str, Check]) -> None:
             f"({_working()}); what it relies on was checked and is there",
             stacklevel=2,
         )
+
+
+@contextmanager
+def _usual_modes() -> Iterator[None]:
+    """A context in which operators run as by default, in whatever context a plan is applied."""
+    with (
+        warnings.catch_warnings(action="ignore"),
+        torch.inference_mode(mode=False),
+        torch.enable_grad(),
+        torch.device("cpu"),
+    ):
+        yield
 
 
 def _failure(what: str, check: Check) -> str:

@@ -1,6 +1,7 @@
 """A torch that does something else than the library relies on is an error, on all ranks."""
 
 import re
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -113,6 +114,38 @@ class OtherVersion(Broken):
             refuses(self, TorchVersionError, message)
 
 
+class InOtherModes(Broken):
+    """A plan may be applied where operators do something else than by default."""
+
+    def __call__(self) -> None:
+        mesh = device_mesh(self.plan)
+        contexts: Sequence[Any] = (
+            torch.no_grad(),
+            torch.inference_mode(),
+            torch.device("meta"),
+            mock.patch.object(checks, "clip_grad_norm_", warning(checks.clip_grad_norm_)),
+        )
+        for context in contexts:
+            with unchecked(), context:
+                torch_check.prepare_pipelines(mesh)
+        torch.set_default_dtype(torch.float64)
+        try:
+            with unchecked():
+                torch_check.prepare_torch(mesh)
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+
+def warning(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that is said to be deprecated."""
+
+    def warns(*args: Any) -> Any:
+        warnings.warn("deprecated", FutureWarning, stacklevel=2)
+        return function(*args)
+
+    return warns
+
+
 class Schedules(Broken):
     """Schedules that set stages up by themselves are an error before a pipeline is made."""
 
@@ -148,6 +181,7 @@ CASES: dict[str, Callable[[], None]] = {
         "the override": Overridden(axes, assert_same, operators=WRITES, part=ASSIGNMENTS),
         "on one rank": OnOneRank(axes, assert_same),
         "of other versions": OtherVersion(axes, assert_same),
+        "other modes": InOtherModes(axes, assert_same),
         "schedules": Schedules(axes, assert_same),
     }.items()
 }
