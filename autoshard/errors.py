@@ -16,6 +16,7 @@
     │   ├── ArgumentTypeError       an argument of the wrong type; also a TypeError
     │   └── UnknownNameError        a name that the plan does not have; also a KeyError
     ├── MissingPackageError         an optional package is not installed; also an ImportError
+    ├── TorchVersionError           a PyTorch that lacks what the runtime relies on
     ├── LaunchError                 a rank of a launched program failed
     └── ServiceError                a request to the planning service failed
         ├── ServiceUnavailableError no response, or one that asks to try again later
@@ -99,6 +100,10 @@ class CheckpointError(InputError):
 
 class MissingPackageError(AutoshardError, ImportError):
     """An optional package is not installed; the message names the extra that installs it."""
+
+
+class TorchVersionError(AutoshardError):
+    """The installed PyTorch lacks what the library needs; the message names versions that work."""
 
 
 class ArgumentTypeError(InputError, TypeError):

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from autoshard.graph.dtype import DType
 from autoshard.graph.mixed_precision import MixedPrecision
+from autoshard.torch_private import pytree
 
 
 def cast_parameters(model: nn.Module, policy: MixedPrecision) -> dict[str, DType]:

@@ -15,7 +15,6 @@ from typing import Any, Literal
 
 import torch
 from torch.export import ExportedProgram
-from torch.utils import _pytree as pytree
 
 from autoshard.errors import ExportError, GraphError
 from autoshard.graph.archive import EXPORT_FILE, ExportRecord
@@ -40,6 +39,7 @@ from autoshard.graph.tracing import (
     custom_functions,
     traced,
 )
+from autoshard.torch_private import pytree
 
 _log = logging.getLogger(__name__)
 

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
-from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from autoshard.errors import ExportError
 from autoshard.graph.dtype import DType
 from autoshard.graph.opaque_call import OpaqueCall, OpaqueModule
+from autoshard.torch_private import pytree, version_counter
 
 T = TypeVar("T")
 State = dict[str, torch.Tensor]
@@ -84,26 +84,22 @@ def call_module(
         ExportError: forward writes into an argument or into a parameter.
     """
     buffers = [name for name, _ in module.named_buffers() if name in state]
-    before = {name: _version(tensor) for name, tensor in state.items()}
+    before = {name: version_counter(tensor) for name, tensor in state.items()}
     given = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
-    versions = [_version(tensor) for tensor in given]
+    versions = [version_counter(tensor) for tensor in given]
     replaced = {f"module.{name}": tensor for name, tensor in state.items()}
     result, after = functional_call(_WithBuffers(module, buffers), replaced, arguments)
     written = [
-        name for name in state if name not in after and _version(state[name]) != before[name]
+        name for name in state if name not in after and version_counter(state[name]) != before[name]
     ]
-    if written or versions != [_version(tensor) for tensor in given]:
+    if written or versions != [version_counter(tensor) for tensor in given]:
         what = f"its parameter {written[0]!r}" if written else "an argument"
         raise ExportError(f"forward writes into {what}; let it work on a copy")
     return result, {
         name: tensor
         for name, tensor in after.items()
-        if tensor is not state[name] or _version(tensor) != before[name]
+        if tensor is not state[name] or version_counter(tensor) != before[name]
     }
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version  # noqa: SLF001  not public otherwise
 
 
 def tensors_of(result: Any) -> list[torch.Tensor]:

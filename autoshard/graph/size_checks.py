@@ -17,14 +17,13 @@ from typing import Any
 
 import sympy
 import torch
-from torch._export.serde import serialize
-from torch._ops import HigherOrderOperator, OpOverload
 from torch.export import ExportedProgram
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autoshard.errors import ExportError, GraphError
 from autoshard.graph.symbolic_numbers import check_functions, last_line, not_followed
+from autoshard.torch_private import HigherOrderOperator, OpOverload, serialize
 
 OWN_FOLDERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 """Folders whose code is not the user's."""

@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._decomp import decomposition_table
-from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.autograd import Function
 from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import (
@@ -21,12 +19,12 @@ from torch.fx.experimental.symbolic_shapes import (
     free_unbacked_symbols,
 )
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 
 from autoshard.errors import AutoshardError, ExportError
 from autoshard.graph.archive import CONSTANT_BYTES
 from autoshard.graph.size_checks import OWN_FOLDERS, Decisions, check_numbers, line_of
+from autoshard.torch_private import DataDependentOutputException, decomposition_table, pytree
 
 _TORCH_MODULES = "torch."
 """Module prefix of torch's own functions, whose backward matches their forward."""

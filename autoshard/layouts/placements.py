@@ -116,7 +116,8 @@ def to_placements(layout: Layout, axis_sizes: Sequence[int]) -> tuple["Placement
         LayoutError: DTensor has no placement for the sub-shards.
     """
     from torch.distributed.tensor import Partial, Replicate, Shard  # noqa: PLC0415  torch is slow
-    from torch.distributed.tensor.placement_types import _StridedShard  # noqa: PLC0415
+
+    from autoshard.torch_private import strided_shard  # noqa: PLC0415
 
     placements: list[Placement] = []
     for axis, axis_type in enumerate(layout.types):
@@ -127,7 +128,7 @@ def to_placements(layout: Layout, axis_sizes: Sequence[int]) -> tuple["Placement
         elif (factor := _split_factor(layout, axis, axis_sizes)) == 1:
             placements.append(Shard(axis_type.dim))
         else:
-            placements.append(_StridedShard(axis_type.dim, split_factor=factor))
+            placements.append(strided_shard(axis_type.dim, factor))
     return tuple(placements)
 
 

@@ -10,12 +10,12 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from autoshard.errors import PlanError
 from autoshard.layouts import Layout, to_placements
 from autoshard.mase.solution import RESULT, MaseNode, node_name
 from autoshard.plan import Plan, only_stage
+from autoshard.torch_private import DTensorSpec
 
 
 def sharding_map(

@@ -24,6 +24,7 @@ from autoshard.runtime.accumulation import active_accumulation
 from autoshard.runtime.process_groups import process_group
 from autoshard.runtime.resharding import ElementTypes, bind_steps, bind_with_casts
 from autoshard.runtime.shards import from_rank_major, to_rank_major
+from autoshard.torch_private import COLLECTIVES, assert_on_device
 
 Tensors = Sequence[torch.Tensor]
 Shapes = Sequence[torch.Size]
@@ -32,8 +33,6 @@ Start = Callable[[Tensors], torch.Tensor | None]
 
 Finish = Callable[[Shapes, torch.Tensor], list[torch.Tensor]]
 """Splits the result of a collective, given the shapes of the tensors that were sent."""
-
-_OPS: Any = torch.ops._c10d_functional  # noqa: SLF001  as torch.distributed's functions call them
 
 
 class PendingCollective:
@@ -64,7 +63,7 @@ class PendingCollective:
         """Wait for the first collective, run the others, and return the results."""
         while self._moved is not None:
             assert self._finish is not None
-            self._tensors = self._finish(self._shapes, _OPS.wait_tensor(self._moved))
+            self._tensors = self._finish(self._shapes, COLLECTIVES.wait_tensor(self._moved))
             self._moved = None
             self._advance()
         return self._tensors
@@ -184,10 +183,10 @@ class _Reduce:
     def start_backward(self, gradients: Tensors) -> torch.Tensor:
         # Not in place for a single gradient: other nodes may read the tensor that autograd passes.
         if len(gradients) == 1:
-            moved = _OPS.all_reduce(gradients[0].contiguous(), "sum", self._group.group_name)
+            moved = COLLECTIVES.all_reduce(gradients[0].contiguous(), "sum", self._group.group_name)
         else:
             flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-            moved = _OPS.all_reduce_(flat, "sum", self._group.group_name)
+            moved = COLLECTIVES.all_reduce_(flat, "sum", self._group.group_name)
         assert isinstance(moved, torch.Tensor)
         return moved
 
@@ -206,7 +205,7 @@ class _Gather:
 
     def start(self, tensors: Tensors) -> torch.Tensor:
         flat = _joined([tensor.reshape(-1) for tensor in tensors])
-        moved = _OPS.all_gather_into_tensor(flat, self._num_ranks, self._group.group_name)
+        moved = COLLECTIVES.all_gather_into_tensor(flat, self._num_ranks, self._group.group_name)
         assert isinstance(moved, torch.Tensor)
         return moved
 
@@ -237,7 +236,7 @@ class _Gather:
         ]
         flat = _joined(rows)
         name = self._group.group_name
-        moved = _OPS.reduce_scatter_tensor(flat.flatten(), "sum", self._num_ranks, name)
+        moved = COLLECTIVES.reduce_scatter_tensor(flat.flatten(), "sum", self._num_ranks, name)
         assert isinstance(moved, torch.Tensor)
         return moved
 
@@ -417,7 +416,7 @@ def _check_unchanged(shards: Tensors, gathered: Tensors, *, written: bool) -> No
                 raise PlanError(message)
         else:
             # Without waiting for the device.
-            torch._assert_async((pair[0] == pair[1]).all(), message)  # noqa: SLF001  no public one
+            assert_on_device((pair[0] == pair[1]).all(), message)
 
 
 class _Begin(torch.autograd.Function):

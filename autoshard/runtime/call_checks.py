@@ -17,6 +17,7 @@ from autoshard.errors import PlanError
 from autoshard.layouts import Layout, to_placements
 from autoshard.plan import PlacedInput
 from autoshard.runtime.recorder import not_recorded
+from autoshard.torch_private import is_transformed, spec_of
 
 
 class ParameterCheck:
@@ -49,7 +50,7 @@ class ParameterCheck:
         """
         known = self._known
         for slot, parameter in zip(slots, parameters, strict=True):
-            spec = parameter._spec  # noqa: SLF001  torch has no public access to it
+            spec = spec_of(parameter)
             if known.get(slot) is not spec:
                 _check_stored(parameter, self._placed[slot])
                 known[slot] = spec
@@ -90,7 +91,7 @@ def check_no_transform() -> None:
     Raises:
         PlanError: one is; its tensors have no memory that a collective could send.
     """
-    if torch._C._functorch.peek_interpreter_stack() is not None:  # noqa: SLF001  no public way
+    if is_transformed():
         raise PlanError(
             "a planned model does not run under transforms of torch.func (vmap, grad, vjp, jvp): "
             "use loss.backward() or torch.autograd.grad, and a batch dim of forward"

@@ -6,9 +6,9 @@ from inspect import Parameter, Signature
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from autoshard.errors import PlanError
+from autoshard.torch_private import pytree
 
 _IMPORTING_TYPES = frozenset({"collections.defaultdict"})
 _IMPORTING_CONTEXT = "__enum__"

@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -23,6 +22,7 @@ from autoshard.runtime.global_tensors.global_tensor import GlobalTensor
 from autoshard.runtime.parallelize import planned_forward, takes_other_shapes
 from autoshard.runtime.planned_forward import PlannedForward
 from autoshard.runtime.signature import Arguments
+from autoshard.torch_private import given_num_samples, pytree
 
 T = TypeVar("T")
 
@@ -98,7 +98,7 @@ def _shuffled_alike(
     shuffled = RandomSampler(
         sampler.data_source,
         replacement=sampler.replacement,
-        num_samples=sampler._num_samples,  # noqa: SLF001  None if it follows the dataset
+        num_samples=given_num_samples(sampler),
         generator=torch.Generator().manual_seed(seed),
     )
     return BatchSampler(shuffled, batches.batch_size, batches.drop_last)

@@ -15,15 +15,22 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.utils import _pytree as pytree
 
 from autoshard.errors import PlanError
 from autoshard.runtime.call_checks import check_drawn_alike
 from autoshard.runtime.dtensors import from_local, full_tensor, local_tensor
 from autoshard.runtime.global_tensors.calls import run_operator, store
 from autoshard.runtime.global_tensors.global_tensor import StateTensor
-from autoshard.runtime.global_tensors.origins import is_replaced, origin_of, take_shard
+from autoshard.runtime.global_tensors.origins import is_replaced, origin_of
 from autoshard.runtime.global_tensors.placed import Placed
+from autoshard.torch_private import (
+    operator_handlers,
+    operator_names,
+    overload_name,
+    pytree,
+    stored_shard,
+    take_shard,
+)
 
 _ATEN: Any = torch.ops.aten
 _RANDOM = (
@@ -34,6 +41,9 @@ _RANDOM = (
     _ATEN.rand_like.default,
 )
 """Operators that `torch.nn.init` and noise draw with."""
+
+_MASKED = (_ATEN.masked_fill_.Scalar, _ATEN.masked_fill_.Tensor)
+"""Operators of elements that `w[mask] = 0.0` is since PyTorch 2.15, where the mask may be plain."""
 
 _UNSCALE = _ATEN._amp_foreach_non_finite_check_and_unscale_.default
 _NUMBER = _ATEN._local_scalar_dense.default  # noqa: SLF001  an operator
@@ -60,8 +70,7 @@ FURTHER_GROUPS: list[Callable[[Sequence[torch.Tensor]], Sequence[ProcessGroup]]]
 def install_dtensor_handlers(mesh: DeviceMesh) -> None:
     """Register the handlers, for all DTensors on the mesh of a planned model."""
     _MESHES.add(mesh)
-    # As torch's own `loss_parallel` does; torch has no public way.
-    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers  # noqa: SLF001
+    handlers = operator_handlers()
     if _NUMBER in handlers:
         return
     for operator in _operators():
@@ -71,7 +80,8 @@ def install_dtensor_handlers(mesh: DeviceMesh) -> None:
     handlers[_NUMBER] = _number
     handlers.update(dict.fromkeys(_RANDOM, _random))
     handlers[_NORMS] = _norms
-    handlers[_ATEN.fill_.Tensor] = _fill
+    handlers.update(dict.fromkeys((_ATEN.fill_.Tensor, _ATEN.fill_.Scalar), _fill))
+    handlers.update(dict.fromkeys(_MASKED, _by_rule))
     handlers[_ATEN.copy_.default] = _copy
     patched: Any = DTensor
     patched.__deepcopy__ = _deepcopy
@@ -80,7 +90,7 @@ def install_dtensor_handlers(mesh: DeviceMesh) -> None:
 
 def _operators() -> list[Any]:
     """The operators that have a rule of ours, or none: all but those of elements and our own."""
-    names = (name.removeprefix("aten::") for name in torch._C._dispatch_get_all_op_names())  # noqa: SLF001  torch lists them nowhere else
+    names = (name.removeprefix("aten::") for name in operator_names())
     found = []
     for name in names:
         packet, _, overload = name.partition(".")
@@ -97,7 +107,7 @@ def _by_rule(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     """Run an operator by its rule, or on full tensors."""
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
     shared = [x for x in tensors if isinstance(x, DTensor)]
-    is_foreign = any(x.device_mesh not in _MESHES or x._local_tensor.is_meta for x in shared)  # noqa: SLF001  torch has no public access to it
+    is_foreign = any(x.device_mesh not in _MESHES or stored_shard(x).is_meta for x in shared)
     if is_foreign or torch.compiler.is_compiling() or not _may_mix(tensors):
         return _unhandled(operator, args, kwargs)
     if torch.Tag.inplace_view in operator.tags:
@@ -109,7 +119,7 @@ def _changed_in_place(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str,
     """Run an operator that changes the shape of its argument, such as `t_`."""
     target = args[0]
     packet = getattr(_ATEN, operator.overloadpacket.__name__.removesuffix("_"), None)
-    plain = getattr(packet, operator._overloadname, None)  # noqa: SLF001  an operator's name
+    plain = getattr(packet, overload_name(operator), None)
     if plain is None or origin_of(target) is not None:
         return _unhandled(operator, args, kwargs)
     _set_data(target, run_operator(plain, args, kwargs, StateTensor.kind()))
@@ -122,13 +132,13 @@ def _may_mix(tensors: Sequence[torch.Tensor]) -> bool:
     return not any(x.ndim and x.is_floating_point() and torch.is_grad_enabled() for x in plain)
 
 
-_TORCHS: dict[Any, Any] = dict(DTensor._op_dispatcher._custom_op_handlers)  # noqa: SLF001  as above
+_TORCHS: dict[Any, Any] = dict(operator_handlers())
 """The handlers of PyTorch itself."""
 
 
 def _unhandled(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Call an operator as PyTorch would."""
-    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers  # noqa: SLF001  see above
+    handlers = operator_handlers()
     if operator in _TORCHS:
         return _TORCHS[operator](operator, args, kwargs)
     handler = handlers.pop(operator)
@@ -242,10 +252,11 @@ def _random(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
 
 
 def _fill(_operator: object, args: tuple[Any, ...], _kwargs: Mapping[str, Any]) -> Any:
-    """Fill with a scalar tensor, as `w[0] = 3.0` does."""
+    """Fill with a number, as `w[0] = 3.0` does; until PyTorch 2.14 it is a scalar tensor."""
     target, value = args
     _check_whole(target)
-    local_tensor(target).fill_(full_tensor(value).item())
+    number = full_tensor(value).item() if isinstance(value, torch.Tensor) else value
+    local_tensor(target).fill_(number)
     if origin_of(target) is not None:
         store(Placed.of(target).full(), target, StateTensor.kind())
     return target
@@ -283,7 +294,7 @@ def _set_data(self: DTensor, value: torch.Tensor) -> None:
     """Assign `tensor.data`: torch replaces the shape and dtype of a DTensor, but not the shard."""
     _DATA.__set__(self, value)
     if isinstance(value, DTensor):
-        self._local_tensor, self._spec = value._local_tensor, value._spec  # noqa: SLF001  no public way
+        take_shard(self, value)
 
 
 _DEEPCOPY: Any = torch.Tensor.__deepcopy__

@@ -17,12 +17,12 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
 from autoshard.layouts import from_placements
 from autoshard.runtime.global_tensors.origins import fresh
 from autoshard.runtime.global_tensors.placed import Placed
 from autoshard.runtime.shards import DimSlices, local_shard, sub_shards
+from autoshard.torch_private import pytree, tensor_without_memory
 
 T = TypeVar("T")
 
@@ -144,14 +144,12 @@ class _CheckpointTensor(torch.Tensor):
 
     def __new__(cls, tensor: DTensor, slices: DimSlices, is_saved: bool) -> Self:  # noqa: FBT001  private
         """Make a wrapper that allocates no memory."""
-        made = torch.Tensor._make_wrapper_subclass(  # noqa: SLF001  torch has no public way
-            cls, tensor.shape, dtype=tensor.dtype, device=tensor.device
-        )
+        made = tensor_without_memory(cls, tensor)
         made._sub_shards = {  # noqa: SLF001  of this class
             torch.Size(part.start for part in piece.index): piece.local
             for piece in sub_shards(tensor.to_local().detach(), slices)
         }
-        made._is_saved = is_saved  # noqa: SLF001  as above
+        made._is_saved = is_saved  # noqa: SLF001  of this class
         return made
 
     def __init__(self, *_: object) -> None:

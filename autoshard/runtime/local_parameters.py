@@ -27,6 +27,14 @@ from autoshard.runtime.instructions import Call, Instruction, Recompute, Reshard
 from autoshard.runtime.parameters import ModuleAttribute
 from autoshard.runtime.program import LocalProgram
 from autoshard.runtime.shards import local_shape
+from autoshard.torch_private import (
+    accumulates,
+    dtensor_of,
+    has_gradient_hooks,
+    spec_of,
+    stored_shard,
+    version_counter,
+)
 
 
 class LocalParameters:
@@ -100,8 +108,8 @@ def _current(attribute: ModuleAttribute) -> DTensor:
 def _versions(parameters: Iterable[DTensor]) -> Iterator[int]:
     """Version counters of parameters and their local tensors; operators in place increase one."""
     for parameter in parameters:
-        yield parameter._version  # noqa: SLF001  torch has no public name for it
-        yield parameter._local_tensor._version  # noqa: SLF001
+        yield version_counter(parameter)
+        yield version_counter(stored_shard(parameter))
 
 
 def _local(
@@ -110,7 +118,7 @@ def _local(
     if torch.compiler.is_compiling():
         return [parameter.to_local() for parameter in parameters]
     # Frozen ones are not inputs of the node; to_local would make a view.
-    local = [parameter._local_tensor for parameter in parameters]  # noqa: SLF001
+    local = [stored_shard(parameter) for parameter in parameters]
     if not torch.is_grad_enabled():
         return local
     trained = [i for i, parameter in enumerate(parameters) if parameter.requires_grad]
@@ -162,7 +170,7 @@ class _Shards(torch.autograd.Function):
         # A parameter that the loss does not depend on has no gradient.
         ctx.set_materialize_grads(False)
         # The stored shard itself must not become part of the graph.
-        return tuple([parameter._local_tensor.detach() for parameter in parameters])  # noqa: SLF001
+        return tuple([stored_shard(parameter).detach() for parameter in parameters])
 
     @staticmethod
     @once_differentiable
@@ -195,35 +203,19 @@ def _accumulated(parameter: DTensor, gradient: torch.Tensor, accumulator: Node) 
     if (
         gradient.requires_grad
         or not parameter.is_leaf
-        or parameter._backward_hooks  # noqa: SLF001  as torch's optimizers read them
-        or parameter._post_accumulate_grad_hooks  # noqa: SLF001  as above
-        or not _runs(accumulator)
+        or has_gradient_hooks(parameter)
+        or not accumulates(accumulator)
     ):
-        return _placed_like(parameter, gradient)
+        return dtensor_of(gradient, spec_of(parameter))
     before = parameter.grad
     if before is None:
-        parameter.grad = _placed_like(parameter, gradient)
+        parameter.grad = dtensor_of(gradient, spec_of(parameter))
     elif isinstance(before, DTensor) and before.placements == parameter.placements:
-        before._local_tensor.add_(gradient)  # noqa: SLF001  torch has no public access to it
+        stored_shard(before).add_(gradient)
         increment_version(before)
     else:
-        return _placed_like(parameter, gradient)
+        return dtensor_of(gradient, spec_of(parameter))
     return None
-
-
-def _placed_like(parameter: DTensor, gradient: torch.Tensor) -> DTensor:
-    spec = parameter._spec  # noqa: SLF001  torch has no public access to it
-    # As DTensor's dispatcher makes them: the constructor does nothing, slowly.
-    made: DTensor = DTensor.__new__(DTensor, gradient, spec, requires_grad=False)
-    return made
-
-
-def _runs(accumulator: Node) -> bool:
-    """True if this backward pass accumulates gradients of a leaf, instead of returning them."""
-    try:
-        return torch._C._will_engine_execute_node(accumulator)  # noqa: SLF001  as torch.autograd.graph
-    except RuntimeError:  # in torch.autograd.grad
-        return False
 
 
 def parameter_groups(

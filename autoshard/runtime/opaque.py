@@ -5,13 +5,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from autoshard.errors import ExportError, PlanError
 from autoshard.graph import OpaqueCall
 from autoshard.graph.opaque import call_module, tensors_of
 from autoshard.runtime.call_structure import read_spec
 from autoshard.runtime.local_node import LocalKernel, LocalNode, Step
+from autoshard.torch_private import pytree
 
 
 def bind_module(local: LocalNode) -> LocalKernel:

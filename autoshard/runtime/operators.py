@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
 from autoshard.errors import PlanError
 from autoshard.graph import Argument, DType, Node, Ref, Token, TokenKind, references
 from autoshard.ops import has_rule
 from autoshard.runtime.local_node import Step
 from autoshard.runtime.schema_checks import check_arguments
+from autoshard.torch_private import OpOverload, schema_of
 
 _REFUSED = frozenset({"aten.from_file"})
 """ATen operators that access files: a plan may come from a server, and must not choose files."""
@@ -51,7 +51,7 @@ def resolve_operator(name: str, *, custom: Collection[str] = ()) -> OpOverload:
             f"the plan calls {name}, which torch {torch.__version__} does not have; use the "
             f"version that exported the model, or export it again"
         )
-    schema = found._schema  # noqa: SLF001  torch has no public access to an operator's schema
+    schema = schema_of(found)
     if schema.is_mutable or not schema.returns:
         raise PlanError(f"the plan calls {name}, which writes into its inputs or returns nothing")
     return found
@@ -67,7 +67,7 @@ def check_call(node: Node, *, custom: Collection[str] = ()) -> None:
     Raises:
         PlanError: they may not, or it does not.
     """
-    schema = resolve_operator(node.operator, custom=custom)._schema  # noqa: SLF001  as above
+    schema = schema_of(resolve_operator(node.operator, custom=custom))
     check_arguments(node, schema)
 
 
@@ -101,7 +101,7 @@ class OperatorCall:
     ) -> None:
         self._name, self._num_outputs = node.name, len(node.outputs)
         self._operator = resolve_operator(node.operator, custom=custom)
-        schema = self._operator._schema  # noqa: SLF001  as above
+        schema = schema_of(self._operator)
         check_arguments(node, schema, replaced)
         templates = _templates({**dict(node.arguments), **(replaced or {})}, device, node)
         args: list[Any] = []

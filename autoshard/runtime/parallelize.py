@@ -19,7 +19,6 @@ from autoshard.plan import Plan, Stage
 from autoshard.runtime.accumulation import GradientAccumulation
 from autoshard.runtime.agreement import raised_on_all_ranks
 from autoshard.runtime.autocast import outside_autocast
-from autoshard.runtime.dtensor_handlers import install_dtensor_handlers
 from autoshard.runtime.parameters import (
     check_parameters,
     check_stored_alike,
@@ -32,6 +31,7 @@ from autoshard.runtime.program import LocalProgram
 from autoshard.runtime.python_state.state import PythonState
 from autoshard.runtime.signature import ShapeError
 from autoshard.runtime.state_dicts import support_state_dicts
+from autoshard.runtime.torch_check import prepare_torch
 from autoshard.runtime.unsharded_forward import UnshardedForward
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -105,6 +105,7 @@ def parallelize(
     Raises:
         PlanError: there is no plan, or it does not fit mesh or model, on this rank or on another.
             The model is then unchanged.
+        TorchVersionError: the installed torch does not do what planned models rely on.
     """
     if isinstance(model, Planned):
         raise PlanError("the model is parallelized already; apply plans to a new model")
@@ -148,6 +149,7 @@ def parallelize(
         ignore_state,
     )
     with raised_on_all_ranks(device_mesh):
+        prepare_torch(device_mesh)
         for forward in forwards.values():
             check_parameters(model, forward.stage, frozen=forward.frozen)
         state.check_applies()
@@ -171,7 +173,6 @@ def parallelize(
     vars(model)["_programs"] = programs
     computes = device_mesh.device_type, programs.first.program.graph.compute_dtype
     vars(model)["_computes"] = computes
-    install_dtensor_handlers(device_mesh)
     support_state_dicts(model)
     return model
 

@@ -16,6 +16,7 @@ from autoshard.runtime.agreement import check_equal_weights
 from autoshard.runtime.dtensors import from_local, local_tensor
 from autoshard.runtime.local_node import Place
 from autoshard.runtime.shards import local_shard
+from autoshard.torch_private import own_parameters
 
 NUM_DIFFERENCES = 5
 """Maximum number of differences between plan and model in an error message."""
@@ -41,7 +42,7 @@ class ModuleAttribute:
     def get(self) -> torch.Tensor:
         """The current tensor."""
         # Faster than getattr, which is for buffers and for what has replaced a parameter.
-        parameter = self.module._parameters.get(self.name)  # noqa: SLF001  as torch.func reads it
+        parameter = own_parameters(self.module).get(self.name)
         tensor: torch.Tensor = getattr(self.module, self.name) if parameter is None else parameter
         return tensor
 

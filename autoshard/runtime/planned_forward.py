@@ -32,8 +32,9 @@ from autoshard.runtime.parameters import ModuleAttribute, StoredBuffer, store_up
 from autoshard.runtime.program import LocalProgram
 from autoshard.runtime.python_state.compiled import check_state
 from autoshard.runtime.python_state.state import PythonState
-from autoshard.runtime.random_numbers import RECOMPUTED, runs_backward
+from autoshard.runtime.random_numbers import RECOMPUTED
 from autoshard.runtime.signature import Arguments, Results, ShapeError
+from autoshard.torch_private import runs_backward
 
 PlacedT = TypeVar("PlacedT", PlacedInput, PlacedOutput)
 

@@ -14,6 +14,7 @@ import torch
 
 from autoshard.errors import PlanError
 from autoshard.runtime.local_node import LocalKernel, LocalNode, Step
+from autoshard.torch_private import runs_backward, safe_softmax
 
 
 def seeded(local: LocalNode, plain: LocalKernel) -> LocalKernel:
@@ -126,11 +127,6 @@ RECOMPUTED = (
 )
 
 
-def runs_backward() -> bool:
-    """True if this thread runs a backward pass."""
-    return torch._C._current_graph_task_id() != -1  # noqa: SLF001  as in the recorder
-
-
 _Factors = Callable[[torch.Tensor, Sequence[int], torch.Tensor], torch.Tensor]
 """Dropout's factors for a tensor of a given size, with the dtype of another one, and a step."""
 
@@ -193,7 +189,7 @@ def _bind_attention(local: LocalNode, identity: str) -> _Traced:
             is_flag = mask.dtype is torch.bool
             scores = scores.masked_fill(~mask, float("-inf")) if is_flag else scores + mask
         # Of a query that sees no key, the weights are zeros.
-        weights = torch.ops.aten._safe_softmax(scores, -1)  # noqa: SLF001  as in the kernel of torch
+        weights = safe_softmax(scores, -1)
         return ((weights * draw(weights, weights.shape, step)) @ value,)
 
     return run

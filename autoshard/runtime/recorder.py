@@ -9,10 +9,10 @@ from typing import Any, Literal, get_args
 import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoshard.plan import CollectiveCount, Direction
 from autoshard.runtime.process_groups import axes_of_group
+from autoshard.torch_private import TorchDispatchMode, runs_backward, schema_of
 
 _UNKNOWN = "?"
 
@@ -125,7 +125,7 @@ class CollectiveRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
         result = func(*args, **kwargs)
         if _PAUSED.get():
             return result
-        schema = func._schema  # noqa: SLF001  torch has no public access to an operator's schema
+        schema = schema_of(func)
         if schema.name in (_SENDS, _RECEIVES):
             tensors, group, _, tag = args
             if self._axis_of(group) != _UNKNOWN:
@@ -166,13 +166,11 @@ class CollectiveRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
         return self._axis_of_group.get(name) or axes_of_group(self._mesh, name) or _UNKNOWN
 
     def _made(self, kind: str, group: Any, nbytes: int) -> CollectiveRecord:
-        # A graph task runs on this thread only during backward.
-        backward = torch._C._current_graph_task_id() != -1  # noqa: SLF001
         return CollectiveRecord(
             kind=kind,
             axis=self._axis_of(group),
             nbytes=nbytes,
-            direction="backward" if backward else "forward",
+            direction="backward" if runs_backward() else "forward",
         )
 
 

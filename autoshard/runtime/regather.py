@@ -15,6 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from autoshard.errors import PlanError
+from autoshard.torch_private import backward_pass, version_counter
 
 Reshard = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 
@@ -85,10 +86,10 @@ class _SavedTensor:
     def __init__(self, tensor: torch.Tensor) -> None:
         # Detached, since a saved output would form a reference cycle with its autograd node.
         self._tensor = tensor.detach()
-        self._version = tensor._version  # noqa: SLF001  torch has no public way to it
+        self._version = version_counter(tensor)
 
     def unpack(self) -> torch.Tensor:
-        if self._tensor._version != self._version:  # noqa: SLF001  as above
+        if version_counter(self._tensor) != self._version:
             raise PlanError(
                 f"a tensor of shape {tuple(self._tensor.shape)} that backward needs was changed "
                 f"in place after forward; call backward before the optimizer's step, and do not "
@@ -170,9 +171,9 @@ class _Regather:
 
         The view counts as unpacked afterwards.
         """
-        backward_pass = torch._C._current_graph_task_id()  # noqa: SLF001  as in the recorder
-        if self._resharded is None or backward_pass != self._backward_pass:
-            self._group.run(backward_pass)
+        running = backward_pass()
+        if self._resharded is None or running != self._backward_pass:
+            self._group.run(running)
         resharded = self._resharded
         assert resharded is not None
         self._pending.discard(view)

@@ -27,6 +27,7 @@ from autoshard.layouts import STEPS, Action, AxisType, Kind, largest_shard, pars
 from autoshard.plan import PlannedStep
 from autoshard.runtime.process_groups import process_group
 from autoshard.runtime.shards import from_rank_major, to_rank_major
+from autoshard.torch_private import COLLECTIVES
 
 # spmd_types 0.3 calls collectives by names that torch 2.13 deprecates; users cannot change that.
 warnings.filterwarnings(
@@ -36,7 +37,6 @@ warnings.filterwarnings(
 LocalFunction = Callable[[torch.Tensor], torch.Tensor]
 
 _WHOLE = {Kind.INVARIANT: spmd.I, Kind.REPLICATE: spmd.R, Kind.PARTIAL: spmd.P}
-_OPS: Any = torch.ops._c10d_functional  # noqa: SLF001  as torch.distributed's functions call them
 
 
 def bind_steps(
@@ -377,18 +377,19 @@ class _FunctionalStep:
         self, action: Action, tensor: torch.Tensor, old: AxisType, new: AxisType
     ) -> torch.Tensor:
         if action is Action.ALL_REDUCE:
-            return _waited(_OPS.all_reduce(tensor.contiguous(), "sum", self.group))
+            return _waited(COLLECTIVES.all_reduce(tensor.contiguous(), "sum", self.group))
         if action is Action.ALL_GATHER:
             rows = tensor.contiguous().unsqueeze(0)
-            moved = _OPS.all_gather_into_tensor(rows, self.num_ranks, self.group)
+            moved = COLLECTIVES.all_gather_into_tensor(rows, self.num_ranks, self.group)
             return self._join(_waited(moved), old)
         slices = self._split(tensor, new).contiguous()
         if action is Action.REDUCE_SCATTER:
-            moved = _OPS.reduce_scatter_tensor(slices, "sum", self.num_ranks, self.group)
+            moved = COLLECTIVES.reduce_scatter_tensor(slices, "sum", self.num_ranks, self.group)
             return _waited(moved).squeeze(0)
         assert action is Action.ALL_TO_ALL, f"no step runs {action}"
         ones = [1] * self.num_ranks
-        return self._join(_waited(_OPS.all_to_all_single(slices, ones, ones, self.group)), old)
+        sent = COLLECTIVES.all_to_all_single(slices, ones, ones, self.group)
+        return self._join(_waited(sent), old)
 
     def _split(self, tensor: torch.Tensor, shard: AxisType) -> torch.Tensor:
         """Stack the slices of all ranks along a new dim 0."""
@@ -417,5 +418,5 @@ class _Functional(torch.autograd.Function):
 
 
 def _waited(moved: Any) -> torch.Tensor:
-    tensor: torch.Tensor = _OPS.wait_tensor(moved)
+    tensor: torch.Tensor = COLLECTIVES.wait_tensor(moved)
     return tensor

@@ -8,7 +8,6 @@ from weakref import ReferenceType, ref
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
 from autoshard.errors import PlanError
 from autoshard.graph import Graph, InputKind
@@ -22,6 +21,7 @@ from autoshard.runtime.global_tensors.origins import fresh
 from autoshard.runtime.global_tensors.placed import Placed
 from autoshard.runtime.local_node import Place
 from autoshard.runtime.shards import local_shard
+from autoshard.torch_private import pytree, version_counter
 
 
 class ShapeError(PlanError):
@@ -173,13 +173,13 @@ class Arguments:
             if not isinstance(leaf, torch.Tensor):
                 continue
             before, version = self._passed.get(graph_input.name, (None, -1))
-            if before is not None and before() is leaf and version == _num_writes(leaf):
+            if before is not None and before() is leaf and version == version_counter(leaf):
                 raise PlanError(
                     f"forward overwrites its argument {graph_input.target!r}, but the planned "
                     f"program leaves the tensor that is passed as it is, and the same one is "
                     f"passed again: make it a buffer of the model, or return its new contents"
                 )
-            self._passed[graph_input.name] = ref(leaf), _num_writes(leaf)
+            self._passed[graph_input.name] = ref(leaf), version_counter(leaf)
 
     def rows(self, size: int) -> slice | None:
         """The rows of a batch that this rank reads; all rows if tensors are sharded differently.
@@ -215,11 +215,6 @@ class Arguments:
             PlanError: they are not those that were exported, or are structured otherwise.
         """
         return self._structure.flatten(args, kwargs)
-
-
-def _num_writes(tensor: torch.Tensor) -> int:
-    """Number of writes into a tensor; 0 if they are not counted."""
-    return 0 if tensor.is_inference() else tensor._version  # noqa: SLF001  autograd's counter
 
 
 def check_literal(name: str, exported: object, leaf: Any) -> None:

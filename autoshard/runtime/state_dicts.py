@@ -11,7 +11,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch.distributed import _state_dict_utils
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -20,6 +19,12 @@ from autoshard.errors import CheckpointError
 from autoshard.layouts import from_placements
 from autoshard.runtime.dtensors import from_local, full_tensor, local_tensor
 from autoshard.runtime.shards import dtensor_slices, local_shard
+from autoshard.torch_private import (
+    own_buffers,
+    own_parameters,
+    replace_distribute_tensors,
+    torch_distribute_tensors,
+)
 
 
 def support_state_dicts(model: nn.Module) -> None:
@@ -29,14 +34,12 @@ def support_state_dicts(model: nn.Module) -> None:
         model: has DTensors as parameters and buffers.
     """
     for module in model.modules():
-        tensors = chain(module._parameters.values(), module._buffers.values())  # noqa: SLF001  own
+        tensors = chain(own_parameters(module).values(), own_buffers(module).values())
         if any(isinstance(tensor, DTensor) for tensor in tensors):
             register: Any = module.register_load_state_dict_pre_hook  # torch does not type it
             register(_place_loaded_tensors)
     _support_all_optimizers()
-    # What shards full tensors for `broadcast_from_rank0`; torch has no public way.
-    functions: Any = _state_dict_utils
-    functions._distribute_tensors = _distribute_tensors  # noqa: SLF001  as above
+    replace_distribute_tensors(_distribute_tensors)
 
 
 def placed_like(value: Any, stored: torch.Tensor, name: str) -> Any:
@@ -121,9 +124,6 @@ def _place_loaded_state(optimizer: torch.optim.Optimizer, *_: Any) -> None:
                 state[name] = placed_like(value, parameter, name)
 
 
-_torch_distribute_tensors = _state_dict_utils._distribute_tensors  # noqa: SLF001  see above
-
-
 def _distribute_tensors(state: dict[str, Any], keys: list[str], *args: Any) -> None:
     """Fill DTensors from full tensors, also those of which a rank has several slices.
 
@@ -141,7 +141,7 @@ def _distribute_tensors(state: dict[str, Any], keys: list[str], *args: Any) -> N
                 if not stored.is_meta:
                     local_tensor(stored).copy_(local_tensor(placed))
                 state[key] = placed if stored.is_meta else stored
-    _torch_distribute_tensors(state, keys, *args)
+    torch_distribute_tensors(state, keys, *args)
 
 
 def _has_several_slices(tensor: DTensor) -> bool:

@@ -15,10 +15,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
 from autoshard.errors import PlanError
 from autoshard.graph import MixedPrecision
@@ -26,6 +24,7 @@ from autoshard.graph.casting import cast_parameter, with_casts
 from autoshard.runtime.call_checks import compare_over_ranks
 from autoshard.runtime.dtensors import full_tensor, store_full
 from autoshard.runtime.signature import ShapeError
+from autoshard.torch_private import default_store, pytree
 
 MEETING_TIMEOUT = timedelta(minutes=10)
 """Time for which a rank waits for the others to call with tensors of other shapes too."""
@@ -115,7 +114,7 @@ class UnshardedForward:
 
     def _meet(self, why: ShapeError) -> None:
         """Wait for all ranks: the collectives of one that runs the plan are other ones."""
-        store = distributed_c10d._get_default_store()  # noqa: SLF001  no public way
+        store = default_store()
         ranks = hashlib.blake2b(str(self._mesh.mesh.tolist()).encode(), digest_size=8).hexdigest()
         key = f"{self._name}/{ranks}/{self._num_calls}"
         self._num_calls += 1

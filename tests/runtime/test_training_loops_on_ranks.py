@@ -21,6 +21,7 @@ from runtime.cases import (
     python_state,
     several_programs,
     state_dicts,
+    torch_versions,
     updated_buffers,
 )
 from runtime.cases.updated_buffers import MESHES
@@ -44,6 +45,7 @@ MODULES = (
     other_shapes,
     arguments,
     python_state,
+    torch_versions,
 )
 CASES = joined(*MODULES)
 LONG = {

@@ -155,6 +155,9 @@ class _Recorder:
     def perform_reduce_grad(self, _scale: int) -> None:
         """What follows is not part of the loop."""
 
+    def release_fwd_send_outputs(self, _number: int) -> None:
+        """Memory is not part of the loop; called since 2.15."""
+
     def post(self, operations: list[Posted], **_kwargs: object) -> list[Posted]:
         self.steps += operations
         return operations

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
+
+from autoshard.torch_private import pytree
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoshard.graph.python_state.calls import Call
 from autoshard.graph.python_state.holders import identity
@@ -17,6 +14,7 @@ from autoshard.graph.python_state.paths import Path
 from autoshard.graph.python_state.queries import CONTEXTS
 from autoshard.graph.python_state.recorder import Recorder
 from autoshard.graph.tracing import OnMeta
+from autoshard.torch_private import FakeTensorMode, TorchDispatchMode, pytree
 
 Events = tuple[Any, ...]
 """Operators and calls of modules, the result, and at last what was changed."""

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from autoshard.collection import collection_paused
 from autoshard.graph.python_state.calls import Call
@@ -53,6 +52,7 @@ from autoshard.graph.python_state.values import (
     describe,
     hooks_of,
 )
+from autoshard.torch_private import pytree
 
 MODE = "training"
 FORWARD = "forward"

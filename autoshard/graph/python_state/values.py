@@ -24,6 +24,7 @@ from pydantic import JsonValue
 from torch import nn
 
 from autoshard.graph.python_state.paths import CHILDREN, instance_dict, name_of
+from autoshard.torch_private import OpOverload, OpOverloadPacket
 
 Value = JsonValue
 
@@ -142,7 +143,7 @@ def _plain_state(state: Any) -> Any:
 _Detail = Callable[[_Describer, Any], Value]
 _TORCH_TYPES = (
     *(torch.dtype, torch.layout, torch.memory_format),
-    *(torch._ops.OpOverload, torch._ops.OpOverloadPacket),  # noqa: SLF001  of torch.ops.aten.relu
+    *(OpOverload, OpOverloadPacket),
 )
 _RANDOM = (random.Random, np.random.Generator, np.random.RandomState)
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
 from autoshard.layouts import Layout, to_placements
 from autoshard.runtime.dtensors import from_local, full_tensor, local_tensor, store_full
@@ -32,6 +31,7 @@ from autoshard.runtime.global_tensors.writes import (
     write_on_shards,
     writes,
 )
+from autoshard.torch_private import pytree, schema_of, shares_memory, version_counter
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class _Arguments:
             return set()
         args, kwargs = self.with_leaves(self.leaves)
         operator: Any = self.function
-        schema = operator._schema  # noqa: SLF001  an operator's
+        schema = schema_of(operator)
         written = [
             id(x)
             for n, one in enumerate(schema.arguments)
@@ -138,7 +138,7 @@ def run_operator(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], 
     """
     leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
     call = _Arguments(operator, leaves, spec, kind, is_operator=True)
-    rule = None if operator._schema.is_mutable else operator_rule(operator)  # noqa: SLF001  an operator's
+    rule = None if schema_of(operator).is_mutable else operator_rule(operator)
     found = _on_shards(call, rule) if rule is not None else None
     return _on_full_tensors(call) if found is None else found[0]
 
@@ -231,7 +231,7 @@ def _result(
             return call.shared[place]
     if call.is_operator:
         return _operator_result(call, bases, number, result)
-    views = [n for n, base in bases.items() if _share_memory(result.local, base)]
+    views = [n for n, base in bases.items() if shares_memory(result.local, base)]
     if not (views or result.is_sharded or call.kind.stays_shared):
         return _plain(result.local)
     wrapped = of_placed(result, call.kind)
@@ -248,7 +248,7 @@ def _operator_result(
     Norms of planned and of other parameters, stacked, are plain, since PyTorch combines what is
     computed from them with gradients of both.
     """
-    views = [n for n, base in bases.items() if _share_memory(result.local, base)]
+    views = [n for n, base in bases.items() if shares_memory(result.local, base)]
     is_mixed = any(x.is_floating_point() for x in call.plain) and not torch.is_grad_enabled()
     if is_mixed and not views and not result.is_sharded:
         return result.local
@@ -261,12 +261,7 @@ def _operator_result(
 
 def _is_view_of_shard(local: torch.Tensor, base: DTensor) -> bool:
     """True if a write into a view of a DTensor writes into its shard as well."""
-    return origin_of(base) is None and _share_memory(local, local_tensor(base))
-
-
-def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    first, second = one.untyped_storage(), other.untyped_storage()
-    return bool(first._cdata == second._cdata)  # noqa: SLF001  as torch compares storages
+    return origin_of(base) is None and shares_memory(local, local_tensor(base))
 
 
 def _shaped_alike(call: _Arguments) -> Any:
@@ -350,13 +345,13 @@ def _on_full_tensors(call: _Arguments) -> Any:
             full = {n: one.clone() for n, one in full.items()}
     num_bytes = sum(part.moved_bytes() for part in placed.values())
     say_gathered(call.function, num_bytes, mesh, is_state=call.kind.stays_shared)
-    versions = {n: _version(one) for n, one in full.items()}
+    versions = {n: version_counter(one) for n, one in full.items()}
     args, kwargs = call.with_leaves([full.get(n, x) for n, x in enumerate(call.leaves)])
     with drawn_alike(mesh):
         result = call.function(*args, **kwargs)
     outputs = call.outputs
     for n, one in full.items():
-        if n in outputs or _version(one) != versions[n]:
+        if n in outputs or version_counter(one) != versions[n]:
             store(one, shared[n], call.kind)
     return _wrapped(call, result, full, mesh)
 
@@ -372,8 +367,3 @@ def _wrapped(
         for number, leaf in enumerate(leaves)
     ]
     return pytree.tree_unflatten(wrapped, spec)
-
-
-def _version(tensor: torch.Tensor) -> int:
-    """Number of writes into a tensor."""
-    return 0 if tensor.is_inference() else tensor._version  # noqa: SLF001  autograd's counter

@@ -7,7 +7,6 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
-from torch.utils import _pytree as pytree
 
 from autoshard.errors import LayoutError, PlanError
 from autoshard.layouts import I, Layout, from_placements, to_placements
@@ -16,6 +15,7 @@ from autoshard.runtime.global_tensors.metadata import is_metadata
 from autoshard.runtime.global_tensors.origins import fresh
 from autoshard.runtime.global_tensors.placed import Placed
 from autoshard.runtime.shards import local_shape
+from autoshard.torch_private import pytree
 
 
 class GlobalTensor(DTensor):

@@ -11,10 +11,10 @@ from math import prod
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from autoshard.layouts import AxisType, I, Layout, P, R, S
 from autoshard.runtime.global_tensors.placed import Placed, Shape
+from autoshard.torch_private import pytree
 
 Letters = tuple[str | None, ...]
 """A letter for each dim of a tensor; None for a dim that must be whole."""

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
 from autoshard.runtime.global_tensors.placed import Placed
+from autoshard.torch_private import pytree, take_shard, version_counter, without_torch_function
 
 _ORIGIN, _WRITES = "_autoshard_origin", "_autoshard_num_writes"
 """Attributes of tensors: where a view comes from, and how often a tensor was replaced."""
@@ -77,8 +77,7 @@ def _contents(tensor: torch.Tensor) -> tuple[int, int]:
     """Numbers that change when the contents of a tensor, or of what it is a view of, do."""
     while (origin := origin_of(tensor)) is not None:
         tensor = origin.base
-    version = 0 if tensor.is_inference() else tensor._version  # noqa: SLF001  autograd's counter
-    return version, vars(tensor).get(_WRITES, 0)
+    return version_counter(tensor), vars(tensor).get(_WRITES, 0)
 
 
 def fresh(tensor: DTensor) -> None:
@@ -101,7 +100,7 @@ def replace_contents(tensor: DTensor, new: torch.Tensor) -> None:
     if follows and not (tensor.is_leaf and tensor.requires_grad):
         _REPLACED.append(tensor)
         try:
-            with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  as torch documents it
+            with without_torch_function():
                 tensor.copy_(new)
         finally:
             _REPLACED.pop()
@@ -122,8 +121,3 @@ _REPLACED: list[DTensor] = []
 def is_replaced(tensor: DTensor) -> bool:
     """True while a tensor gets other contents: the operator `copy_` shall not copy them."""
     return any(one is tensor for one in _REPLACED)
-
-
-def take_shard(tensor: DTensor, new: DTensor) -> None:
-    """Make the shard of another tensor that of this one."""
-    tensor._local_tensor, tensor._spec = new._local_tensor, new._spec  # noqa: SLF001  no public way

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from autoshard.runtime.global_tensors.letters import dims_of, numbered
 from autoshard.runtime.global_tensors.on_shards import Call, Letters, Rule, ShardedCall
 from autoshard.runtime.global_tensors.placed import Placed, Shape
+from autoshard.torch_private import pytree, shares_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +84,7 @@ def _on_meta(call: Call) -> list[torch.Tensor] | None:
 
 
 def _shares(one: object, other: torch.Tensor) -> bool:
-    if not isinstance(one, torch.Tensor):
-        return False
-    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)  # noqa: SLF001
+    return isinstance(one, torch.Tensor) and shares_memory(one, other)
 
 
 def _origin(dim: int, result: torch.Tensor, source: Placed) -> int | None:

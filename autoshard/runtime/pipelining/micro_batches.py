@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
 from autoshard.errors import PlanError
 from autoshard.plan.document import Pipeline, PipelineArgument
 from autoshard.runtime.call_structure import CallStructure
 from autoshard.runtime.dtensors import full_tensor
 from autoshard.runtime.signature import check_literal
+from autoshard.torch_private import pytree
 
 
 class MicroBatches:

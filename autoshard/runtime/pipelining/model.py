@@ -39,6 +39,7 @@ from autoshard.runtime.planned_forward import RngStep
 from autoshard.runtime.program import LocalProgram
 from autoshard.runtime.python_state.state import PythonState
 from autoshard.runtime.state_dicts import support_state_dicts
+from autoshard.runtime.torch_check import prepare_pipelines
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -260,6 +261,7 @@ def pipeline(
 
     Raises:
         PlanError: a plan has no stages, or does not fit mesh, model, schedule or another plan.
+        TorchVersionError: the installed torch does not do what planned models rely on.
     """
     if isinstance(model, Pipelined):
         raise PlanError("the model has pipeline stages already; apply plans to a new model")
@@ -268,6 +270,8 @@ def pipeline(
         raise PlanError("a plan has a single stage, or there is none: apply it with parallelize")
     first, *_ = plans.values()
     devices = _devices_of(plans, device_mesh)
+    with raised_on_all_ranks(device_mesh):
+        prepare_pipelines(device_mesh)
     check_held_alike(plans, devices)
     steps, called = RngStep(), signature(model.forward)
     forwards = {

@@ -12,6 +12,7 @@ from autoshard.plan import PlacedInput, Plan, Stage
 from autoshard.runtime.parameters import check_parameters, distribute_state
 from autoshard.runtime.pipelining.devices import StageDevices
 from autoshard.runtime.pipelining.stage_forward import StageForward
+from autoshard.torch_private import own_buffers, own_parameters
 
 _STORED = ("parameter", "buffer")
 
@@ -146,7 +147,7 @@ def _remove(model: nn.Module, names: Iterable[str]) -> None:
             owner = model.get_submodule(path)
         except AttributeError:
             continue  # a tensor that forward created, given as a constant
-        if attribute in owner._parameters or attribute in owner._buffers:  # noqa: SLF001  no public way
+        if attribute in own_parameters(owner) or attribute in own_buffers(owner):
             setattr(owner, attribute, None)
 
 

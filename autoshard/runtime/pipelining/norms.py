@@ -10,13 +10,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grad
 
 from autoshard.errors import PlanError
 from autoshard.runtime.dtensor_handlers import FURTHER_GROUPS
 from autoshard.runtime.dtensors import local_tensor
 from autoshard.runtime.pipelining.devices import StageDevices
 from autoshard.runtime.recorder import not_recorded
+from autoshard.torch_private import replace_total_norm, torch_total_norm
 
 _GROUPS: WeakKeyDictionary[nn.Module, ProcessGroup] = WeakKeyDictionary()
 """The models of which a rank has a part of the gradients, with all their ranks."""
@@ -80,9 +80,6 @@ def _num_replicas(gradient: torch.Tensor) -> int:
     return number
 
 
-_torch_total_norm: Any = clip_grad._get_total_norm  # noqa: SLF001  what clip_grad_norm_ calls
-
-
 def join_stages(model: nn.Module, devices: StageDevices) -> None:
     """Make PyTorch treat the gradients of all stages as those of one model.
 
@@ -90,8 +87,7 @@ def join_stages(model: nn.Module, devices: StageDevices) -> None:
     step on all ranks if any stage has infinite gradients.
     """
     _GROUPS[model] = devices.group
-    functions: Any = clip_grad
-    functions._get_total_norm = _total_norm  # noqa: SLF001  as above
+    replace_total_norm(_total_norm)
     if _groups_of not in FURTHER_GROUPS:
         FURTHER_GROUPS.append(_groups_of)
 
@@ -113,5 +109,4 @@ def _total_norm(tensors: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
             "this rank has only the gradients of its own pipeline stages, so their norm is not "
             "that of the model: call model.clip_grad_norm_(max_norm) on all ranks"
         )
-    norm: torch.Tensor = _torch_total_norm(tensors, *args, **kwargs)
-    return norm
+    return torch_total_norm(tensors, *args, **kwargs)

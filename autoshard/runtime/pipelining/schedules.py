@@ -10,6 +10,7 @@ from autoshard.errors import PlanError
 from autoshard.plan.document import Pipeline
 from autoshard.runtime.pipelining.devices import StageDevices
 from autoshard.runtime.pipelining.stage import PlannedStage
+from autoshard.torch_private import num_micro_batches, without_set_up
 
 Loss = Callable[[Any, torch.Tensor], torch.Tensor]
 """The loss of a micro-batch, from the results of forward and the micro-batch's number."""
@@ -59,7 +60,7 @@ def make_schedule(
                     f"schedule {pipeline.schedule} runs stage {stage} on pipeline rank "
                     f"{stages[0].stage_index_to_group_rank[stage]}, and the plan on {position}"
                 )
-    return made
+    return without_set_up(made)
 
 
 def last_backward(schedule: Any, stage: PlannedStage) -> int:
@@ -70,7 +71,7 @@ def last_backward(schedule: Any, stage: PlannedStage) -> int:
         stage: one of its stages.
     """
     order = schedule.pipeline_order
-    number: int = schedule._n_microbatches - 1  # noqa: SLF001  torch has no public access to it
+    number = num_micro_batches(schedule) - 1
     if isinstance(schedule, schedules.PipelineScheduleSingle):
         return number
     parts = ("FULL_BACKWARD", "BACKWARD_WEIGHT" if stage.splits_backward else "BACKWARD_INPUT")

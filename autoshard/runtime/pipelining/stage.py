@@ -6,11 +6,9 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed import P2POp, ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from autoshard.errors import PlanError
 from autoshard.plan.stage_times import splits_backward
@@ -18,6 +16,7 @@ from autoshard.runtime.pipelining.backward import SplitBackward, run_backward
 from autoshard.runtime.pipelining.routes import Incoming, Messages, Route
 from autoshard.runtime.pipelining.stage_forward import MicroBatch, StageForward
 from autoshard.runtime.recorder import CONTENTS
+from autoshard.torch_private import StageBase
 
 _VALUE, _GRADIENT = CONTENTS.index("value"), CONTENTS.index("gradient")
 """Tags of messages."""
@@ -75,7 +74,7 @@ class _Arriving:
         return [None if one is None else one.tensor() for one in self._incoming]
 
 
-class PlannedStage(_PipelineStageBase):
+class PlannedStage(StageBase):
     """Runs the program of a stage for the schedules of torch, and sends the planned messages.
 
     Args:
@@ -107,12 +106,14 @@ class PlannedStage(_PipelineStageBase):
         groups: Sequence[ProcessGroup],
         splits: bool,
     ) -> None:
-        # Schedules expect a group with one rank per stage. A stage has several here, so they
-        # get the numbers of pipeline ranks instead.
-        outside: Any = dist.GroupMember.NON_GROUP_MEMBER
-        super().__init__(model, index, num_stages, forward.program.place.device, outside)
-        self.group_rank, self.group_size = position
-        self.stage_index_to_group_rank = {i: i % self.group_size for i in range(num_stages)}
+        super().__init__(
+            model,
+            index,
+            num_stages,
+            device=forward.program.place.device,
+            group=groups[_VALUE],
+            position=position,
+        )
         self.forward_program = forward
         self.step = Step()
         self._incoming, self._outgoing, self._groups = incoming, outgoing, groups
@@ -150,20 +151,6 @@ class PlannedStage(_PipelineStageBase):
             self._input_gradients,
         ):
             one.clear()
-
-    def _prepare_forward_infra(self, *_: Any, **__: Any) -> None:
-        """Do nothing but what schedules check: the plan has all shapes."""
-        self.args_recv_info = {0: ()}
-
-    def _prepare_backward_infra(self, *_: Any, **__: Any) -> None:
-        """Do nothing: the plan has all shapes."""
-
-    def _create_grad_recv_info(self, *_: Any, **__: Any) -> tuple[()]:
-        return ()
-
-    def _get_init_p2p_neighbors_ops(self) -> list[P2POp]:
-        """No messages: the group has been used before."""
-        return []
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[P2POp]:
         """Start to receive the values that the previous stage sends.

@@ -21,6 +21,7 @@ from autoshard.plan.timeline import Phase
 from autoshard.runtime.instructions import Call, Instruction, Recompute, Reshard
 from autoshard.runtime.launch import synchronize
 from autoshard.runtime.program import LocalProgram
+from autoshard.torch_private import runs_backward
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -86,7 +87,7 @@ class Probe:
         """Wrap a function so that its calls and their backward are measured."""
 
         def measured(*args: Any) -> Any:
-            backward = torch._C._current_graph_task_id() != -1  # noqa: SLF001  as in the recorder
+            backward = runs_backward()
             part = parts.forward
             if backward:
                 part = Part(Phase.RECOMPUTE, part.name, part.subject, part.axis, part.nbytes)

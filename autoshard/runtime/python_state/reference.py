@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
 
 from autoshard.graph import OPAQUE_MODULE, Graph, training_modules
 from autoshard.graph.python_state.code import code_digest, is_user_module
@@ -26,11 +24,12 @@ from autoshard.graph.python_state.paths import (
 )
 from autoshard.graph.python_state.recorder import MODE
 from autoshard.graph.python_state.values import Value, children_of, describe, hooks_of
+from autoshard.torch_private import BatchNormBase, DropoutBase
 
 _UNKNOWN = frozenset({"object", "tensor", "module", "random", "iterator", "context", "array"})
 """Kinds of values of which it is not known what forward reads."""
 
-_WITH_MODES = (_BatchNorm, _DropoutNd)
+_WITH_MODES = (BatchNormBase, DropoutBase)
 
 
 def reference_record(model: nn.Module, kind: type[nn.Module], graph: Graph) -> dict[Path, Value]:
@@ -86,9 +85,9 @@ def _of_module(
 
 def _follows_mode(module: nn.Module) -> bool:
     """True if a module computes something else in training mode than in evaluation mode."""
-    if isinstance(module, _DropoutNd):
+    if isinstance(module, DropoutBase):
         return module.p > 0
-    if isinstance(module, _BatchNorm):
+    if isinstance(module, BatchNormBase):
         return module.running_mean is not None
     return any(
         "drop" in name and isinstance(value, float) and value > 0

@@ -46,7 +46,13 @@ def written(model: nn.Module) -> object:
     up[4] = up[5] * 2
     up[-1][2] = 7.0
     up[up > 1.0] = 0.25
+    up[torch.arange(up.numel()).view(up.shape) % 11 == 0] = 0.375
+    up[up[:, 0] > 0.2] = 0.625
+    up[3][up[3] > 0.1] = -0.5
+    up[2, torch.arange(up.shape[1]) % 3 == 0] = 0.75
     up[[7, 9]] = 0.125
+    up[:, [1, 2]] = 0.875
+    up[[11, 12], 1:3] = -0.25
     up.view(-1)[33] = 7.0
     up.diagonal().fill_(1.0)
     up.narrow(0, 11, 7).mul_(0.5)
@@ -59,7 +65,7 @@ def written(model: nn.Module) -> object:
     down.t()[3].sub_(1.0)
     down.clamp_(-0.9, 0.9).masked_fill_(down.abs() < 0.01, 0.0)
     model.norm.bias[3] = 2.0
-    assert float(up[0, 3]) == 0.25
+    assert float(up[0, 3]) == 0.625
     return model(**batches(1)[0])
 
 

@@ -1,0 +1,56 @@
+"""Private parts of `torch.distributed`, and of what reduces over ranks for an optimizer."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed import distributed_c10d
+from torch.nn.utils import clip_grad
+
+from autoshard.torch_private.versions import expected_of_torch
+
+with expected_of_torch("functions of distributed state dicts and of clipping"):
+    from torch.distributed import _state_dict_utils
+    from torch.distributed._state_dict_utils import _distribute_tensors
+    from torch.nn.utils.clip_grad import _get_total_norm
+
+COLLECTIVES: Any = torch.ops._c10d_functional
+"""The operators of functional collectives, such as `all_reduce` and `wait_tensor`.
+
+Relies on: their names and arguments, by which `torch.compile` calls them too. The functions around
+them, in `torch.distributed._functional_collectives`, are not public either.
+"""
+
+torch_total_norm: Callable[..., torch.Tensor] = _get_total_norm
+"""The norm of several tensors, as torch computes it for `clip_grad_norm_`."""
+
+torch_distribute_tensors: Callable[..., None] = _distribute_tensors
+"""Fills DTensors of a state dict from full tensors that one rank has read, as torch does it."""
+
+
+def default_store() -> Any:
+    """The key-value store by which the ranks of the default group have met.
+
+    Relies on: `_get_default_store`. Launchers have a store of their own; there is no public way to
+    get this one.
+    """
+    return distributed_c10d._get_default_store()
+
+
+def replace_total_norm(function: Callable[..., torch.Tensor]) -> None:
+    """Let `torch.nn.utils.clip_grad_norm_` compute the norm by another function.
+
+    Relies on: it calls `_get_total_norm` of its module. There is no hook in it.
+    """
+    functions: Any = clip_grad
+    functions._get_total_norm = function
+
+
+def replace_distribute_tensors(function: Callable[..., None]) -> None:
+    """Let `set_model_state_dict` and the like fill DTensors by another function.
+
+    Relies on: they call `_distribute_tensors` of its module for full tensors, also for
+    `broadcast_from_rank0`. There is no hook in them.
+    """
+    functions: Any = _state_dict_utils
+    functions._distribute_tensors = function
