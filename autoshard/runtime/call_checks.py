@@ -9,14 +9,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autoshard.errors import PlanError
 from autoshard.layouts import Layout, to_placements
 from autoshard.plan import PlacedInput
-from autoshard.runtime.recorder import not_recorded
+from autoshard.runtime.agreement import numbers_of_all_ranks
 from autoshard.torch_private import is_transformed, spec_of
 
 
@@ -115,10 +114,10 @@ def compare_over_ranks(regions: Sequence[Region], mesh: DeviceMesh) -> None:
         for _, tensor, part in regions
         for number in (_number(part.encode()), _number(_contents(tensor)))
     ]
-    by_rank = [list(zip(x[::2], x[1::2], strict=True)) for x in _of_all_ranks(own, mesh)]
+    found = numbers_of_all_ranks(torch.tensor(own, dtype=torch.int64), mesh).tolist()
+    by_rank = [list(zip(x[::2], x[1::2], strict=True)) for x in found]
     for number, (name, _, _) in enumerate(regions):
         _compare(name, [ranks[number] for ranks in by_rank], mesh.mesh.flatten().tolist())
-    _check_own_rows(regions, by_rank)
 
 
 def check_drawn_alike(mesh: DeviceMesh) -> None:
@@ -127,29 +126,14 @@ def check_drawn_alike(mesh: DeviceMesh) -> None:
     Raises:
         PlanError: they are seeded differently.
     """
-    state = _of_all_ranks([_number(_contents(torch.get_rng_state()))], mesh)
-    if any(one != state[0] for one in state):
+    own = torch.tensor([_number(_contents(torch.get_rng_state()))])
+    state = numbers_of_all_ranks(own, mesh)
+    if bool((state != state[0]).any()):
         raise PlanError(
             "parameters are initialised from random numbers that differ between ranks: call "
             "torch.manual_seed with one seed on all ranks before, or initialise the model before "
             "parallelize"
         )
-
-
-def _of_all_ranks(own: Sequence[int], mesh: DeviceMesh) -> list[list[int]]:
-    """The numbers of each rank, in the order of the mesh."""
-    numbers = torch.tensor(own, dtype=torch.int64, device=mesh.device_type)
-    with not_recorded():
-        for axis in range(mesh.ndim):
-            group = mesh.get_group(axis)
-            gathered = [torch.empty_like(numbers) for _ in range(group.size())]
-            dist.all_gather(gathered, numbers, group)
-            numbers = torch.stack(gathered)
-    # The last axis was gathered last and comes first.
-    found = numbers.reshape(*reversed(mesh.shape), len(own))
-    found = found.permute(*reversed(range(mesh.ndim)), mesh.ndim)
-    by_rank: list[list[int]] = found.reshape(mesh.size(), len(own)).tolist()
-    return by_rank
 
 
 def _compare(name: str, found: Iterable[Sequence[int]], ranks: Sequence[int]) -> None:
@@ -159,30 +143,10 @@ def _compare(name: str, found: Iterable[Sequence[int]], ranks: Sequence[int]) ->
         if contents != known:
             raise PlanError(
                 f"argument {name!r} differs between ranks {other} and {rank}, which the plan gives "
-                f"the same part of the batch: pass the same global batch on all ranks, or let "
+                f"the same part of the batch: pass the same global batch on all ranks, let "
                 f"shard_loader(loader, model) pick the rows of each rank instead of a "
-                f"DistributedSampler"
+                f"DistributedSampler, or make a rank's own rows a DTensor with DTensor.from_local"
             )
-
-
-def _check_own_rows(regions: Sequence[Region], by_rank: Sequence[Sequence[Sequence[int]]]) -> None:
-    """Refuse a global batch that is as small as the rows of one rank."""
-    parts = [{ranks[number][0] for ranks in by_rank} for number in range(len(regions))]
-    own = [number for number, found in enumerate(parts) if len(found) > 1]
-    same = all(len({ranks[number][1] for ranks in by_rank}) == 1 for number in own)
-    # Of a constant tensor, as for a first call that warms up, ranks have the same rows anyway.
-    if own and same and not all(_is_constant(regions[number][1]) for number in own):
-        name, tensor, _ = regions[own[0]]
-        raise PlanError(
-            f"every rank passes the same {name!r} of shape {tuple(tensor.shape)}, which is the "
-            f"shape of one rank's rows of a batch: where it is a smaller global batch, leave it "
-            f"out (drop_last=True), or plan for it; where each rank has rows of its own, they "
-            f"must differ"
-        )
-
-
-def _is_constant(tensor: torch.Tensor) -> bool:
-    return bool((tensor == tensor.flatten()[:1]).all())
 
 
 def _contents(tensor: torch.Tensor) -> bytes:

@@ -56,7 +56,7 @@ def parallelize(
     planned program, which runs exactly the collectives of the plan.
 
     Forward takes the same arguments as when the model was exported. A tensor may be the full
-    batch (each rank takes its shard), the rank's own shard, or a DTensor placed as planned.
+    batch, of which each rank takes its shard, or a DTensor, which says what each rank has of it.
     Replicated results are plain tensors, sharded ones are DTensors.
 
     Dynamic sizes (`torch.export.Dim`) may differ from the planned ones if tensors are full ones or

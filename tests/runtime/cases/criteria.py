@@ -1,5 +1,6 @@
 """Criteria of user code: of results that stay sharded, with plain labels, and in the program."""
 
+import warnings
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -115,6 +116,8 @@ class Outside:
         logits = planned(x)
         found = functional.cross_entropy(logits, local(own, like=logits))
         close(found.detach(), functional.cross_entropy(reference(x), labels).detach(), "own labels")
+        with pytest.raises(PlanError, match=rf"that has shape \({rows},\)"):
+            local(own[:-1], like=logits)
 
 
 @dataclass
@@ -152,12 +155,60 @@ class Inside:
             close(whole(one.grad), other.grad, "gradient")
 
 
-CASES: dict[str, Callable[[], None]] = {
-    f"{name}, {mesh}": Outside(axes, batch, output)
-    for mesh, axes in MESHES.items()
-    for name, batch, output in [
-        ("rows", 8, "S(0)"),
-        ("uneven rows", 10, "S(0)"),
-        ("classes", 8, "S(1)"),
-    ]
-} | {f"in the program, {mesh}": Inside(axes) for mesh, axes in MESHES.items()}
+@dataclass
+class OnFullTensors:
+    """Functions without a rule: what they move is said once, and their random numbers are alike."""
+
+    plans: dict[str, Plan] = field(init=False)
+
+    def prepare(self) -> None:
+        graph = graph_of((Classifier(), {"x": torch.zeros(8, FEATURES)}))
+        parameters = {"up.*": "S(0)", "down.weight": "S(1)"}
+        self.plans = {
+            layout: make_plan(
+                graph,
+                slow_devices(**MESHES["4"]),
+                PlanOptions(pins={"outputs": {"*": layout}, "parameters": parameters}),
+            )
+            for layout in ("S(0)", "I")
+        }
+
+    def __call__(self) -> None:
+        torch.manual_seed(0)
+        x, reference = torch.randn(8, FEATURES), Classifier()
+        expected = reference(x)
+        results = {}
+        for layout, plan in self.plans.items():
+            results[layout] = parallelize(deepcopy(reference), plan, device_mesh(plan))(x)
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            for result in (results["I"], results["S(0)"], results["S(0)"]):  # "I" is the advice
+                total = whole(torch.logcumsumexp(result, 0).detach())
+                close(total, expected.logcumsumexp(0).detach(), "running sum")
+        rank = torch.distributed.get_rank()
+        said = [text for one in found if "on the full tensor" in (text := str(one.message))]
+        assert len(said) == (rank == 0), [str(one.message) for one in found]
+        assert all(text.startswith("logcumsumexp of a sharded result") for text in said)
+        torch.manual_seed(1)
+        draw = torch.rrelu, 0.1, 0.3, True
+        drawn = draw[0](results["S(0)"], *draw[1:])
+        torch.manual_seed(1)
+        close(whole(drawn.detach()), draw[0](expected, *draw[1:]).detach(), "drawn")
+        torch.manual_seed(rank)
+        with pytest.raises(PlanError, match=r"random numbers .* differ between ranks"):
+            draw[0](results["S(0)"], *draw[1:])
+
+
+CASES: dict[str, Callable[[], None]] = (
+    {
+        f"{name}, {mesh}": Outside(axes, batch, output)
+        for mesh, axes in MESHES.items()
+        for name, batch, output in [
+            ("rows", 8, "S(0)"),
+            ("uneven rows", 10, "S(0)"),
+            ("classes", 8, "S(1)"),
+        ]
+    }
+    | {f"in the program, {mesh}": Inside(axes) for mesh, axes in MESHES.items()}
+    | {"on full tensors": OnFullTensors()}
+)
