@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -45,12 +46,12 @@ def plan_of(*inputs: tuple[str, str]) -> Plan:
     return make_plan(small_gpt2(), slow_devices(dp=2, tp=2), options)
 
 
-def planned(inputs: dict[str, str]) -> nn.Module:
+def planned(inputs: dict[str, str], **settings: Any) -> nn.Module:
     """A small GPT-2 that runs as planned."""
     torch.manual_seed(0)
     model, _ = models.gpt2(layers=1)
     plan = plan_of(*inputs.items())
-    return parallelize(model, plan, device_mesh(plan))
+    return parallelize(model, plan, device_mesh(plan), **settings)
 
 
 @dataclass(frozen=True)
@@ -210,8 +211,11 @@ def check_refusals(model: nn.Module) -> None:
         shard_loader(DataLoader(Stream(), batch_size=4), model)
     with pytest.raises(PlanError, match="single rows"):
         shard_loader(DataLoader(ROWS, batch_size=None), model)
+    *_, last = read_by_all(shard_loader(DataLoader(ROWS, batch_size=4), model))[0]
+    assert last == [8, 9]  # runs unsharded
+    strict = planned({"*": "S(0),R"}, other_shapes="error")
     with pytest.raises(PlanError, match="has 2 rows; the plan is for 4"):
-        list(shard_loader(DataLoader(ROWS, batch_size=4), model))
+        list(shard_loader(DataLoader(ROWS, batch_size=4), strict))
 
 
 CASES: dict[str, Callable[[], None]] = {
