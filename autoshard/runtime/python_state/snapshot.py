@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
+from types import CodeType
 from typing import Any
 
 import torch
@@ -20,7 +21,6 @@ from autoshard.graph.python_state.paths import (
     read_path,
 )
 from autoshard.graph.python_state.queries import query_at
-from autoshard.graph.python_state.recorder import FORWARD
 from autoshard.graph.python_state.values import Value, describe, hooks_of, same
 from autoshard.runtime.python_state.lookup import Lookup, Record
 from autoshard.runtime.python_state.walk import Walk
@@ -108,11 +108,11 @@ class Snapshot:
         of_class = self._of_classes.get(self._lookup.class_of(holder), {})
         if of_class:
             self.walk.add_size(holder)
-        own = instance_dict(holder)
+        own = instance_dict(holder) if path else self._lookup.own_attributes()
         for name in of_class.keys() & own.keys():
-            if (path or name != FORWARD) and (*path, name) not in self._recorded:
+            self.hidden[*path, name] = of_class[name]
+            if (*path, name) not in self._recorded:
                 self.values[*path, name] = describe(own[name])
-                self.hidden[*path, name] = of_class[name]
                 self.walk.add_item(own, name, own[name])
 
     def _add_alias(self, path: Path, first: Path) -> None:
@@ -149,7 +149,7 @@ class Snapshot:
             self.walk.add_item(place.holder, place.key, place.value)
         if place is not None:
             objects = tuple(self._objects(place.value))
-            if objects and not isinstance(place.value, torch.Tensor):
+            if objects and not isinstance(place.value, (torch.Tensor, CodeType)):
                 self.objects[path] = objects
 
     @staticmethod

@@ -2,7 +2,7 @@
 
 import dataclasses
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -180,7 +180,8 @@ class Changed:
             try:
                 self.change(changed)
                 with self.within():
-                    self.plans["now"] = self.plan(changed, self.mode)
+                    pins = self.plans["then"].state_pins().model_dump(exclude_defaults=True)
+                    self.plans["now"] = self.plan(changed, self.mode, pins)
             finally:
                 self.clean(changed)
 
@@ -188,8 +189,11 @@ class Changed:
         torch.manual_seed(0)
         return self.build().double()
 
-    def plan(self, model: nn.Module, mode: str = "training") -> Plan:
-        options = PlanOptions.model_validate({"pins": PINS[self.mesh], "mode": mode})
+    def plan(
+        self, model: nn.Module, mode: str = "training", pins: Mapping[str, Any] | None = None
+    ) -> Plan:
+        pins = {**PINS[self.mesh], **(pins or {})}
+        options = PlanOptions.model_validate({"pins": pins, "mode": mode})
         plan = make_plan(
             graph_of((model, {"x": batch()})), slow_devices(**MESHES[self.mesh]), options
         )
@@ -300,6 +304,34 @@ class OwnForward(Changed):
         plain = planned.forward
         planned.forward = lambda x: plain(x) * 3
         assert_same(planned(batch()).detach(), self.model()(batch()).detach() * 3, "wrapped")
+
+
+class Tempered(Net):
+    """Reads numbers from buffers, which a loop may change."""
+
+    def __init__(self, tau: torch.Tensor | None = None, shift: torch.Tensor | None = None) -> None:
+        super().__init__()
+        self.register_buffer("tau", tau)
+        self.register_buffer("shift", shift)
+
+    def middle(self, h: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(h if self.tau is None else h / self.tau)
+        return h if self.shift is None else h + self.shift
+
+
+@dataclass
+class Followed(Changed):
+    """What an error advises, which each call follows."""
+
+    mode: str = ""
+
+    def __call__(self) -> None:
+        planned, reference = self.model(), self.model()
+        parallelize(planned, self.plans["then"], device_mesh(self.plans["then"]))
+        self.compare(planned, reference)
+        for model in (planned, reference):
+            self.change(model)
+        self.compare(planned, reference)
 
 
 class Counting(Net):
@@ -444,7 +476,7 @@ def without_layer(model: nn.Module) -> None:
 
 
 def with_layer(model: nn.Module) -> None:
-    model.inner[1:] = []
+    del model.inner[1:]
     model.inner.append(nn.ReLU())
 
 
@@ -545,8 +577,15 @@ def changes_of(mesh: str) -> dict[str, Callable[[], None]]:
             **attribute("activation", torch.relu, torch.tanh),
         ),
         "a buffer that was None": holding(
-            match="'shift', which is a tensor now and was None",
+            match="'shift', which is a tensor now and was None.*such as zeros",
+            mode="",
             **attribute("shift", torch.ones(HIDDEN, dtype=torch.float64), None),
+        ),
+        "a buffer without effect at first": Followed(
+            mesh, partial(Tempered, shift=torch.zeros(HIDDEN)), lambda m: m.shift.fill_(1.0), ""
+        ),
+        "a buffer for an attribute": Followed(
+            mesh, partial(Tempered, tau=torch.ones(())), lambda m: m.tau.fill_(0.5), ""
         ),
         "a list": holding(lambda m: m.scales.append(3.0), "'scales'", lambda m: m.scales.pop()),
         "a dict": holding(
