@@ -88,7 +88,7 @@ class Snapshot:
                 self._add_place(path)
             if isinstance(recorded, dict) and "same" in recorded:
                 self._add_alias(path, read_path(str(recorded["same"])))
-            elif isinstance(recorded, dict) and "object" in recorded:
+            elif _has_attributes(recorded) and (*path, CALLED) not in self._recorded:
                 self._add_hidden(path)
 
     def _add_call(self, path: Path) -> None:
@@ -181,6 +181,10 @@ class Snapshot:
                 yield value
         elif isinstance(value, nn.Module) or _is_object(describe(value)):
             yield value
+
+
+def _has_attributes(recorded: Value) -> bool:
+    return isinstance(recorded, dict) and not recorded.keys().isdisjoint(("module", "object"))
 
 
 def _is_object(described: Value) -> bool:

@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from autoshard.graph.python_state.paths import CHILDREN, HOOKS, instance_dict
+from autoshard.graph.python_state.values import value_in_context
 
 _COMPARED = (
     *(bool, int, float, complex, str, bytes, type(None), type),
@@ -29,9 +30,6 @@ _COMPARED = (
 
 _CONTAINERS = (dict, list, set, tuple, deque)
 _CHILDREN = itemgetter(CHILDREN)
-_LARGEST_ARRAY = 1 << 16
-"""Bytes of an array whose elements are compared; larger ones are compared by identity."""
-
 Get = Callable[[Any], Any]
 
 
@@ -114,10 +112,12 @@ class Walk:
         """Add the elements of a container, nested."""
         if isinstance(value, partial):
             self._add_container([value.args, value.keywords])
-        elif isinstance(value, np.ndarray) and value.nbytes <= _LARGEST_ARRAY:
+        elif isinstance(value, np.ndarray):
             self.add_call(value.tobytes, value.tobytes())
+        elif isinstance(value, bytearray):
+            self.add_call(partial(bytes, value), bytes(value))
         elif isinstance(value, ContextVar):
-            get = partial(value.get, None)
+            get = partial(value_in_context, value)
             self.add_call(get, get())
         if not isinstance(value, _CONTAINERS) or id(value) in self._containers:
             return
@@ -141,8 +141,11 @@ class Walk:
         self._classes.add(module, type(module))
         self.add_size(module)
         for name in HOOKS:
-            self._hook_dicts.add(own, name, own[name])
-            self.add_hooks(own[name])
+            if own[name]:
+                self.add_item(own, name, own[name])
+            else:
+                self._hook_dicts.add(own, name, own[name])
+                self.add_hooks(own[name])
 
     def add_hooks(self, hooks: dict[int, Any]) -> None:
         """Add hooks of one kind."""
