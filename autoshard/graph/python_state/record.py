@@ -38,7 +38,7 @@ def record_of(
     if found and not (changes.is_lazy and effects.is_settled()):
         changes.check(what, ignored)
     sources = [path for path in recorder.sources() if not is_ignored(path, ignored)]
-    if sources and not effects.is_settled():
+    if sources and not effects.is_repeatable():
         changes.found += [Change(path, None, None) for path in sources]
         changes.check(what, ignored)
     effects.add()

@@ -59,7 +59,8 @@ class Difference:
     @property
     def is_structure(self) -> bool:
         """True for modules that were replaced, added or removed."""
-        return self.is_replaced or self.path[-1:] == (CHILDREN,)
+        is_module = isinstance(self.exported, dict) and "module" in self.exported
+        return self.is_replaced or is_module or self.path[-1:] == (CHILDREN,)
 
 
 def explain(differences: Iterable[Difference], modes: Mapping[Path, bool]) -> str:

@@ -21,11 +21,13 @@ from autoshard.graph.python_state.paths import (
     read_path,
 )
 from autoshard.graph.python_state.queries import query_at
+from autoshard.graph.python_state.recorder import FORWARD
 from autoshard.graph.python_state.values import Value, describe, hooks_of, same
 from autoshard.runtime.python_state.lookup import Lookup, Record
 from autoshard.runtime.python_state.walk import Walk
 
 _TENSOR: Value = {"tensor": True}
+_REGISTERED = ("_parameters", "_buffers", CHILDREN)
 
 
 class Snapshot:
@@ -106,9 +108,10 @@ class Snapshot:
         """Add attributes of an object that hide what forward read of its class."""
         holder = self._lookup.value(path)
         of_class = self._of_classes.get(self._lookup.class_of(holder), {})
-        if of_class:
-            self.walk.add_size(holder)
         own = instance_dict(holder) if path else self._lookup.own_attributes()
+        for name in of_class.keys() - own.keys():
+            if path or name != FORWARD:
+                self.walk.add_absent(instance_dict(holder), name)
         for name in of_class.keys() & own.keys():
             self.hidden[*path, name] = of_class[name]
             if (*path, name) not in self._recorded:
@@ -137,7 +140,7 @@ class Snapshot:
             self.walk.add_call(call, call())
         elif place is None:
             if parent is not None and is_of_model(path):
-                self.walk.add_size(parent)
+                self._add_missing(parent, str(path[-1]))
         elif isinstance(parent, nn.Module) and self._is_child(parent, place):
             known = self._parents.get(id(parent), (parent, False))
             self._parents[id(parent)] = parent, known[1] or path[-1] == CHILDREN
@@ -151,6 +154,15 @@ class Snapshot:
             objects = tuple(self._objects(place.value))
             if objects and not isinstance(place.value, (torch.Tensor, CodeType)):
                 self.objects[path] = objects
+
+    def _add_missing(self, holder: Any, name: str) -> None:
+        """Add an attribute that is nowhere."""
+        own = instance_dict(holder)
+        self.walk.add_absent(own, name)
+        for kind in _REGISTERED if isinstance(holder, nn.Module) else ():
+            self.walk.add_absent(own[kind], name)
+        in_class = partial(hasattr, type(holder), name)
+        self.walk.add_call(in_class, in_class())
 
     @staticmethod
     def _is_child(parent: nn.Module, place: Place) -> bool:

@@ -10,6 +10,7 @@ from functools import partial
 from types import MethodType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from runtime.cases.habits import assert_same
@@ -161,6 +162,7 @@ class Changed:
         within: a context of the calls after the change, and of their export.
         is_random: True if the changed model draws random numbers.
         mode: of the plan for the changed model; empty if there can be none.
+        num_calls: calls before the change.
     """
 
     mesh: str
@@ -171,6 +173,7 @@ class Changed:
     within: Callable[[], AbstractContextManager[object]] = nullcontext
     is_random: bool = False
     mode: str = "training"
+    num_calls: int = 1
     plans: dict[str, Plan] = field(init=False)
 
     def prepare(self) -> None:
@@ -209,7 +212,8 @@ class Changed:
         planned = parallelize(self.model(), self.plans["then"], mesh)
         reference = self.model()
         try:
-            self.compare(planned, reference)
+            for _ in range(self.num_calls):
+                self.compare(planned, reference)
             self.change(planned)
             for _ in range(2):
                 with self.within(), pytest.raises(PlanError, match=self.match):
@@ -362,11 +366,15 @@ class Counter(nn.Module):
 class Dropping(Net):
     """Leaves a layer out at random, or as an argument says."""
 
+    def __init__(self, draw: Callable[[], float] = random.random) -> None:
+        super().__init__()
+        self.draw = draw
+
     def forward(self, x: torch.Tensor, keep: torch.Tensor | None = None) -> torch.Tensor:
         h = self.up(x)
         if keep is not None:
             h = torch.where(keep, torch.tanh(h), h)
-        elif random.random() < 0.5:
+        elif self.draw() < 0.5:
             h = torch.tanh(h)
         return self.down(h).square().mean()
 
@@ -375,6 +383,12 @@ def dropped(number: int) -> dict[str, Any]:
     generator = random.Random(number)
     random.seed(number)
     return {"x": batch(), "keep": torch.tensor(generator.random() < 0.5)}
+
+
+def dropped_by_numpy(number: int) -> dict[str, Any]:
+    generator = np.random.RandomState(number)
+    np.random.seed(number)
+    return {"x": batch(), "keep": torch.tensor(generator.rand() < 0.5)}
 
 
 @dataclass
@@ -623,6 +637,13 @@ def changes_of(mesh: str) -> dict[str, Callable[[], None]]:
             r"modules 'inner.* were replaced, added or removed",
             with_layer,
         ),
+        "a layer replaced after five calls": changed(
+            lambda: Between(nn.Tanh()),
+            lambda m: m.inner.__setitem__(0, nn.ReLU()),
+            r"modules 'inner.* were replaced, added or removed",
+            lambda m: m.inner.__setitem__(0, nn.Tanh()),
+            num_calls=5,
+        ),
         "a hook": changed(Net, hooked, r"hooks of 'up' do not run", lambda m: m.handle.remove()),
         "ignored": Ignored(mesh, Holding, logged, "", mode=""),
         "what is not read": Accepted(mesh, Holding, harmless, "", mode=""),
@@ -642,6 +663,14 @@ def changes_of(mesh: str) -> dict[str, Callable[[], None]]:
         ),
         "random numbers of Python": RefusedExport(
             mesh, Dropping, r"random \(numbers are drawn\).*argument", Dropping, {}, dropped
+        ),
+        "random numbers of numpy": RefusedExport(
+            mesh,
+            partial(Dropping, np.random.rand),
+            r"numpy\.random \(numbers are drawn\).*argument",
+            Dropping,
+            {},
+            dropped_by_numpy,
         ),
     }
 
