@@ -17,7 +17,7 @@ import time
 import types
 from collections import UserDict
 from collections.abc import Callable, Iterator
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -113,7 +113,7 @@ class Child(nn.Module):
         super().__init__()
         self.alpha = 1.0
 
-    def extra(self, h: torch.Tensor) -> torch.Tensor:
+    def extended(self, h: torch.Tensor) -> torch.Tensor:
         return h * self.alpha
 
 
@@ -244,12 +244,12 @@ NOTICED: dict[str, tuple[Callable[[], nn.Module], Change, str]] = {
         "'gain', which is 2.0 now and was missing",
     ),
     "an attribute that hides one of the class": (
-        net(lambda m, h: m.child.extra(h), child=Child),
-        lambda m: setattr(m.child, "extra", lambda h: 2 * h),
-        r"'child\.extra'",
+        net(lambda m, h: m.child.extended(h), child=Child),
+        lambda m: setattr(m.child, "extended", lambda h: 2 * h),
+        r"'child\.extended'",
     ),
     "an inner forward in place of another attribute": (
-        net(lambda m, h: torch.tanh(h)),
+        net(lambda _, h: torch.tanh(h)),
         lambda m: (delattr(m.up, "in_features"), setattr(m.up, "forward", lambda h: 2 * h)),
         r"the code of 'up\.forward' is not",
     ),
@@ -264,12 +264,12 @@ NOTICED: dict[str, tuple[Callable[[], nn.Module], Change, str]] = {
         "which is 2.0 now and was 1.0",
     ),
     "a default of an argument": (
-        net(lambda m, h: with_default(h)),
+        net(lambda _, h: with_default(h)),
         lambda _: setattr(with_default, "__defaults__", (2.0,)),
         "with_default', which is .2.0. now",
     ),
     "an attribute of a function": (
-        net(lambda m, h: with_attribute(h)),
+        net(lambda _, h: with_attribute(h)),
         lambda _: setattr(with_attribute, "tau", 2.0),
         r"with_attribute\.tau', which is 2\.0 now",
     ),
@@ -279,12 +279,12 @@ NOTICED: dict[str, tuple[Callable[[], nn.Module], Change, str]] = {
         "'part'",
     ),
     "a context variable": (
-        net(lambda m, h: h * VARIABLE.get()),
+        net(lambda _, h: h * VARIABLE.get()),
         lambda _: VARIABLE.set(2.0),
         r"VARIABLE', which is 2\.0 now and was 1\.0",
     ),
     "what a thread has": (
-        net(lambda m, h: h * LOCAL.tau),
+        net(lambda _, h: h * LOCAL.tau),
         lambda _: setattr(LOCAL, "tau", 2.0),
         r"LOCAL\.tau', which is 2\.0",
     ),
@@ -304,7 +304,7 @@ NOTICED: dict[str, tuple[Callable[[], nn.Module], Change, str]] = {
         "modules .*'layers.a'",
     ),
     "a parametrization": (
-        net(lambda m, h: torch.tanh(h)),
+        net(lambda _, h: torch.tanh(h)),
         lambda m: parametrize.register_parametrization(m.up, "weight", nn.Identity()),
         "modules 'up' were replaced",
     ),
@@ -319,7 +319,7 @@ NOTICED: dict[str, tuple[Callable[[], nn.Module], Change, str]] = {
         r"'lora\.disabled'",
     ),
     "a hook that is removed from a dict": (
-        lambda: hooked(net(lambda m, h: torch.tanh(h))()),
+        lambda: hooked(net(lambda _, h: torch.tanh(h))()),
         lambda m: setattr(m.up, "_forward_hooks", type(m.up._forward_hooks)()),
         "hooks of 'up' are not those",
     ),
@@ -381,7 +381,7 @@ UNNOTICED: dict[str, tuple[Callable[[], nn.Module], Change]] = {
     ),
     "another adapter added": (
         NOTICED["another adapter"][0],
-        lambda m: (m.lora.ins.update({"c": nn.Linear(SIZE, 2)})),
+        lambda m: m.lora.ins.update({"c": nn.Linear(SIZE, 2)}),
     ),
     "eval of a weight norm": (
         net(
@@ -435,7 +435,7 @@ def test_copies_of_a_model_are_compared_on_their_own(copied: Any) -> None:
 
 DRAWN: dict[str, tuple[Callable[[Any, torch.Tensor], torch.Tensor], str]] = {
     "a clock": (lambda _, h: h * time.perf_counter(), r"time\.perf_counter \(another result"),
-    "the date": (lambda _, h: h * datetime.now().microsecond, r"datetime\.now \(another"),
+    "the date": (lambda _, h: h * datetime.now(UTC).microsecond, r"datetime\.now \(another"),
     "random numbers of the system": (lambda _, h: h * os.urandom(1)[0], r"os\.urandom"),
     "a new generator": (
         lambda _, h: h * np.random.default_rng().random(),

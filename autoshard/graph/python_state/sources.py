@@ -52,6 +52,4 @@ def _source(chain: Chain, namespace: dict[str, Any]) -> Path | None:
 
 def is_source(path: Path) -> bool:
     """True for paths of `sources_of`."""
-    return path[:1] == ("os:",) or (
-        len(path) > 1 and str(path[0]).removesuffix(":") in _MODULES
-    )
+    return path[:1] == ("os:",) or (len(path) > 1 and str(path[0]).removesuffix(":") in _MODULES)

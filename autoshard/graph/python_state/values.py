@@ -61,6 +61,8 @@ class _Describer:
         """Describe a value, or an element of one."""
         if value is None or isinstance(value, bool):
             return value
+        if isinstance(value, _METHODS) and isinstance(value.__self__, _RANDOM):
+            return {"random": _random_state(self, value.__self__)}  # its generator may be a copy
         for kind, name, detail in _KINDS:
             if isinstance(value, kind):
                 found: Value = detail(self, value)
@@ -147,6 +149,7 @@ _TORCH_TYPES = (
     *(torch.dtype, torch.layout, torch.memory_format),
     *(OpOverload, OpOverloadPacket),
 )
+_METHODS = (BuiltinFunctionType, MethodType)
 _RANDOM = (random.Random, np.random.Generator, np.random.RandomState)
 
 # The first one that fits counts. Those without a name describe themselves.
