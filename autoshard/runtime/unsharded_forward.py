@@ -89,12 +89,7 @@ class UnshardedForward:
         """
         if torch.compiler.is_compiling() or not self._takes(model, args, kwargs):
             raise why
-        if not self._num_calls:
-            warnings.warn(
-                f"{why.reason}. Such calls run the unsharded model on every rank, with all "
-                f"parameters gathered; parallelize(..., other_shapes='error') refuses them",
-                stacklevel=4,
-            )
+        is_first = not self._num_calls
         self._meet(why)
         given = self._on_device(full_tensor((args, dict(kwargs))))
         bound = signature(self._forward).bind(model, *given[0], **given[1]).arguments
@@ -102,6 +97,12 @@ class UnshardedForward:
         tensors = [(name, x, "all") for name, x in leaves if isinstance(x, torch.Tensor)]
         if tensors:
             compare_over_ranks(tensors, self._mesh)
+        if is_first:
+            warnings.warn(
+                f"{why.reason}. Such calls run the unsharded model on every rank, with all "
+                f"parameters gathered; parallelize(..., other_shapes='error') refuses them",
+                stacklevel=4,
+            )
         return self._run(model, *given, step=step)
 
     def _takes(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

@@ -23,6 +23,7 @@ from autoshard.graph.python_state.paths import (
     is_of_model,
     path_text,
 )
+from autoshard.graph.python_state.sources import is_source
 from autoshard.graph.python_state.values import (
     MISSING,
     Value,
@@ -62,6 +63,8 @@ class Change:
         name = shown_path(self.path)
         if self.path in _RANDOM or "random" in _kinds(self.before):
             return f"{name} (numbers are drawn)"
+        if is_source(self.path):
+            return f"{name} (another result in each call)"
         if "iterator" in _kinds(self.before):
             return f"{name} (an iterator, which advances)"
         if self.before == self.after == _TENSOR:

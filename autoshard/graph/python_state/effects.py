@@ -86,14 +86,22 @@ class Effects:
 
     def is_settled(self) -> bool:
         """True if a second call changes nothing more, and does what the first one did."""
+        calls = self._two_calls()
+        return calls is not None and calls[0][:-1] == calls[1][:-1] and not calls[1][-1]
+
+    def is_repeatable(self) -> bool:
+        """True if a second call does what the first one did."""
+        calls = self._two_calls()
+        return calls is not None and calls[0][:-1] == calls[1][:-1]
+
+    def _two_calls(self) -> tuple[Events, Events] | None:
+        """What two calls do, one after the other; None if one fails."""
         changes = self._recorder.changes
         with self._recorder.replaying(()):
             first = self._events(self._model, self._recorder.call, {})
         with changes.applied(), self._recorder.replaying(()):
             second = self._events(self._model, self._recorder.call, {})
-        if first is None or second is None:
-            return False
-        return first[:-1] == second[:-1] and not second[-1]
+        return None if first is None or second is None else (first, second)
 
     def _of_module(self, path: Path, reads: ModeReads) -> set[Path]:
         modes = {mode for mode in reads.modes if mode[-1] == MODE or mode in CONTEXTS}

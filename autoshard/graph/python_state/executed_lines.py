@@ -43,11 +43,6 @@ class Names:
         """True where attributes may be read of a class, as in `type(self).tau`."""
         return ("type",) in self.chains or "__class__" in self.mentioned or "cls" in self.locals
 
-    @property
-    def has_environment(self) -> bool:
-        """True where environment variables may be read."""
-        return not {"environ", "getenv"}.isdisjoint(self.mentioned | {x[-1] for x in self.chains})
-
     def update(self, other: "Names") -> None:
         """Add those of another line."""
         self.chains |= other.chains
@@ -58,7 +53,7 @@ class Names:
 
 _GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL")
 _ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR")
-_IMPORT = "import"
+IMPORT = "import"
 """First name of what is imported in a function: a keyword, which no global is called."""
 
 
@@ -83,11 +78,11 @@ def _next_chain(step: dis.Instruction, chain: Chain) -> Chain:
     if step.opname in _GLOBAL:
         return (step.argval,)
     if step.opname == "IMPORT_NAME":
-        return (_IMPORT, step.argval)
+        return (IMPORT, step.argval)
     if step.opname in _ATTRIBUTE:
         return (*chain, step.argval) if chain else ()
     # `from package import one, two` is one IMPORT_NAME, and stores what each IMPORT_FROM reads.
-    is_import = chain[:1] == (_IMPORT,) and step.opname.startswith(("IMPORT", "STORE"))
+    is_import = chain[:1] == (IMPORT,) and step.opname.startswith(("IMPORT", "STORE"))
     return chain if is_import or step.opname == "PUSH_NULL" else ()
 
 

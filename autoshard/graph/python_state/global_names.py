@@ -2,11 +2,11 @@
 
 import sys
 from collections.abc import Collection, Iterator
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from autoshard.graph.python_state.code import is_user_module
-from autoshard.graph.python_state.executed_lines import Chain
+from autoshard.graph.python_state.executed_lines import IMPORT, Chain
 from autoshard.graph.python_state.holders import class_path
 from autoshard.graph.python_state.paths import Path, Place, find_place
 
@@ -20,7 +20,7 @@ def resolve(chain: Chain, namespace: dict[str, Any]) -> Iterator[tuple[Path, Pla
         chain: names, as of `names_by_line`.
         namespace: globals of the function.
     """
-    if chain[0] == "import":
+    if chain[0] == IMPORT:
         module = sys.modules.get(chain[1])
         holder: Any = None if module is None else vars(module)
         path: Path = (f"{chain[1]}:",)
@@ -38,9 +38,10 @@ def resolve(chain: Chain, namespace: dict[str, Any]) -> Iterator[tuple[Path, Pla
         path = (*class_path(place.owner), name) if place.owner else (*path, name)
         if _is_state(path, place.value):
             yield path, place
-        if not isinstance(holder, type):
+        if isinstance(holder, type):
+            path = class_path(holder)
+        elif not isinstance(holder, FunctionType):
             return
-        path = class_path(holder)
 
 
 def namespaces(
@@ -55,7 +56,7 @@ def namespaces(
     """
     holder: Any = namespace
     names = chain
-    if chain[0] == "import":
+    if chain[0] == IMPORT:
         holder, names = sys.modules, chain[1:]
     for name in names:
         place = _place(holder, name)

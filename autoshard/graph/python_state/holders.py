@@ -22,12 +22,12 @@ from autoshard.graph.python_state.paths import (
 MODULE_FIELDS = frozenset(vars(nn.Module())) - {"training"}
 """Attributes of modules by which torch itself works."""
 
-_MOST_ELEMENTS = 256
+_MOST_ELEMENTS = 10_000
 _PLAIN = (
     *(bool, int, float, complex, str, bytes, type(None), type(...), slice, range, Enum),
     *(torch.Tensor, torch.dtype, torch.device, torch.Size, BuiltinFunctionType, ModuleType),
 )
-_OF_PYTHON = frozenset({"argparse", "collections", "configparser", "types"})
+_OF_PYTHON = frozenset({"_thread", "argparse", "collections", "configparser", "types"})
 """Modules of Python whose objects hold what users put there."""
 
 _PARTS_OF = {

@@ -10,6 +10,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from threading import local
 from types import FunctionType, MemberDescriptorType, ModuleType
 from typing import Any
 
@@ -230,6 +231,8 @@ _FINDERS: Mapping[type, Callable[[Any, str], Place | None]] = {
 
 def instance_dict(holder: Any) -> dict[str, Any]:
     """The attributes of an instance; empty if it has no dict of them."""
+    if isinstance(holder, local):
+        return vars(holder)  # of this thread
     try:
         found = object.__getattribute__(holder, "__dict__")
     except AttributeError:

@@ -17,6 +17,8 @@ QUERIES: dict[Path, Callable[[], object]] = {
     GRAD_MODE: torch.is_grad_enabled,
     DEFAULT_DTYPE: torch.get_default_dtype,
     INFERENCE_MODE: torch.is_inference_mode_enabled,
+    ("torch:", "get_float32_matmul_precision()"): torch.get_float32_matmul_precision,
+    ("torch:", "is_anomaly_enabled()"): torch.is_anomaly_enabled,
     ("torch:", "are_deterministic_algorithms_enabled()"): (
         torch.are_deterministic_algorithms_enabled
     ),

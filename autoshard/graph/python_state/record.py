@@ -4,6 +4,7 @@ from collections.abc import Collection
 
 from torch import nn
 
+from autoshard.graph.python_state.changes import Change
 from autoshard.graph.python_state.effects import Effects
 from autoshard.graph.python_state.folding import fold
 from autoshard.graph.python_state.paths import path_text
@@ -27,13 +28,18 @@ def record_of(
         ignored: patterns of what is not compared.
 
     Raises:
-        ExportError: forward changes what it reads, or draws random numbers of Python.
+        ExportError: forward changes what it reads, draws random numbers of Python, or reads a
+            clock.
     """
     if not recorder.reads or not recorder.is_complete:
         return {}  # the model was not traced, or by a compiler
     effects, changes = Effects(recorder, model), recorder.changes
     found = [change for change in changes.found if not is_ignored(change.path, ignored)]
     if found and not (changes.is_lazy and effects.is_settled()):
+        changes.check(what, ignored)
+    sources = [path for path in recorder.sources() if not is_ignored(path, ignored)]
+    if sources and not effects.is_repeatable():
+        changes.found += [Change(path, None, None) for path in sources]
         changes.check(what, ignored)
     effects.add()
     recorder.finish()

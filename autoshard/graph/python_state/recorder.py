@@ -6,7 +6,6 @@ run (`executed_lines`).
 """
 
 import os
-import re
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator
@@ -42,9 +41,11 @@ from autoshard.graph.python_state.paths import (
     elements,
     find_place,
     instance_dict,
+    name_of,
     path_text,
 )
 from autoshard.graph.python_state.queries import DEFAULT_DTYPE, GRAD_MODE, environment, query_of
+from autoshard.graph.python_state.sources import sources_of
 from autoshard.graph.python_state.values import (
     MISSING,
     Value,
@@ -56,7 +57,6 @@ from autoshard.torch_private import pytree
 
 MODE = "training"
 FORWARD = "forward"
-_VARIABLE = re.compile("[A-Z_][A-Z0-9_]*")
 
 
 @dataclass(slots=True)
@@ -147,6 +147,7 @@ class Recorder:
             patches.enter_context(patched(nn.Module, "_call_impl", self._patched_call))
             patches.enter_context(patched(nn.Module, "__getattribute__", self._patched_read))
             patches.enter_context(patched(nn.Module, "__setattr__", self._patched_write))
+            patches.enter_context(patched(type(os.environ), "__getitem__", self._patched_variable))
             patches.callback(self._unwatch)
             self._is_recording = True
             for kind in self._kinds_of_objects:
@@ -237,8 +238,7 @@ class Recorder:
         if (*path, CALLED) in self.reads:
             return
         self.reads[*path, CALLED] = True
-        kind = self._kind if module is self._model else type(module)
-        self.reads[path] = {"module": path_text(class_path(kind))[:-1]}
+        self.reads[path] = self._class_of(module)
         own = instance_dict(module)
         # Those of the model itself run in every call, planned or not.
         for name in HOOKS if path else ():
@@ -267,6 +267,15 @@ class Recorder:
             plain(module, name, value)
 
         return write
+
+    def _patched_variable(self, plain: Callable[[Any, str], str]) -> Callable[[Any, str], str]:
+        def read(variables: Any, name: str) -> str:
+            if self._is_active and _is_read_by_user(sys._getframe(1)):  # noqa: SLF001  as above
+                with self._lines.paused():
+                    self.reads[environment(name)] = describe(os.environ.get(name))
+            return plain(variables, name)
+
+        return read
 
     def _read(self, holder: Any, name: str, frame: FrameType) -> None:
         with self._lines.paused():
@@ -299,6 +308,12 @@ class Recorder:
             self._record((*path, name), place)
         elif place.owner is not nn.Module and place.owner is not object:
             self._record((*class_path(place.owner), name), place)
+            if isinstance(own, nn.Module):  # one that is not called, perhaps
+                self.reads.setdefault(path, self._class_of(own))
+
+    def _class_of(self, module: nn.Module) -> Value:
+        kind = self._kind if module is self._model else type(module)
+        return {"module": name_of(kind)}
 
     def _read_all(self, own: Any, path: Path) -> None:
         fields = instance_dict(own)
@@ -416,6 +431,14 @@ class Recorder:
         """False if a part of forward was compiled, of which the reads are not known."""
         return self._lines.is_complete
 
+    def sources(self) -> set[Path]:
+        """The clocks and the random numbers without state that forward uses."""
+        return {
+            path
+            for code in self._lines.functions
+            for path in sources_of(self._lines.names(code).chains, self._globals[id(code)])
+        }
+
     def finish(self) -> None:
         """Add what is found after forward ran: globals, free variables, code."""
         mentioned, of_classes = set[str](), set[str]()
@@ -424,8 +447,6 @@ class Recorder:
             mentioned |= names.mentioned
             if names.has_class:
                 of_classes |= names.mentioned
-            if names.has_environment:
-                self._finish_environment(names.mentioned)
             self._finish_globals(code, names)
             found = self._holders.function_of(code)
             if found is not None:
@@ -435,10 +456,6 @@ class Recorder:
             for name in mentioned & fields.keys():
                 self._record((*path, name), Place(fields, name, fields[name]))
         self._finish_classes(of_classes)
-
-    def _finish_environment(self, mentioned: Collection[str]) -> None:
-        for variable in filter(_VARIABLE.fullmatch, mentioned):
-            self.reads[environment(variable)] = describe(os.environ.get(variable))
 
     def _finish_globals(self, code: CodeType, names: Names) -> None:
         namespace = self._globals[id(code)]
@@ -484,6 +501,13 @@ def _is_asked_for(frame: FrameType, holder: Any) -> bool:
     return is_user_code(file) or (not isinstance(holder, nn.Module) and "torch" not in file)
 
 
+def _is_read_by_user(frame: FrameType | None) -> bool:
+    """True if user code reads an environment variable, through whichever function of `os`."""
+    while frame is not None and frame.f_globals.get("__name__") in ("os", "collections.abc"):
+        frame = frame.f_back
+    return frame is not None and is_user_code(frame.f_code.co_filename)
+
+
 _OF_CHILDREN = ("torch/nn/modules/module.py", "torch/nn/modules/container.py")
 
 
@@ -494,6 +518,8 @@ def _iterates_over_children(frame: FrameType | None) -> bool:
         if not code.co_filename.endswith(_OF_CHILDREN):
             return is_user_code(code.co_filename)
         if code.co_name in ("__getattr__", "__setattr__", "__delattr__"):
+            return False
+        if code.co_qualname == "ModuleDict.__getitem__":
             return False
         if code.co_name == "forward":
             return True

@@ -45,13 +45,13 @@ def describe(value: object) -> Value:
 
     Tensors are described as such: parameters, buffers and constants are inputs of the program.
     Devices are, too, since ranks have others than the export. Of containers with very many
-    elements, only the number counts.
+    elements, a digest is kept.
     """
     return _Describer().describe(value)
 
 
 class _Describer:
-    """Describes nested values, up to a number of elements."""
+    """Describes nested values, from a number of elements on by digests."""
 
     def __init__(self) -> None:
         self._left = _MOST_ELEMENTS
@@ -61,6 +61,8 @@ class _Describer:
         """Describe a value, or an element of one."""
         if value is None or isinstance(value, bool):
             return value
+        if isinstance(value, _METHODS) and isinstance(value.__self__, _RANDOM):
+            return {"random": _random_state(self, value.__self__)}  # its generator may be a copy
         for kind, name, detail in _KINDS:
             if isinstance(value, kind):
                 found: Value = detail(self, value)
@@ -68,13 +70,14 @@ class _Describer:
         return {"object": name_of(type(value))}
 
     def describe_each(self, container: Any) -> Value:
-        """Describe elements; of a container that is too large, or inside itself, their number."""
+        """Describe elements; of a container inside itself, their number."""
         return self._contents(container, lambda: [self.describe(x) for x in container])
 
     def describe_set(self, container: Any) -> Value:
         """Describe elements in an order that does not depend on the process."""
-        found = self.describe_each(container)
-        return sorted(found, key=json.dumps) if isinstance(found, list) else found
+        return self._contents(
+            container, lambda: sorted((self.describe(x) for x in container), key=json.dumps)
+        )
 
     def describe_items(self, container: Any) -> Value:
         """Describe the items of a dict."""
@@ -84,14 +87,15 @@ class _Describer:
         )
 
     def _contents(self, container: Any, describe: Callable[[], Value]) -> Value:
-        self._left -= len(container)
-        if self._left < 0 or id(container) in self._outer:
+        if id(container) in self._outer:
             return len(container)
+        self._left -= len(container)
         self._outer.add(id(container))
         try:
-            return describe()
+            found = describe()
         finally:
             self._outer.discard(id(container))
+        return found if self._left >= 0 else _digest(json.dumps(found).encode())
 
 
 def _integer(_: _Describer, value: int) -> Value:
@@ -145,6 +149,7 @@ _TORCH_TYPES = (
     *(torch.dtype, torch.layout, torch.memory_format),
     *(OpOverload, OpOverloadPacket),
 )
+_METHODS = (BuiltinFunctionType, MethodType)
 _RANDOM = (random.Random, np.random.Generator, np.random.RandomState)
 
 # The first one that fits counts. Those without a name describe themselves.
@@ -179,8 +184,16 @@ _KINDS: tuple[tuple[Any, str, _Detail], ...] = (
     (type(...), "ellipsis", lambda *_: True),
     (np.ndarray, "array", _array),
     (_RANDOM, "random", _random_state),
-    (ContextVar, "context", lambda describer, x: describer.describe(x.get(None))),
+    (ContextVar, "context", lambda describer, x: describer.describe(value_in_context(x))),
 )
+
+
+def value_in_context(variable: ContextVar[Any]) -> object:
+    """The value of a context variable, or its default; None if it has neither."""
+    try:
+        return variable.get()
+    except LookupError:
+        return None
 
 
 def hooks_of(hooks: Mapping[int, object]) -> Value:

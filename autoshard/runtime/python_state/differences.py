@@ -10,6 +10,7 @@ from autoshard.graph.python_state.values import Value
 from autoshard.graph.python_state.wording import shown, shown_path
 
 _MOST = 5
+_TENSOR: Value = {"tensor": True}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +52,15 @@ class Difference:
         return is_forward or "__code__" in self.path
 
     @property
+    def is_tensor(self) -> bool:
+        """True for a tensor where there was none, or the other way round."""
+        return [self.exported, self.now].count(_TENSOR) == 1
+
+    @property
     def is_structure(self) -> bool:
         """True for modules that were replaced, added or removed."""
-        return self.is_replaced or self.path[-1:] == (CHILDREN,)
+        is_module = isinstance(self.exported, dict) and "module" in self.exported
+        return self.is_replaced or is_module or self.path[-1:] == (CHILDREN,)
 
 
 def explain(differences: Iterable[Difference], modes: Mapping[Path, bool]) -> str:
@@ -69,6 +76,7 @@ def explain(differences: Iterable[Difference], modes: Mapping[Path, bool]) -> st
         (lambda d: d.is_hook, _hooks),
         (lambda d: d.is_structure, _structure),
         (lambda d: d.is_code, _code),
+        (lambda d: d.is_tensor, _tensors),
         (lambda _: True, _values),
     ]
     left, parts = list(differences), []
@@ -156,6 +164,14 @@ def _code(found: Sequence[Difference]) -> str:
     return (
         f"the code of {_listed(shown_path(one.path) for one in found)} is not the code that was "
         f"exported, which the plan runs: export and plan again; or, {_ignored(found)}"
+    )
+
+
+def _tensors(found: Sequence[Difference]) -> str:
+    return (
+        f"{_changes(found)}; the planned program goes on with what was there. Set it back; or "
+        f"export with a tensor there, one without effect at first, such as zeros, and change its "
+        f"elements in place; or, {_ignored(found)}"
     )
 
 

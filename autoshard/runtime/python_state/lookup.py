@@ -15,6 +15,7 @@ from autoshard.graph.python_state.paths import (
     Path,
     Place,
     find_place,
+    instance_dict,
     is_of_model,
     name_of,
     read_path,
@@ -87,6 +88,11 @@ class Lookup:
     def class_of(self, holder: Any) -> type:
         """The class of an object; of the model, that before a plan was applied."""
         return self._kind if holder is self._model else type(holder)
+
+    def own_attributes(self) -> Mapping[str, Any]:
+        """The attributes of the model itself, as before a plan was applied."""
+        own = {n: x for n, x in instance_dict(self._model).items() if n != FORWARD}
+        return {**own, **self._own}
 
     def value(self, path: Path) -> Any:
         """The value at a path; None if there is none."""

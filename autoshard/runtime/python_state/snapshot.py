@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
+from types import CodeType
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from autoshard.runtime.python_state.lookup import Lookup, Record
 from autoshard.runtime.python_state.walk import Walk
 
 _TENSOR: Value = {"tensor": True}
+_REGISTERED = ("_parameters", "_buffers", CHILDREN)
 
 
 class Snapshot:
@@ -88,7 +90,7 @@ class Snapshot:
                 self._add_place(path)
             if isinstance(recorded, dict) and "same" in recorded:
                 self._add_alias(path, read_path(str(recorded["same"])))
-            elif isinstance(recorded, dict) and "object" in recorded:
+            elif _has_attributes(recorded) and (*path, CALLED) not in self._recorded:
                 self._add_hidden(path)
 
     def _add_call(self, path: Path) -> None:
@@ -106,13 +108,14 @@ class Snapshot:
         """Add attributes of an object that hide what forward read of its class."""
         holder = self._lookup.value(path)
         of_class = self._of_classes.get(self._lookup.class_of(holder), {})
-        if of_class:
-            self.walk.add_size(holder)
-        own = instance_dict(holder)
+        own = instance_dict(holder) if path else self._lookup.own_attributes()
+        for name in of_class.keys() - own.keys():
+            if path or name != FORWARD:
+                self.walk.add_absent(instance_dict(holder), name)
         for name in of_class.keys() & own.keys():
-            if (path or name != FORWARD) and (*path, name) not in self._recorded:
+            self.hidden[*path, name] = of_class[name]
+            if (*path, name) not in self._recorded:
                 self.values[*path, name] = describe(own[name])
-                self.hidden[*path, name] = of_class[name]
                 self.walk.add_item(own, name, own[name])
 
     def _add_alias(self, path: Path, first: Path) -> None:
@@ -137,7 +140,7 @@ class Snapshot:
             self.walk.add_call(call, call())
         elif place is None:
             if parent is not None and is_of_model(path):
-                self.walk.add_size(parent)
+                self._add_missing(parent, str(path[-1]))
         elif isinstance(parent, nn.Module) and self._is_child(parent, place):
             known = self._parents.get(id(parent), (parent, False))
             self._parents[id(parent)] = parent, known[1] or path[-1] == CHILDREN
@@ -149,8 +152,17 @@ class Snapshot:
             self.walk.add_item(place.holder, place.key, place.value)
         if place is not None:
             objects = tuple(self._objects(place.value))
-            if objects and not isinstance(place.value, torch.Tensor):
+            if objects and not isinstance(place.value, (torch.Tensor, CodeType)):
                 self.objects[path] = objects
+
+    def _add_missing(self, holder: Any, name: str) -> None:
+        """Add an attribute that is nowhere."""
+        own = instance_dict(holder)
+        self.walk.add_absent(own, name)
+        for kind in _REGISTERED if isinstance(holder, nn.Module) else ():
+            self.walk.add_absent(own[kind], name)
+        in_class = partial(hasattr, type(holder), name)
+        self.walk.add_call(in_class, in_class())
 
     @staticmethod
     def _is_child(parent: nn.Module, place: Place) -> bool:
@@ -181,6 +193,10 @@ class Snapshot:
                 yield value
         elif isinstance(value, nn.Module) or _is_object(describe(value)):
             yield value
+
+
+def _has_attributes(recorded: Value) -> bool:
+    return isinstance(recorded, dict) and not recorded.keys().isdisjoint(("module", "object"))
 
 
 def _is_object(described: Value) -> bool:

@@ -211,8 +211,8 @@ def _is_alike(old: Any, new: Any) -> bool:
     if isinstance(old, nn.Module) and isinstance(new, nn.Module):
         # Parameters and buffers were found in the modules when the plan was applied.
         tensors = [*old.parameters(), *old.buffers(), *new.parameters(), *new.buffers()]
-        return type(old) is type(new) and not tensors
-    return type(old) is type(new) and is_user_module(type(old).__module__)
+        return not tensors
+    return is_user_module(type(old).__module__) and is_user_module(type(new).__module__)
 
 
 def _record(model: nn.Module, graph: Graph, ignored: Collection[str]) -> dict[Path, Value]:

@@ -9,17 +9,17 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from functools import partial
-from itertools import chain
-from operator import attrgetter, is_, itemgetter
+from itertools import chain, repeat
+from operator import attrgetter, contains, is_, itemgetter
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from autoshard.graph.python_state.paths import CHILDREN, HOOKS, instance_dict
+from autoshard.graph.python_state.values import value_in_context
 
 _COMPARED = (
     *(bool, int, float, complex, str, bytes, type(None), type),
@@ -29,9 +29,6 @@ _COMPARED = (
 
 _CONTAINERS = (dict, list, set, tuple, deque)
 _CHILDREN = itemgetter(CHILDREN)
-_LARGEST_ARRAY = 1 << 16
-"""Bytes of an array whose elements are compared; larger ones are compared by identity."""
-
 Get = Callable[[Any], Any]
 
 
@@ -85,11 +82,8 @@ class Walk:
         self._attributes = _Groups(attrgetter)
         self._calls = _Group(lambda call: call())
         self._classes = _Group(type)
-        self._sizes = _Group(len)
-        self._sized: set[int] = set()
+        self._absent: dict[str, dict[int, Mapping[str, Any]]] = {}
         self._hooks: list[Mapping[int, Any]] = []
-        self._hook_dicts = _Groups(itemgetter)
-        self._num_handles = RemovableHandle.next_id
         self._children = _Group(_CHILDREN)
         self._iterated: list[dict[str, Any]] = []
         self._iterated_children: list[Any] = []
@@ -114,10 +108,12 @@ class Walk:
         """Add the elements of a container, nested."""
         if isinstance(value, partial):
             self._add_container([value.args, value.keywords])
-        elif isinstance(value, np.ndarray) and value.nbytes <= _LARGEST_ARRAY:
+        elif isinstance(value, np.ndarray):
             self.add_call(value.tobytes, value.tobytes())
+        elif isinstance(value, bytearray):
+            self.add_call(partial(bytes, value), bytes(value))
         elif isinstance(value, ContextVar):
-            get = partial(value.get, None)
+            get = partial(value_in_context, value)
             self.add_call(get, get())
         if not isinstance(value, _CONTAINERS) or id(value) in self._containers:
             return
@@ -128,21 +124,19 @@ class Walk:
         for element in elements:
             self._add_container(element)
 
-    def add_size(self, holder: Any) -> None:
-        """Add the number of attributes of an object, so that a new one is noticed."""
-        own = instance_dict(holder)
-        if id(own) not in self._sized:
-            self._sized.add(id(own))
-            self._sizes.add(own, len(own))
+    def add_absent(self, holder: Mapping[str, Any], name: str) -> None:
+        """Add a name that a dict has not."""
+        self._absent.setdefault(name, {})[id(holder)] = holder
 
     def add_module(self, module: nn.Module) -> None:
-        """Add the class, the number of attributes and the hooks of a module."""
+        """Add the class and the hooks of a module."""
         own = instance_dict(module)
         self._classes.add(module, type(module))
-        self.add_size(module)
         for name in HOOKS:
-            self._hook_dicts.add(own, name, own[name])
-            self.add_hooks(own[name])
+            if own[name]:
+                self.add_item(own, name, own[name])
+            else:
+                self.add_hooks(own[name])
 
     def add_hooks(self, hooks: dict[int, Any]) -> None:
         """Add hooks of one kind."""
@@ -166,28 +160,24 @@ class Walk:
             return (
                 not any(self._hooks)
                 and self._classes.is_equal()
-                and self._sizes.is_equal()
+                and not any(self._present())
                 and self._children.is_equal()
                 and list(chain.from_iterable(self._present_children())) == self._iterated_children
                 and self._items.is_unchanged()
                 and self._attributes.is_unchanged()
                 and self._calls.is_equal()
                 and all(map(_is_same, map(_elements, self._containers.values()), self._elements))
-                and self._has_same_hooks()
             )
         except Exception:  # noqa: BLE001  a value is missing, or cannot be compared
             return False
 
+    def _present(self) -> Iterable[bool]:
+        """For each name that was absent, True if one of its dicts has it now."""
+        for name, holders in self._absent.items():
+            yield any(map(contains, holders.values(), repeat(name)))
+
     def _present_children(self) -> Iterable[Iterable[Any]]:
         return map(dict.values, map(_CHILDREN, self._iterated))
-
-    def _has_same_hooks(self) -> bool:
-        """True if modules have the same dicts of hooks; another dict matters once it has a hook."""
-        if RemovableHandle.next_id == self._num_handles:
-            return True
-        same = self._hook_dicts.is_unchanged()
-        self._num_handles = RemovableHandle.next_id
-        return same
 
 
 def _elements(container: Any) -> tuple[Any, list[Any]]:

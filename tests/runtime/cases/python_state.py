@@ -2,7 +2,7 @@
 
 import dataclasses
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -10,6 +10,7 @@ from functools import partial
 from types import MethodType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from runtime.cases.habits import assert_same
@@ -161,6 +162,7 @@ class Changed:
         within: a context of the calls after the change, and of their export.
         is_random: True if the changed model draws random numbers.
         mode: of the plan for the changed model; empty if there can be none.
+        num_calls: calls before the change.
     """
 
     mesh: str
@@ -171,6 +173,7 @@ class Changed:
     within: Callable[[], AbstractContextManager[object]] = nullcontext
     is_random: bool = False
     mode: str = "training"
+    num_calls: int = 1
     plans: dict[str, Plan] = field(init=False)
 
     def prepare(self) -> None:
@@ -180,7 +183,8 @@ class Changed:
             try:
                 self.change(changed)
                 with self.within():
-                    self.plans["now"] = self.plan(changed, self.mode)
+                    pins = self.plans["then"].state_pins().model_dump(exclude_defaults=True)
+                    self.plans["now"] = self.plan(changed, self.mode, pins)
             finally:
                 self.clean(changed)
 
@@ -188,8 +192,11 @@ class Changed:
         torch.manual_seed(0)
         return self.build().double()
 
-    def plan(self, model: nn.Module, mode: str = "training") -> Plan:
-        options = PlanOptions.model_validate({"pins": PINS[self.mesh], "mode": mode})
+    def plan(
+        self, model: nn.Module, mode: str = "training", pins: Mapping[str, Any] | None = None
+    ) -> Plan:
+        pins = {**PINS[self.mesh], **(pins or {})}
+        options = PlanOptions.model_validate({"pins": pins, "mode": mode})
         plan = make_plan(
             graph_of((model, {"x": batch()})), slow_devices(**MESHES[self.mesh]), options
         )
@@ -205,7 +212,8 @@ class Changed:
         planned = parallelize(self.model(), self.plans["then"], mesh)
         reference = self.model()
         try:
-            self.compare(planned, reference)
+            for _ in range(self.num_calls):
+                self.compare(planned, reference)
             self.change(planned)
             for _ in range(2):
                 with self.within(), pytest.raises(PlanError, match=self.match):
@@ -302,6 +310,34 @@ class OwnForward(Changed):
         assert_same(planned(batch()).detach(), self.model()(batch()).detach() * 3, "wrapped")
 
 
+class Tempered(Net):
+    """Reads numbers from buffers, which a loop may change."""
+
+    def __init__(self, tau: torch.Tensor | None = None, shift: torch.Tensor | None = None) -> None:
+        super().__init__()
+        self.register_buffer("tau", tau)
+        self.register_buffer("shift", shift)
+
+    def middle(self, h: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(h if self.tau is None else h / self.tau)
+        return h if self.shift is None else h + self.shift
+
+
+@dataclass
+class Followed(Changed):
+    """What an error advises, which each call follows."""
+
+    mode: str = ""
+
+    def __call__(self) -> None:
+        planned, reference = self.model(), self.model()
+        parallelize(planned, self.plans["then"], device_mesh(self.plans["then"]))
+        self.compare(planned, reference)
+        for model in (planned, reference):
+            self.change(model)
+        self.compare(planned, reference)
+
+
 class Counting(Net):
     """Counts its calls in a number, or in a buffer."""
 
@@ -330,11 +366,15 @@ class Counter(nn.Module):
 class Dropping(Net):
     """Leaves a layer out at random, or as an argument says."""
 
+    def __init__(self, draw: Callable[[], float] = random.random) -> None:
+        super().__init__()
+        self.draw = draw
+
     def forward(self, x: torch.Tensor, keep: torch.Tensor | None = None) -> torch.Tensor:
         h = self.up(x)
         if keep is not None:
             h = torch.where(keep, torch.tanh(h), h)
-        elif random.random() < 0.5:
+        elif self.draw() < 0.5:
             h = torch.tanh(h)
         return self.down(h).square().mean()
 
@@ -343,6 +383,12 @@ def dropped(number: int) -> dict[str, Any]:
     generator = random.Random(number)
     random.seed(number)
     return {"x": batch(), "keep": torch.tensor(generator.random() < 0.5)}
+
+
+def dropped_by_numpy(number: int) -> dict[str, Any]:
+    generator = np.random.RandomState(number)
+    np.random.seed(number)  # noqa: NPY002  as the forward that draws
+    return {"x": batch(), "keep": torch.tensor(generator.rand() < 0.5)}
 
 
 @dataclass
@@ -444,7 +490,7 @@ def without_layer(model: nn.Module) -> None:
 
 
 def with_layer(model: nn.Module) -> None:
-    model.inner[1:] = []
+    del model.inner[1:]
     model.inner.append(nn.ReLU())
 
 
@@ -545,8 +591,15 @@ def changes_of(mesh: str) -> dict[str, Callable[[], None]]:
             **attribute("activation", torch.relu, torch.tanh),
         ),
         "a buffer that was None": holding(
-            match="'shift', which is a tensor now and was None",
+            match="'shift', which is a tensor now and was None.*such as zeros",
+            mode="",
             **attribute("shift", torch.ones(HIDDEN, dtype=torch.float64), None),
+        ),
+        "a buffer without effect at first": Followed(
+            mesh, partial(Tempered, shift=torch.zeros(HIDDEN)), lambda m: m.shift.fill_(1.0), ""
+        ),
+        "a buffer for an attribute": Followed(
+            mesh, partial(Tempered, tau=torch.ones(())), lambda m: m.tau.fill_(0.5), ""
         ),
         "a list": holding(lambda m: m.scales.append(3.0), "'scales'", lambda m: m.scales.pop()),
         "a dict": holding(
@@ -584,6 +637,13 @@ def changes_of(mesh: str) -> dict[str, Callable[[], None]]:
             r"modules 'inner.* were replaced, added or removed",
             with_layer,
         ),
+        "a layer replaced after five calls": changed(
+            lambda: Between(nn.Tanh()),
+            lambda m: m.inner.__setitem__(0, nn.ReLU()),
+            r"modules 'inner.* were replaced, added or removed",
+            lambda m: m.inner.__setitem__(0, nn.Tanh()),
+            num_calls=5,
+        ),
         "a hook": changed(Net, hooked, r"hooks of 'up' do not run", lambda m: m.handle.remove()),
         "ignored": Ignored(mesh, Holding, logged, "", mode=""),
         "what is not read": Accepted(mesh, Holding, harmless, "", mode=""),
@@ -603,6 +663,14 @@ def changes_of(mesh: str) -> dict[str, Callable[[], None]]:
         ),
         "random numbers of Python": RefusedExport(
             mesh, Dropping, r"random \(numbers are drawn\).*argument", Dropping, {}, dropped
+        ),
+        "random numbers of numpy": RefusedExport(
+            mesh,
+            partial(Dropping, np.random.rand),
+            r"draw \(numbers are drawn\).*argument",
+            Dropping,
+            {},
+            dropped_by_numpy,
         ),
     }
 
