@@ -163,16 +163,15 @@ class Dropped:
 
 
 def check_refused() -> None:
-    """What would give other numbers than Trainer is an error when it is made."""
+    """What would give other numbers than Trainer is an error; what is slow is a warning."""
     with launched_process(), shared_folder() as folder:
         with pytest.raises(PlanError, match="apply a plan with parallelize first"):
             trainer_of(PlannedTrainer, language_model(), settings(folder))
         with pytest.raises(PlanError, match=r"num_items_in_batch=torch.tensor\(1.0\)"):
             trainer_of(PlannedTrainer, planned("4", counts=False), settings(folder))
-        trainer = trainer_of(
-            PlannedTrainer, planned("4"), settings(folder, per_device_train_batch_size=2)
-        )
-        with pytest.raises(PlanError, match="every rank passes the same 'input_ids'"):
+        small = settings(folder, per_device_train_batch_size=2, max_steps=1, save_strategy="no")
+        trainer = trainer_of(PlannedTrainer, planned("4"), small)
+        with pytest.warns(UserWarning, match="run the unsharded model"):
             trainer.train()
 
 
