@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.plan import CollectiveCount, Direction
 from autoshard.runtime.process_groups import axes_of_group
-from autoshard.torch_private import TorchDispatchMode, runs_backward, schema_of
+from autoshard.torch_private import HigherOrderOperator, TorchDispatchMode, runs_backward, schema_of
 
 _UNKNOWN = "?"
 
@@ -96,6 +96,9 @@ class CollectiveRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
         messages: the messages between pipeline stages, likewise.
     """
 
+    # As compiled graphs have around operators that write; those of autoshard have no collectives.
+    supports_higher_order_operators = True
+
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # as above
         self.records: list[CollectiveRecord] = []
@@ -123,7 +126,7 @@ class CollectiveRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
         """Run the operator, and record it if it is a collective."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if _PAUSED.get():
+        if _PAUSED.get() or isinstance(func, HigherOrderOperator):
             return result
         schema = schema_of(func)
         if schema.name in (_SENDS, _RECEIVES):
