@@ -24,7 +24,7 @@ from benchmarks.habits.outcomes import BY_TORCH, ON_ONE_DEVICE, OUTCOMES, REFUSE
 _ROOT = Path(__file__).parents[2]
 _DOCUMENT = _ROOT / "docs" / "training.md"
 _RESULT = Path(__file__).with_name("result.json")
-_PER_LAUNCH = 20 * LOOPS_PER_MODEL
+_PER_LAUNCH = 10 * LOOPS_PER_MODEL
 _NEWS_EVERY = 200
 
 

@@ -34,7 +34,7 @@ from benchmarks.habits.outcomes import (
 )
 
 NUM_RANKS = 4
-LOOPS_PER_MODEL = 20
+LOOPS_PER_MODEL = 40
 TIMEOUT = timedelta(seconds=60)
 """After which a rank that waits for others ends."""
 _PATIENCE = 100.0

@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import autoshard
+from autoshard.runtime.global_tensors.placed import Placed
 from benchmarks.habits.blocks import changes_of, reset_globals
 from benchmarks.habits.functions import (
     CONTEXTS,
@@ -30,11 +32,20 @@ class Note:
 
     Attributes:
         name: of the habit and the step.
-        value: full tensor.
+        value: the full tensor, or this rank's part of it.
+        layout: of the part.
     """
 
     name: str
     value: Tensor
+    layout: Placed | None = None
+
+    def part(self, full: Tensor) -> Tensor:
+        """What of a full tensor is compared with the value."""
+        if self.layout is None:
+            return full
+        place = self.layout
+        return Placed.plain(full, place.mesh).resharded(place.layout).local
 
 
 @dataclass
@@ -43,13 +54,17 @@ class Notes:
 
     found: list[Note] = field(default_factory=list)
 
-    def add(self, name: str, value: Any) -> None:
-        """Print a value, or several."""
+    def add(self, name: str, value: Any, *, is_state: bool = False) -> None:
+        """Print a value, or several; of state, each rank keeps its part."""
         if value is None:
             return
         if isinstance(value, list | tuple):
             for number, one in enumerate(value):
                 self.add(f"{name} {number}", one)
+            return
+        if is_state and isinstance(value, DTensor):
+            place = Placed.of(value)
+            self.found.append(Note(name, place.local.detach().to(torch.float64).clone(), place))
             return
         full = autoshard.full_tensor(value)
         tensor = full.detach() if isinstance(full, Tensor) else torch.as_tensor(full)
@@ -98,8 +113,12 @@ _SHARES: Mapping[str, Sequence[float]] = {
     "model": (6, 1),
 }
 """Weights of how many habits of each kind a loop has."""
+_STEPS = (5, 4, 1)
+"""Weights of loops of one, two and three steps."""
 _CHANGED, _RESIZED, _ACCUMULATED = 0.3, 0.25, 0.15
 """Shares of loops that change a module, have a batch of another size, add gradients of steps."""
+_SLOW = "adafactor"
+"""An optimizer that gathers, and takes a second for a step."""
 _TRAINED = {"one": 1.0, "two": 0.3, "plain": 0.6, "square": 0.5, "row": 0.5, "scale": 0.6}
 """Shares of loops whose optimizer has a part."""
 
@@ -130,7 +149,7 @@ class Loop:
     def of(cls, seed: str, drawn: Drawn) -> "Loop":
         """Draw a loop for a model."""
         draw = random.Random(seed)
-        steps = draw.randint(1, 3)
+        steps = draw.choices((1, 2, 3), _STEPS)[0]
         rows = [drawn.rows] * steps
         if draw.random() < _RESIZED:
             rows[draw.randrange(steps)] = draw.choice((3, 4, 5, 8, 9, 12, 16))
@@ -148,7 +167,7 @@ class Loop:
             seed,
             tuple(habits),
             tuple(rows),
-            draw.choice(list(OPTIMIZERS)),
+            draw.choices(list(OPTIMIZERS), [0.2 if n == _SLOW else 1.0 for n in OPTIMIZERS])[0],
             draw.choice([*CONTEXTS, ""]),
             trains,
             draw.random() < _ACCUMULATED,
@@ -300,11 +319,11 @@ class Run:
 
     def _finish(self) -> None:
         for name, p in self.parts.named().items():
-            self.notes.add(f"gradient of {name}", p.grad)
-            self.notes.add(f"weight {name}", p)
+            self.notes.add(f"gradient of {name}", p.grad, is_state=True)
+            self.notes.add(f"weight {name}", p, is_state=True)
         for owner, model in self.parts.planned.items():
             for name, buffer in model.named_buffers():
-                self.notes.add(f"buffer {owner}.{name}", buffer)
+                self.notes.add(f"buffer {owner}.{name}", buffer, is_state=True)
 
 
 def parts_of(one: Planned, two: Planned, apply: Callable[[nn.Module, Planned], nn.Module]) -> Parts:

@@ -117,9 +117,9 @@ def compare(run: Run, wanted: Expected) -> Outcome:
 
 def _difference(note: Note, wanted: Note, tolerance: float) -> str:
     """What is different; empty if nothing is."""
-    one, other = note.value, wanted.value
     if note.name != wanted.name:
         return f"prints {note.name} in place of {wanted.name}"
+    one, other = note.value, note.part(wanted.value)
     if one.shape != other.shape:
         return f"{note.name}: shape {tuple(one.shape)} for {tuple(other.shape)}"
     special = ~torch.isfinite(other)
