@@ -1,31 +1,32 @@
 """Random training loops with random planned models, compared with one device in float64.
 
-`python -m benchmarks.habits` runs 10,000 combinations on four ranks each, and writes the result
-into docs/training.md and benchmarks/habits/result.json. `--seed S` runs one of them again, and shows
-what it does.
+`python -m benchmarks.habits` runs 10,000 combinations, each on four ranks, and writes the result
+into docs/training.md and benchmarks/habits/result.json. Launches that ended before it was stopped
+are kept in the folder. `--seed S` runs one combination again, and shows it.
 """
 
 import argparse
 import json
 import multiprocessing
 import platform
+import shutil
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from benchmarks.document import caption, commit, replace_table
 from benchmarks.habits.launches import LOOPS_PER_MODEL, Result, prepare, run_launch
-from benchmarks.habits.outcomes import BY_TORCH, ON_ONE_DEVICE, OUTCOMES, REFUSED, WRONG
+from benchmarks.habits.outcomes import BY_TORCH, ON_ONE_DEVICE, OUTCOMES, REFUSED, WRONG, Outcome
 
 _ROOT = Path(__file__).parents[2]
 _DOCUMENT = _ROOT / "docs" / "training.md"
 _RESULT = Path(__file__).with_name("result.json")
-_PER_LAUNCH = 10 * LOOPS_PER_MODEL
-_NEWS_EVERY = 200
+_PER_LAUNCH = 5 * LOOPS_PER_MODEL
 
 
 def main() -> int:
@@ -33,15 +34,15 @@ def main() -> int:
     options = _parser().parse_args()
     if options.seed is not None:
         return _again(options.seed)
-    prepare()
+    if options.again:
+        shutil.rmtree(options.folder, ignore_errors=True)
+    options.folder.mkdir(parents=True, exist_ok=True)
     head = caption(f"seeds {options.first} to {options.first + options.count - 1}")
-    begun = time.perf_counter()
-    results = list(_all(options))
-    seconds = time.perf_counter() - begun
-    record = _record(results, options, seconds)
+    _run(options)
+    record = _record(options)
     table = _table(record)
     print(table)
-    if not options.dry:
+    if options.write:
         _RESULT.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", "utf-8")
         text = options.document.read_text(encoding="utf-8")
         changed = replace_table(text, "random habits", f"{head}\n\n{table}")
@@ -49,39 +50,41 @@ def main() -> int:
     return int(bool(record["outcomes"].get(WRONG)))
 
 
-def _all(options: argparse.Namespace) -> Iterable[Result]:
-    """Results of all combinations, printing what is wrong at once."""
+def _run(options: argparse.Namespace) -> None:
+    """Run the launches whose results are not in the folder yet."""
     end = options.first + options.count
-    launches = [
-        range(first, min(first + _PER_LAUNCH, end))
-        for first in range(options.first, end, _PER_LAUNCH)
-    ]
-    # Workers start ranks, which daemons may not.
+    starts = range(options.first, end, _PER_LAUNCH)
+    every = [range(first, min(first + _PER_LAUNCH, end)) for first in starts]
+    launches = [seeds for seeds in every if not _file(options.folder, seeds).exists()]
+    prepare()
+    # Workers start ranks, which daemons, as those of a pool, may not.
     context = multiprocessing.get_context("fork")
-    queue: Any = context.SimpleQueue()
     workers = [
-        context.Process(target=_work, args=(launches[n :: options.processes], queue))
+        context.Process(target=_work, args=(launches[n :: options.processes], options.folder))
         for n in range(options.processes)
     ]
     for worker in workers:
         worker.start()
-    counts = Counter[str]()
-    for done in range(1, options.count + 1):
-        result = queue.get()
-        counts[result.outcome.kind] += 1
-        if result.outcome.kind == WRONG:
-            print(f"seed {result.seed}: {result.outcome.text}", flush=True)
-        if done % _NEWS_EVERY == 0:
-            print(f"{done} done: {dict(counts)}", file=sys.stderr, flush=True)
-        yield result
     for worker in workers:
         worker.join()
 
 
-def _work(launches: Sequence[Sequence[int]], queue: Any) -> None:
+def _file(folder: Path, seeds: Sequence[int]) -> Path:
+    return folder / f"{seeds[0]}-{seeds[-1]}.json"
+
+
+def _work(launches: Sequence[Sequence[int]], folder: Path) -> None:
     for seeds in launches:
+        begun, results = time.perf_counter(), []
         for result in run_launch(seeds):
-            queue.put(result)
+            results.append(asdict(result))
+            if result.outcome.kind == WRONG:
+                print(f"seed {result.seed}: {result.outcome.text}", flush=True)
+        seconds = time.perf_counter() - begun
+        kinds = Counter(result["outcome"]["kind"] for result in results)
+        print(f"seeds {seeds[0]} to {seeds[-1]}: {dict(kinds)}", file=sys.stderr, flush=True)
+        kept = {"commit": commit(), "seconds": seconds, "results": results}
+        _file(folder, seeds).write_text(json.dumps(kept), encoding="utf-8")
 
 
 def _again(seed: int) -> int:
@@ -93,10 +96,14 @@ def _again(seed: int) -> int:
     return int(result.outcome.kind == WRONG)
 
 
-def _record(
-    results: Sequence[Result], options: argparse.Namespace, seconds: float
-) -> dict[str, Any]:
-    """The results as data."""
+def _record(options: argparse.Namespace) -> dict[str, Any]:
+    """The results in the folder as data."""
+    kept = [json.loads(file.read_bytes()) for file in sorted(options.folder.glob("*.json"))]
+    results = [
+        Result(**{**one, "outcome": Outcome(**one["outcome"])})
+        for launch in kept
+        for one in launch["results"]
+    ]
     ended: dict[str, Counter[str]] = defaultdict(Counter)
     causes: dict[str, Counter[str]] = defaultdict(Counter)
     for result in results:
@@ -105,10 +112,11 @@ def _record(
         for habit in {*result.habits, *(f"block: {name}" for name in result.blocks)}:
             ended[habit][kind] += 1
     return {
-        "seeds": [options.first, options.first + options.count - 1],
-        "seconds": round(seconds),
+        "combinations": len(results),
+        "seeds": [min(r.seed for r in results), max(r.seed for r in results)],
+        "seconds": round(sum(launch["seconds"] for launch in kept) / options.processes),
         "processes": options.processes,
-        "commit": commit(),
+        "commits": sorted({launch["commit"] for launch in kept}),
         "python": platform.python_version(),
         "torch": version("torch"),
         "outcomes": dict(Counter(result.outcome.kind for result in results)),
@@ -148,7 +156,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, help="run this combination alone, and show it")
     parser.add_argument("--processes", type=int, default=2, help="launches at the same time")
     parser.add_argument("--document", type=Path, default=_DOCUMENT)
-    parser.add_argument("--dry", action="store_true", help="print the result only")
+    parser.add_argument("--folder", type=Path, default=Path("build/habits"), help="of launches")
+    parser.add_argument("--again", action="store_true", help="discard launches that are kept")
+    parser.add_argument(
+        "--write", action=argparse.BooleanOptionalAction, default=True, help="the result"
+    )
     return parser
 
 

@@ -1,7 +1,7 @@
 """What training code computes from results: functions, writes, losses, metrics.
 
-Each takes the step of the loop and a result of shape (rows, classes). Those of `RESULTS` and `WRITES`
-return a tensor of the same shape, so that a loop can chain them.
+Each takes the step of the loop and a result of shape (rows, classes). Those of `RESULTS` return a
+tensor of the same shape, so that a loop can chain them.
 """
 
 import random
@@ -124,7 +124,7 @@ RESULTS: dict[str, Function] = {
     "where": lambda s, z: torch.where(z > 0, z, s.plain()),
     "where of a plain mask": lambda s, z: torch.where(s.noise(*z.shape) > 0, z, 0.0),
     "masked_fill": lambda s, z: z.masked_fill(s.noise(*z.shape) > 1, -3.0),
-    "masked_fill of its own": lambda _, z: z.masked_fill(z > 0.5, 0.5),
+    "masked_fill of its own": lambda _, z: z.masked_fill(z > 0, 0.5),
     "maximum": lambda s, z: torch.maximum(s.plain(), z),
     "clamp": lambda _, z: z.clamp(-0.3, 0.4),
     "clamp of tensors": lambda s, z: z.clamp(max=s.noise(*z.shape).abs()),
@@ -180,7 +180,9 @@ RESULTS: dict[str, Function] = {
     "permuted": lambda _, z: z.permute(1, 0).contiguous().permute(1, 0),
     "new dims": lambda _, z: (z[:, None, :] * z[:, :, None]).mean(1),
     "expanded": lambda _, z: z[None].expand(3, -1, -1).mean(0),
-    "repeat_interleave": lambda _, z: z.repeat_interleave(2, 0)[::2] * z.repeat(1, 2)[:, : z.shape[1]],
+    "repeat_interleave": lambda _, z: (
+        z.repeat_interleave(2, 0)[::2] * z.repeat(1, 2)[:, : z.shape[1]]
+    ),
     "pad": lambda _, z: functional.pad(z, (1, 2), value=1.0)[:, 1:-2],
     "unfold": lambda _, z: z.unfold(1, 2, 1).mean(-1).mean(1, keepdim=True) * z,
     "tril": lambda _, z: z.tril() + torch.triu(z, 1) * 2,
@@ -204,8 +206,9 @@ RESULTS: dict[str, Function] = {
     ),
     "a hook": lambda _, z: _hooked(z * 1, lambda gradient: gradient * 2),
     "a hook that clips": lambda _, z: _hooked(z * 1, lambda gradient: gradient.clamp(-0.01, 0.01)),
-    "a gradient": lambda _, z: z
-    + torch.autograd.grad(z.square().sum(), z, retain_graph=True)[0].detach(),
+    "a gradient": lambda _, z: (
+        z + torch.autograd.grad(z.square().sum(), z, retain_graph=True)[0].detach()
+    ),
 }
 """Functions that return a tensor of the same shape."""
 
@@ -243,7 +246,7 @@ WRITES: dict[str, Write] = {
     "a slice": lambda s, z: z.__setitem__(slice(1, 3), s.plain()[2:4]),
     "a strided slice": lambda s, z: z.__setitem__(slice(None, None, 2), s.parts.row),
     "a block": lambda _, z: z[1:4, 2:5].add_(1.0),
-    "a mask": lambda _, z: z.__setitem__(z > 0.2, 0),
+    "a mask": lambda _, z: z.__setitem__(z > 0, -1),
     "a plain mask": lambda s, z: z.__setitem__(s.noise(*z.shape) > 0, s.parts.scale),
     "a mask of rows": lambda s, z: z.__setitem__(s.y < 0, 0.5),
     "columns by a list": lambda s, z: z.__setitem__(
@@ -254,9 +257,7 @@ WRITES: dict[str, Write] = {
     "labels of a tensor": lambda s, z: z.__setitem__(
         (torch.arange(len(s.y)), s.kept), s.plain()[:, 0]
     ),
-    "index_put, summed": lambda s, z: z.index_put_(
-        (s.kept % 3,), s.plain(), accumulate=True
-    ),
+    "index_put, summed": lambda s, z: z.index_put_((s.kept % 3,), s.plain(), accumulate=True),
     "a row, in place": lambda s, z: z[_row(s, z)].mul_(3),
     "a row, by augmented assignment": lambda s, z: _augmented(z, _row(s, z)),
     "a row of a transpose": lambda s, z: z.t()[_column(s, z)].fill_(0),
@@ -317,15 +318,15 @@ LOSSES: dict[str, Function] = {
     "cross_entropy of probabilities": lambda s, z: functional.cross_entropy(
         z, s.plain().softmax(-1)
     ),
-    "cross_entropy, by hand": lambda s, z: -(
-        z.log_softmax(-1)[torch.arange(len(s.y)), s.kept] * (s.y >= 0)
-    ).sum(),
-    "cross_entropy, not reduced": lambda s, z: functional.cross_entropy(
-        z, s.y, reduction="none"
-    ).sum()
-    / (s.y >= 0).sum(),
-    "cross_entropy, summed": lambda s, z: functional.cross_entropy(z, s.y, reduction="sum")
-    / len(s.y),
+    "cross_entropy, by hand": lambda s, z: (
+        -(z.log_softmax(-1)[torch.arange(len(s.y)), s.kept] * (s.y >= 0)).sum()
+    ),
+    "cross_entropy, not reduced": lambda s, z: (
+        functional.cross_entropy(z, s.y, reduction="none").sum() / (s.y >= 0).sum()
+    ),
+    "cross_entropy, summed": lambda s, z: (
+        functional.cross_entropy(z, s.y, reduction="sum") / len(s.y)
+    ),
     "cross_entropy of kept rows": lambda s, z: functional.cross_entropy(z[s.y >= 0], s.y[s.y >= 0]),
     "cross_entropy of tokens": lambda s, z: functional.cross_entropy(
         z[:, None].expand(-1, 2, -1).reshape(-1, z.shape[1]), s.y.repeat_interleave(2)
@@ -387,10 +388,13 @@ LOSSES: dict[str, Function] = {
         + s.parts.scale * (z[:, 0] * s.plain()[:, 1]).sum()
     ),
     "a masked mean": lambda s, z: (z.mean(1) * (s.y >= 0)).sum() / (s.y >= 0).sum().clamp(min=1),
-    "a penalty": lambda s, z: functional.cross_entropy(z, s.y)
-    + 0.01 * sum(autoshard.full_tensor(p.square().sum()) for p in s.parts.one.parameters()),
-    "a penalty of norms": lambda s, z: functional.cross_entropy(z, s.y)
-    + 0.01 * sum(p.norm() for p in s.parts.two.parameters()),
+    "a penalty": lambda s, z: (
+        functional.cross_entropy(z, s.y)
+        + 0.01 * sum(autoshard.full_tensor(p.square().sum()) for p in s.parts.one.parameters())
+    ),
+    "a penalty of norms": lambda s, z: (
+        functional.cross_entropy(z, s.y) + 0.01 * sum(p.norm() for p in s.parts.two.parameters())
+    ),
     "with a number": lambda s, z: 0.5 * z.square().sum() / s.inputs["x"].shape[0],
 }
 """Numbers to be minimised."""

@@ -7,6 +7,7 @@ import os
 import random
 import sys
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -66,11 +67,13 @@ class Combination:
         def planned(model: nn.Module, of: Planned) -> nn.Module:
             return parallelize(model, of.plans, _mesh(of.drawn.mesh))
 
-        try:
-            parts = parts_of(self.one, self.two, planned)
-        except Exception as error:  # noqa: BLE001  a plan that does not apply is an outcome
-            return Outcome(WRONG, 0, f"parallelize: {type(error).__name__}: {error}")
-        return compare(Run(self.loop, self.one.drawn, parts), self.expected)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                parts = parts_of(self.one, self.two, planned)
+            except Exception as error:  # noqa: BLE001  a plan that does not apply is an outcome
+                return Outcome(WRONG, 0, f"parallelize: {type(error).__name__}: {error}")
+            return compare(Run(self.loop, self.one.drawn, parts), self.expected)
 
     def __str__(self) -> str:
         plans = [
@@ -131,7 +134,11 @@ def run_launch(seeds: Sequence[int], *, is_shown: bool = False) -> Iterator[Resu
     remaining = []
     for combination in combinations(seeds):
         if combination.expected.error:
-            yield _result(combination, Outcome(ON_ONE_DEVICE, 0, combination.expected.error), is_shown=is_shown)
+            yield _result(
+                combination,
+                Outcome(ON_ONE_DEVICE, 0, combination.expected.error),
+                is_shown=is_shown,
+            )
         else:
             remaining.append(combination)
     wrong: list[tuple[Combination, Outcome]] = []
@@ -221,5 +228,3 @@ def prepare() -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.ones(1, requires_grad=True).sum().backward()
-
-

@@ -158,7 +158,9 @@ class Loop:
             number = draw.choices(range(len(shares)), shares)[0]
             for _ in range(number):
                 name = draw.choice(list(TABLES[kind]))
-                habits.append(Habit(kind, name, cls._when(kind, steps, draw), draw.randrange(10**6)))
+                habits.append(
+                    Habit(kind, name, cls._when(kind, steps, draw), draw.randrange(10**6))
+                )
         if draw.random() < _CHANGED:
             name = cls._change(drawn, draw)
             habits.append(Habit("change", name, draw.randrange(steps), draw.randrange(10**6)))
@@ -274,7 +276,9 @@ class Run:
 
     def _do(self, name: str, state: State, s: Step, draw: random.Random) -> None:
         s.draw = draw
-        self.notes.add(name, state(s))
+        result = state(s)
+        if "read" in name or "clip" in name:
+            self.notes.add(name, result)
 
     def _change(self, number: int) -> None:
         for habit in self.loop.habits:
@@ -352,4 +356,3 @@ def perturbed(parts: Parts, size: float) -> Parts:
             noise = torch.randn(p.shape, dtype=p.dtype, generator=generator)
             p.mul_(1 + size * noise)
     return parts
-

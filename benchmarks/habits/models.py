@@ -203,7 +203,7 @@ def _drawn_pins(
 
 
 def _part(num_dims: int, draw: random.Random) -> str:
-    return draw.choice(["I", "*", *(f"S({dim})" for dim in range(num_dims)) , "S(*)"])
+    return draw.choice(["I", "*", *(f"S({dim})" for dim in range(num_dims)), "S(*)"])
 
 
 def _planned(graph: Graph, mesh: Mesh, pins: list[Pin]) -> Plan:
@@ -272,4 +272,3 @@ def leaves(results: Any) -> Iterator[Tensor]:
     else:
         for result in results.values() if isinstance(results, dict) else results:
             yield from leaves(result)
-

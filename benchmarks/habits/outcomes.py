@@ -95,9 +95,7 @@ def compare(run: Run, wanted: Expected) -> Outcome:
     """Run a loop with planned models, and compare what it prints with one device."""
     error: Exception | None = None
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            run.run()
+        run.run()
     except Exception as raised:  # noqa: BLE001  every error is an outcome
         error = raised
     found = run.notes.found
