@@ -1,17 +1,20 @@
 """Runs combinations of models and loops on four ranks, of which each is a fork of one process."""
 
+import faulthandler
 import gc
 import json
 import multiprocessing
 import os
 import random
+import signal
 import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cache
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -24,7 +27,6 @@ from autoshard.runtime import parallelize
 from benchmarks.habits.loops import Loop, Run, parts_of
 from benchmarks.habits.models import MESHES, Planned
 from benchmarks.habits.outcomes import (
-    BY_TORCH,
     ON_ONE_DEVICE,
     WRONG,
     Expected,
@@ -40,7 +42,7 @@ TIMEOUT = timedelta(seconds=60)
 """After which a rank that waits for others ends."""
 _PATIENCE = 100.0
 """Seconds without any outcome after which ranks are killed."""
-_TICK = 0.02
+_TICK, _COLLECTED = 0.02, 50
 
 
 @dataclass(frozen=True)
@@ -154,7 +156,7 @@ def run_launch(seeds: Sequence[int], *, is_shown: bool = False) -> Iterator[Resu
         (alone,) = _run_forks([combination])
         if alone.kind != WRONG:
             text = f"after others of its launch, not alone: {outcome.text}"
-            alone = Outcome(WRONG, outcome.step, text)
+            alone = replace(outcome, text=text)
         yield _result(combination, alone, is_shown=is_shown)
 
 
@@ -182,13 +184,24 @@ def _run_forks(given: Sequence[Combination]) -> list[Outcome]:
                 begun, before = time.monotonic(), done
             elif time.monotonic() - begun > _PATIENCE:
                 break
-        for rank in ranks:
-            rank.kill()
-            rank.join()
+        stacks = _stopped(ranks, folder)
         found = [agreed(ranks) for ranks in zip(*_outcomes(folder), strict=False)]
-    if not found or (len(found) < len(given) and found[-1].kind not in {WRONG, BY_TORCH}):
-        found.append(Outcome(WRONG, 0, "no rank ends, or one died"))
+    if len(found) < len(given) and not (found and found[-1].kind == WRONG):
+        found.append(Outcome(WRONG, 0, "ranks do not end, or one died", stacks))
     return found
+
+
+def _stopped(ranks: Sequence[BaseProcess], folder: Path) -> str:
+    """Kill ranks that still run; where they were."""
+    running = [rank for rank in ranks if rank.is_alive() and rank.pid is not None]
+    for rank in running:
+        os.kill(rank.pid or 0, signal.SIGUSR1)
+    if running:
+        time.sleep(1.0)
+    for rank in ranks:
+        rank.kill()
+        rank.join()
+    return "\n".join(file.read_text() for file in sorted(folder.glob("*.stack")))
 
 
 def _outcomes(folder: Path) -> list[list[Outcome]]:
@@ -208,6 +221,8 @@ def _rank(rank: int, given: Sequence[Combination], folder: Path) -> None:
     store = dist.FileStore(str(folder / "rendezvous"), NUM_RANKS)
     store.set_timeout(TIMEOUT)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS, timeout=TIMEOUT)
+    stack = (folder / f"{rank}.stack").open("w")
+    faulthandler.register(signal.SIGUSR1, file=stack)
     with (folder / f"{rank}.jsonl").open("w") as file:
         for number, combination in enumerate(given):
             outcome = combination.on_this_rank()
@@ -218,7 +233,8 @@ def _rank(rank: int, given: Sequence[Combination], folder: Path) -> None:
             # Ranks that have failed alike have run the same collectives.
             if any(state != states[0] for state in states):
                 break
-            gc.collect() if number % 50 == 0 else None
+            if number % _COLLECTED == 0:
+                gc.collect()
     sys.stdout.flush()
     os._exit(0)  # other ranks may still be within a collective
 
