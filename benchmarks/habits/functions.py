@@ -104,6 +104,14 @@ def _order(s: Step, size: int) -> list[int]:
     return s.draw.sample(range(size), size)
 
 
+def _another_call(s: Step, z: Tensor) -> Tensor:
+    inputs = {name: value.roll(1, 0) for name, value in s.inputs.items()}
+    again: Any = s.parts.one(**inputs)
+    while not isinstance(again, Tensor):
+        again = next(iter(again.values() if isinstance(again, dict) else again))
+    return z - 0.5 * again
+
+
 RESULTS: dict[str, Function] = {
     "z * plain": lambda s, z: z * s.plain(),
     "plain - z": lambda s, z: s.plain() - z,
@@ -204,6 +212,7 @@ RESULTS: dict[str, Function] = {
     "a checkpoint": lambda _, z: torch.utils.checkpoint.checkpoint(
         lambda h: torch.tanh(h) * h, z, use_reentrant=False
     ),
+    "another call": _another_call,
     "a hook": lambda _, z: _hooked(z * 1, lambda gradient: gradient * 2),
     "a hook that clips": lambda _, z: _hooked(z * 1, lambda gradient: gradient.clamp(-0.01, 0.01)),
     "a gradient": lambda _, z: (
@@ -308,6 +317,17 @@ def written(write: Write, *, to_copy: bool) -> Function:
 
     return function
 
+
+INPUTS: dict[str, Function] = {
+    "requires a gradient": lambda _, x: x.clone().requires_grad_(),
+    "times a parameter": lambda s, x: x * s.parts.scale,
+    "not contiguous": lambda _, x: x.t().contiguous().t(),
+    "a view": lambda _, x: torch.stack([x, x])[1],
+    "expanded": lambda _, x: x[:1].expand_as(x),
+    "written": lambda _, x: x.clone().index_fill_(1, torch.tensor([1]), 0.5),
+    "detached": lambda s, x: (x * s.parts.scale).detach(),
+}
+"""What is done to inputs that are no tokens."""
 
 LOSSES: dict[str, Function] = {
     "cross_entropy": lambda s, z: functional.cross_entropy(z, s.y),

@@ -14,6 +14,7 @@ from autoshard.runtime.global_tensors.placed import Placed
 from benchmarks.habits.blocks import changes_of, reset_globals
 from benchmarks.habits.functions import (
     CONTEXTS,
+    INPUTS,
     LOSSES,
     METRICS,
     RESULTS,
@@ -23,7 +24,7 @@ from benchmarks.habits.functions import (
     written,
 )
 from benchmarks.habits.models import Drawn, Planned, leaves, plain_tower
-from benchmarks.habits.states import GRADIENTS, MODELS, OPTIMIZERS, READS, WEIGHTS, State
+from benchmarks.habits.states import BACKWARDS, GRADIENTS, MODELS, OPTIMIZERS, READS, WEIGHTS, State
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,9 @@ TABLES: Mapping[str, Mapping[str, Any]] = {
         **{f"write {name}": written(w, to_copy=False) for name, w in WRITES.items()},
         **{f"write into a copy {name}": written(w, to_copy=True) for name, w in WRITES.items()},
     },
+    "input": INPUTS,
     "loss": LOSSES,
+    "backward": BACKWARDS,
     "metric": METRICS,
     "read": READS,
     "gradient": GRADIENTS,
@@ -105,7 +108,9 @@ TABLES: Mapping[str, Mapping[str, Any]] = {
     "model": MODELS,
 }
 _SHARES: Mapping[str, Sequence[float]] = {
+    "input": (5, 1),
     "result": (1, 3, 3, 2),
+    "backward": (4, 1),
     "metric": (2, 3, 2),
     "read": (2, 1),
     "gradient": (3, 2, 1),
@@ -135,6 +140,7 @@ class Loop:
         context: of validation.
         trains: which parts the optimizer gets.
         accumulates: True if gradients of two steps are added.
+        zeroes: True if gradients are set to zero, not to None.
     """
 
     seed: str
@@ -144,6 +150,7 @@ class Loop:
     context: str
     trains: tuple[str, ...]
     accumulates: bool
+    zeroes: bool
 
     @classmethod
     def of(cls, seed: str, drawn: Drawn) -> "Loop":
@@ -173,6 +180,7 @@ class Loop:
             draw.choice([*CONTEXTS, ""]),
             trains,
             draw.random() < _ACCUMULATED,
+            draw.random() < _ACCUMULATED,
         )
 
     @staticmethod
@@ -199,7 +207,8 @@ class Loop:
             str(habit) + ("" if habit.step < 0 else f" in step {habit.step}")
             for habit in self.habits
         )
-        more = f"; {self.accumulates=}" if self.accumulates else ""
+        flags = {"gradients are added": self.accumulates, "and set to zero": self.zeroes}
+        more = "".join(f"; {name}" for name, is_set in flags.items() if is_set)
         return f"{what}; rows {self.rows}; {self.optimizer} of {self.trains}; {self.context}{more}"
 
 
@@ -260,11 +269,15 @@ class Run:
         for name, state, draw in self._habits("model", number):
             self._do(name, state, s, draw)
         if not (self.loop.accumulates and number % 2):
-            optimizer.zero_grad()
+            optimizer.zero_grad(set_to_none=not self.loop.zeroes)
+        if not self.drawn.takes_tokens:
+            for _, function, s.draw in self._habits("input", number):
+                s.inputs["x"] = function(s, s.inputs["x"])
         loss = self._loss(s, number)
-        if loss.requires_grad:
-            loss.backward()
         self.notes.add(f"step {number}: loss", loss)
+        if loss.requires_grad:
+            self._backward(loss, number)
+        self.notes.add(f"step {number}: gradient of the input", s.inputs["x"].grad)
         for kind in ("read", "gradient"):
             for name, state, draw in self._habits(kind, number):
                 self._do(name, state, s, draw)
@@ -273,6 +286,14 @@ class Run:
             for name, state, draw in self._habits("weight", number):
                 self._do(name, state, s, draw)
         self._validate(s, number)
+
+    def _backward(self, loss: Tensor, number: int) -> None:
+        some = [p for p in self.parts.one.parameters() if p.requires_grad]
+        backwards = self._habits("backward", number)
+        if not backwards:
+            loss.backward()
+        for _, backward, _ in backwards:
+            backward(loss, some)
 
     def _do(self, name: str, state: State, s: Step, draw: random.Random) -> None:
         s.draw = draw

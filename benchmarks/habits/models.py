@@ -98,9 +98,9 @@ class Drawn:
         return cls(
             mesh=draw.choice(list(MESHES)),
             rows=draw.choice((8, 8, 8, 12, 7, 6)),
-            features=draw.choice((16, 12, 10)),
-            width=draw.choice((16, 16, 12, 10)),
-            classes=draw.choice((8, 12, 12, 10, 5)),
+            features=draw.choice((16, 10)),
+            width=draw.choice((16, 16, 10)),
+            classes=draw.choice((8, 12, 12, 5)),
             blocks=tuple(draw.choices(list(BLOCKS), k=draw.randint(1, 4))),
             results=draw.choices(("logits", "two", "dict", "loss"), (6, 2, 1, 1))[0],
             takes_tokens=chance() < 0.2,  # noqa: PLR2004
@@ -186,7 +186,7 @@ def _names(drawn: Drawn) -> dict[str, list[tuple[str, int]]]:
 Pin = tuple[str, str, str]
 """Kind, name and layout."""
 
-_SHARES = {"inputs": 0.5, "outputs": 0.7, "parameters": 0.5, "buffers": 0.2}
+_SHARES = {"inputs": 0.5, "outputs": 0.7, "parameters": 0.5, "buffers": 0.4}
 """How often each is pinned."""
 
 

@@ -156,6 +156,23 @@ GRADIENTS: dict[str, State] = {
 """Changes of gradients after backward; those that return a norm print it."""
 
 
+Backward = Callable[[Tensor, list[nn.Parameter]], Any]
+
+BACKWARDS: dict[str, Backward] = {
+    "twice": lambda loss, _: (loss.backward(retain_graph=True), (0.5 * loss).backward()),
+    "of a scaled loss": lambda loss, _: (loss * 8).backward(),
+    "with a gradient": lambda loss, _: loss.backward(torch.full_like(loss, 0.5)),
+    "of some": lambda loss, ps: loss.backward(inputs=ps),
+    "autograd.grad": lambda loss, ps: _given(ps, torch.autograd.grad(loss, ps, allow_unused=True)),
+}
+"""How gradients are computed; takes the loss and some parameters of the planned model."""
+
+
+def _given(parameters: list[nn.Parameter], gradients: Iterable[Tensor | None]) -> None:
+    for p, gradient in zip(parameters, gradients, strict=True):
+        p.grad = gradient
+
+
 def _average(s: Step) -> None:
     """An average of weights, by hand."""
     shadow = {name: p.detach().clone() for name, p in s.parts.one.named_parameters()}
