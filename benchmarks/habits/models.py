@@ -76,6 +76,7 @@ class Drawn:
         is_dynamic: True if the number of rows is exported as a dynamic size.
         is_training: the mode that is exported.
         has_both_modes: True if there is a plan for either mode.
+        is_differentiable: True if the plan computes the gradient of the input.
     """
 
     mesh: str
@@ -90,6 +91,7 @@ class Drawn:
     is_dynamic: bool
     is_training: bool
     has_both_modes: bool
+    is_differentiable: bool
 
     @classmethod
     def of(cls, draw: random.Random) -> "Drawn":
@@ -108,6 +110,7 @@ class Drawn:
             is_dynamic=chance() < 0.4,  # noqa: PLR2004
             is_training=chance() < 0.8,  # noqa: PLR2004
             has_both_modes=chance() < 0.25,  # noqa: PLR2004
+            is_differentiable=chance() < 0.4,  # noqa: PLR2004
         )
 
     def build(self, *, training: bool | None = None) -> Tower:
@@ -144,6 +147,8 @@ class Drawn:
     def graph(self, *, training: bool) -> Graph:
         """The graph of the model in a mode."""
         inputs = self.inputs(0)
+        if self.is_differentiable and not self.takes_tokens:
+            inputs["x"].requires_grad_()
         sizes: dict[str, Any] | None = None
         if self.is_dynamic:
             rows = torch.export.Dim("rows", min=2, max=64)

@@ -10,7 +10,7 @@ from benchmarks.habits.launches import LOOPS_PER_MODEL, Combination, combination
 from benchmarks.habits.outcomes import RIGHT, WRONG, Outcome, agreed
 
 NUM_RANKS = 4
-LOOPS = 5
+LOOPS = 4
 
 
 @dataclass
