@@ -37,7 +37,7 @@ def main() -> int:
     if options.again:
         shutil.rmtree(options.folder, ignore_errors=True)
     options.folder.mkdir(parents=True, exist_ok=True)
-    head = caption(f"seeds {options.first} to {options.first + options.count - 1}")
+    head = caption("seeds and commits are in result.json")
     _run(options)
     record = _record(options)
     table = _table(record)
@@ -113,7 +113,7 @@ def _record(options: argparse.Namespace) -> dict[str, Any]:
             ended[habit][kind] += 1
     return {
         "combinations": len(results),
-        "seeds": [min(r.seed for r in results), max(r.seed for r in results)],
+        "seeds": sorted(file.stem for file in options.folder.glob("*.json")),
         "seconds": round(sum(launch["seconds"] for launch in kept) / options.processes),
         "processes": options.processes,
         "commits": sorted({launch["commit"] for launch in kept}),
@@ -145,7 +145,7 @@ def _table(record: dict[str, Any]) -> str:
         rows.append(f"| {kind} | {record['outcomes'].get(kind, 0):,} | {most} |")
     habits = sum(not name.startswith("block: ") for name in record["habits"])
     blocks = len(record["habits"]) - habits
-    kinds = f"{habits} habits and {blocks} kinds of blocks"
+    kinds = f"{record['combinations']:,} combinations of {habits} habits, {blocks} kinds of blocks"
     return "\n".join([*rows, "", f"{kinds}, in {record['seconds']:,} s."])
 
 
