@@ -466,6 +466,13 @@ class Graph:
         return {o.updates: i for i, o in enumerate(self.outputs) if o.updates is not None}
 
     @cached_property
+    def running_statistics(self) -> frozenset[str]:
+        """Values that batch norms in training change in place, although no schema says so."""
+        norms = [node for node in self.nodes if node.argument("training") is True]
+        values = (n.argument(name) for n in norms for name in ("running_mean", "running_var"))
+        return frozenset(ref.name for value in values for ref in references(value))
+
+    @cached_property
     def numbers(self) -> Mapping[str, int]:
         """Index of each node by name."""
         return {node.name: i for i, node in enumerate(self.nodes)}

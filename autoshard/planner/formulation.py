@@ -432,10 +432,11 @@ class Formulation:
         self._add_maker(name, self._add(variable), 0)
 
     def _may_shard(self, graph_input: Input) -> bool:
-        """False for constants, and for buffers that forward only reads and no pin names."""
+        """False for constants, statistics of batch norms, and buffers only read and not pinned."""
         if graph_input.kind is InputKind.BUFFER:
             name = graph_input.name
-            return name in self.graph.updated or bool(self.constraints.of(("input", name)))
+            is_named = name in self.graph.updated or bool(self.constraints.of(("input", name)))
+            return is_named and name not in self.graph.running_statistics
         return graph_input.kind is not InputKind.CONSTANT
 
     def _input_layouts(self, graph_input: Input, tensor: Tensor) -> tuple[Layout, ...]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
@@ -301,13 +302,16 @@ _DEEPCOPY: Any = torch.Tensor.__deepcopy__
 
 
 def _deepcopy(self: DTensor, memo: dict[int, Any]) -> Any:
-    """Deep copy, also of gradients that share memory, as in a bucket.
+    """Deep copy, also of tensors that share memory, as in a bucket; a parameter's has no gradient.
 
-    PyTorch takes the offset of the shard for the address of memory of the DTensor's own.
+    PyTorch copies plain parameters without their gradients, and DTensors with them; and it takes
+    the offset of a shard for the address of memory of the DTensor's own.
     """
-    if id(self) in memo or not self.is_leaf or not self.storage_offset():
+    is_parameter = isinstance(self, nn.Parameter)
+    if id(self) in memo or not self.is_leaf or not (is_parameter or self.storage_offset()):
         return _DEEPCOPY(self, memo)
     copied = memo[id(self)] = self.detach().clone().requires_grad_(self.requires_grad)
-    copied.grad = deepcopy(self.grad, memo)
+    if not is_parameter:
+        copied.grad = deepcopy(self.grad, memo)
     vars(copied).update(deepcopy(vars(self), memo))
     return copied

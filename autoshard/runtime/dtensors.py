@@ -70,7 +70,7 @@ def store_full(full: torch.Tensor, target: DTensor) -> None:
     if coordinate is not None:
         sizes = tuple(mesh.shape)
         shard = local_shard(full, from_placements(target.placements, sizes), sizes, coordinate)
-        local_tensor(target.detach()).copy_(shard)
+        local_tensor(target).copy_(shard)
 
 
 @runtime_checkable

@@ -296,11 +296,26 @@ class _Binder:
             node=node.name,
             reads=lowered.reads,
             targets=lowered.targets,
-            writes=local.running_statistics(),
+            writes=self._writes(local),
             shapes=tuple(known),
             kernel=bind_kernel(local),
             reads_regathered=reads_regathered,
         )
+
+    def _writes(self, local: LocalNode) -> tuple[int, ...]:
+        """Positions of the inputs that an operator changes in place.
+
+        Raises:
+            PlanError: the plan shards one, so that its gathered copy would be changed.
+        """
+        for placed in self._lowered.stage.inputs:
+            is_written = placed.name in self._graph.running_statistics
+            if is_written and any(t.is_shard for t in Layout.parse(placed.layout).types):
+                raise PlanError(
+                    f"buffer {placed.target!r} is sharded as {placed.layout}, and a batch norm "
+                    f"updates it: every rank needs all of it; plan again without a pin of it"
+                )
+        return local.running_statistics()
 
     def _local_shapes(
         self, values: Sequence[str], layouts: Sequence[Layout]

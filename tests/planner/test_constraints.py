@@ -381,6 +381,15 @@ def test_what_cannot_be_is_named(name: str) -> None:
         make_plan(graph, mesh, PlanOptions.model_validate(options))
 
 
+def test_statistics_that_a_batch_norm_updates_stay_whole(planned: Planner) -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16))
+    inputs, pins = {"input": torch.randn(8, 16)}, Pins(buffers={"1.running_*": "S(0),R"})
+    with pytest.raises(OptionError, match=r"pin of buffer '1\.running_\*'.*a batch norm updates"):
+        make_plan(graph_of((model, inputs)), SLOW_2X2, PlanOptions(pins=pins))
+    planned(graph_of((model, inputs)), (2, 2), pins=Pins(buffers={"*": "S(*),S(*)"}))
+    planned(graph_of((model.eval(), inputs)), (2, 2), pins=pins)
+
+
 DISOBEYED: dict[str, tuple[dict[str, Any], str]] = {
     "parameter": ({"pins": {"parameters": {"up.weight": "S(0),S(1)"}}}, "pin of parameter"),
     "input": ({"pins": {"inputs": {"x": "S(0),S(1)"}}}, "pin of input"),

@@ -217,9 +217,12 @@ class _PinReader:
         """
         self._check_possible(value, pattern, stored=True)
         shape = self._graph.values[value].shape
-        key = pattern, shape
+        is_whole = value in self._graph.running_statistics
+        if is_whole and any(t.is_shard for allowed in pattern.allowed for t in allowed or ()):
+            raise OptionError(f"a batch norm updates {value}, of which every rank needs all")
+        key = pattern, () if is_whole else shape
         if key not in self._fitted:
-            self._fitted[key] = pattern.fitted(shape, self._axes.sizes)
+            self._fitted[key] = pattern.fitted(key[1], self._axes.sizes)
         fitted = self._fitted[key]
         if fitted.ranks < pattern.ranks and not any(x in name for x in _WILDCARDS):
             raise OptionError(

@@ -107,8 +107,10 @@ def assigned(model: nn.Module) -> object:
 
 
 def deep_copies(model: nn.Module) -> object:
-    """Copies train by themselves; a shallow copy has the same weights."""
+    """Copies train by themselves, from no gradient; a shallow copy has the same weights."""
+    model(**batches(1)[0]).backward()
     twin, same = deepcopy(model), copy(model)
+    assert all(p.grad is None for p in twin.parameters())
     optimizers = adam(model), adam(twin, 0.1)
     losses = [
         [step(m, optimizer, b) for m, optimizer in zip((model, twin), optimizers, strict=True)]

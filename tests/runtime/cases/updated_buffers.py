@@ -5,6 +5,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from support.comparison import close, device_mesh, whole
@@ -12,7 +13,8 @@ from support.meshes import slow_devices
 from support.shared_folder import shared_folder
 from torch import nn
 
-from autoshard.graph import export_model, load_graph
+from autoshard.errors import PlanError
+from autoshard.graph import Graph, export_model, load_graph
 from autoshard.plan import Plan, PlanOptions, check_plan
 from autoshard.planner import make_plan
 from autoshard.runtime import dcp_state_dict, parallelize
@@ -236,6 +238,27 @@ def check_checkpoints(case: Stateful) -> None:
     compare_call(reference, restored, second)
 
 
+@dataclass
+class ShardedStatistics:
+    """A plan, made by other means, that shards what a batch norm changes in place."""
+
+    plan: Plan = field(init=False)
+
+    def prepare(self) -> None:
+        graph = load_graph(export_model(Counted(), (torch.randn(8, FEATURES),)))
+        options = PlanOptions.model_validate({"pins": {"buffers": {"*running_mean": "S(0)"}}})
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Graph, "running_statistics", frozenset())
+            self.plan = make_plan(graph, slow_devices(a=4), options)
+        assert self.plan.found
+
+    def __call__(self) -> None:
+        with pytest.raises(
+            PlanError, match=r"'norm\.running_mean' is sharded.*without a pin of it"
+        ):
+            parallelize(Counted(), self.plan, device_mesh(self.plan))
+
+
 COUNTED = frozenset({"seen"})
 AVERAGED = frozenset({"mean", "scale", "codes"})
 CACHES = frozenset(f"layers.{i}.{name}" for i in range(2) for name in ("keys", "values"))
@@ -262,5 +285,6 @@ CASES: dict[str, Callable[[], None]] = {
         for model, options in [(Exchanged, {}), (Exchanged, INFERENCE), (Returned, INFERENCE)]
     },
     "a copy": Stateful(Averaged, batches, MESHES["2x2"], AVERAGED, check=check_copies),
+    "sharded statistics": ShardedStatistics(),
     "a checkpoint": Stateful(Averaged, batches, MESHES["4"], AVERAGED, check=check_checkpoints),
 }
