@@ -3,7 +3,8 @@
 Training loops call operators on them that PyTorch computes wrongly or not at all: sums of partial
 norms, views of shards that interleave, writes into rows of a sharded dim, random numbers on a CPU,
 fused SGD, `GradScaler`. Operators of elements and the fused or `foreach` operators of optimizers
-are DTensor's own; all others have the rules of `global_tensors`, and gather where these have none.
+are DTensor's own, but take plain tensors too; all others have the rules of `global_tensors`, and
+gather where these have none.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,7 @@ from autoshard.errors import PlanError
 from autoshard.runtime.call_checks import check_drawn_alike
 from autoshard.runtime.dtensors import from_local, full_tensor, local_tensor
 from autoshard.runtime.global_tensors.calls import run_operator, store
+from autoshard.runtime.global_tensors.checks import check_plain
 from autoshard.runtime.global_tensors.global_tensor import StateTensor
 from autoshard.runtime.global_tensors.origins import is_replaced, origin_of
 from autoshard.runtime.global_tensors.placed import Placed
@@ -29,6 +31,7 @@ from autoshard.torch_private import (
     operator_names,
     overload_name,
     pytree,
+    schema_of,
     stored_shard,
     take_shard,
 )
@@ -74,9 +77,7 @@ def install_dtensor_handlers(mesh: DeviceMesh) -> None:
     handlers = operator_handlers()
     if _NUMBER in handlers:
         return
-    for operator in _operators():
-        packet = operator.overloadpacket.__name__
-        handlers[operator] = _of_lists if packet.startswith(_LISTS) else _by_rule
+    handlers.update(_own_handlers())
     handlers[_UNSCALE] = _unscale
     handlers[_NUMBER] = _number
     handlers.update(dict.fromkeys(_RANDOM, _random))
@@ -89,18 +90,23 @@ def install_dtensor_handlers(mesh: DeviceMesh) -> None:
     patched.data = property(_DATA.__get__, _set_data)
 
 
-def _operators() -> list[Any]:
-    """The operators that have a rule of ours, or none: all but those of elements and our own."""
+def _own_handlers() -> Mapping[Any, Callable[..., Any]]:
+    """Handlers of all operators of ATen but those that DTensor itself runs."""
     names = (name.removeprefix("aten::") for name in operator_names())
-    found = []
+    found: dict[Any, Callable[..., Any]] = {}
     for name in names:
         packet, _, overload = name.partition(".")
         if "::" in name or packet in _OWN or packet.startswith("_amp_"):
             continue
         operator = getattr(getattr(_ATEN, packet, None), overload or "default", None)
-        tags = () if operator is None else operator.tags
-        if operator is not None and (packet.startswith(_LISTS) or torch.Tag.pointwise not in tags):
-            found.append(operator)
+        if operator is None:
+            continue
+        if packet.startswith(_LISTS):
+            found[operator] = _of_lists
+        elif torch.Tag.pointwise not in operator.tags:
+            found[operator] = _by_rule
+        elif sum(str(one.type) == "Tensor" for one in schema_of(operator).arguments) > 1:
+            found[operator] = _of_elements
     return found
 
 
@@ -114,6 +120,40 @@ def _by_rule(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     if torch.Tag.inplace_view in operator.tags:
         return _changed_in_place(operator, args, kwargs)
     return run_operator(operator, args, kwargs, StateTensor.kind())
+
+
+def _of_elements(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Run an operator of elements; of plain tensors that meet DTensors, each rank takes its part.
+
+    PyTorch would refuse them.
+    """
+    leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
+    tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
+    like = next(x for x in tensors if isinstance(x, DTensor))
+    plain = [x for x in tensors if not isinstance(x, DTensor) and x.ndim]
+    partial = any(placement.is_partial() for placement in like.placements)
+    if not plain or partial or not all(_expands(x, like) for x in plain):
+        return (_by_rule if plain else _unhandled)(operator, args, kwargs)
+    mesh = like.device_mesh
+    if mesh not in _MESHES or not _may_mix(tensors):
+        return _unhandled(operator, args, kwargs)
+    check_plain(operator, plain, mesh)
+    layout = Placed.of(like).layout
+
+    def place(leaf: Any) -> Any:
+        if not any(leaf is x for x in plain):
+            return leaf
+        part = Placed.plain(leaf.expand(like.shape), mesh).resharded(layout)
+        return from_local(part.local, mesh, like.placements, like.shape)
+
+    args, kwargs = pytree.tree_unflatten([place(leaf) for leaf in leaves], spec)
+    return _unhandled(operator, args, kwargs)
+
+
+def _expands(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """True if a tensor can be expanded to the shape of another one."""
+    pairs = zip(reversed(one.shape), reversed(other.shape), strict=False)
+    return one.ndim <= other.ndim and all(n in (1, m) for n, m in pairs)
 
 
 def _changed_in_place(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -55,6 +55,23 @@ def changed(model: nn.Module) -> object:
     return losses, gradients(model)
 
 
+def combined_with_plain(model: nn.Module) -> object:
+    """Noise on gradients, masks and averages of weights: plain tensors, whole and broadcast."""
+    losses = train(model)
+    model(**batches(1)[0]).backward()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            noise = noise.to(parameter.device)
+            parameter.grad.add_(noise, alpha=0.1)
+            parameter.mul_(noise > 0)
+            parameter.lerp_(noise[:1], 0.5)
+            losses.append(torch.where(noise > 1, parameter, noise).square().sum().item())
+            losses.append((noise[-1:] - parameter).norm().item())
+    return losses, gradients(model), list(model.parameters())
+
+
 def several_losses(model: nn.Module) -> object:
     """Sums of losses of two calls, two passes through one graph, and accumulation."""
     first, second = batches(2)
@@ -239,6 +256,7 @@ def accumulated(model: nn.Module) -> object:
 HABITS: dict[str, Callable[[str], Habit]] = {
     "reading gradients": lambda mesh: Habit(mesh, read),
     "hooks and changes of gradients": lambda mesh: Habit(mesh, changed),
+    "gradients and weights with plain tensors": lambda mesh: Habit(mesh, combined_with_plain),
     "several losses": lambda mesh: Habit(mesh, several_losses),
     "accumulation": lambda mesh: Habit(mesh, accumulated),
     "second derivatives of parameters": lambda mesh: Refused(
