@@ -86,6 +86,8 @@ def _measure(options: argparse.Namespace, deadline: float) -> None:
     folders = (_ROOT, _ROOT / "server", _ROOT / "solver_cache", _ROOT / "tests", packages)
     os.environ["PYTHONPATH"] = os.pathsep.join(map(str, folders))
     os.environ["AUTOSHARD_TEST_TIMEOUT"] = "60"
+    if options.allow_old_torch:
+        os.environ["AUTOSHARD_ANY_TORCH"] = "1"
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
     options.results.mkdir(parents=True, exist_ok=True)
     header = header_of(options.device, options.models, options.commit)

@@ -1,7 +1,7 @@
 """Random training loops with random planned models, compared with one device in float64.
 
 `python -m benchmarks.habits` runs 10,000 combinations, each on four ranks, and writes the result
-into docs/training.md and benchmarks/habits/result.json. Launches that ended before it was stopped
+into docs/training.md and benchmarks/results/habits.json. Launches that ended before it was stopped
 are kept in the folder. `--seed S` runs one combination again, and shows it.
 """
 
@@ -25,7 +25,7 @@ from benchmarks.habits.outcomes import BY_TORCH, ON_ONE_DEVICE, OUTCOMES, REFUSE
 
 _ROOT = Path(__file__).parents[2]
 _DOCUMENT = _ROOT / "docs" / "training.md"
-_RESULT = Path(__file__).with_name("result.json")
+_RESULT = Path(__file__).parents[1] / "results" / "habits.json"
 _PER_LAUNCH = 5 * LOOPS_PER_MODEL
 
 
@@ -37,7 +37,7 @@ def main() -> int:
     if options.again:
         shutil.rmtree(options.folder, ignore_errors=True)
     options.folder.mkdir(parents=True, exist_ok=True)
-    head = caption("seeds and commits are in result.json")
+    head = caption("seeds and commits are in habits.json")
     _run(options)
     record = _record(options)
     table = _table(record)

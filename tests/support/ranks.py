@@ -82,6 +82,8 @@ def run_cases(
     warnings.filterwarnings("ignore", ".*_functional_collectives", FutureWarning)
     # Over real links, models as small as those of the cases are often best left whole.
     warnings.filterwarnings("ignore", "no operator is sharded", UserWarning)
+    # Where AUTOSHARD_ANY_TORCH is set, it is known that the torch is another one.
+    warnings.filterwarnings("ignore", ".*lets it run all the same", UserWarning)
     # Said once in a process, by the first case that needs a full tensor; a case of its own looks.
     warnings.filterwarnings("ignore", ".* on the full tensor on every rank", UserWarning)
     use_device(rank)
