@@ -1,6 +1,7 @@
 """Conversion between the arguments and results of forward and the flat tensors of a program."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from inspect import Signature
 from typing import Any
 from weakref import ReferenceType, ref
@@ -305,6 +306,10 @@ class _TensorArgument:
         if isinstance(value, DTensor):
             fresh(value)
             given = Placed.of(value)
+            if type(value) is DTensor and torch.is_grad_enabled():
+                # PyTorch does not count writes into a DTensor as writes into its shard, so that
+                # backward would read what was written after forward.
+                given = replace(given, local=given.local.clone())
             moved = given.moved_bytes(self.layout)
             if moved:
                 say_moved(f"argument {self.name!r}", moved, given, self.layout)

@@ -3,9 +3,10 @@
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
+from torch.overrides import _get_current_function_mode_stack, _pop_mode_temporarily
 
 from autoshard.errors import TorchVersionError
 
@@ -62,13 +63,17 @@ def check_parts(checks: Mapping[str, Check]) -> None:
 
 @contextmanager
 def _usual_modes() -> Iterator[None]:
-    """A context in which operators run as by default, in whatever context a plan is applied."""
-    with (
-        warnings.catch_warnings(action="ignore"),
-        torch.inference_mode(mode=False),
-        torch.enable_grad(),
-        torch.device("cpu"),
-    ):
+    """A context in which operators run as by default, in whatever context a plan is applied.
+
+    Relies on: `_pop_mode_temporarily`, by which `TorchFunctionMode` itself leaves out modes, such
+    as `torch.device`. The public ways would also leave out the functions of subclasses.
+    """
+    with ExitStack() as stack:
+        while _get_current_function_mode_stack():  # type: ignore[no-untyped-call]  # torch
+            stack.enter_context(_pop_mode_temporarily())
+        stack.enter_context(warnings.catch_warnings(action="ignore"))
+        stack.enter_context(torch.inference_mode(mode=False))
+        stack.enter_context(torch.enable_grad())
         yield
 
 

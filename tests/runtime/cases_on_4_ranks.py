@@ -14,6 +14,7 @@ FILES = (
     "test_training_on_ranks",
     "test_training_loops_on_ranks",
     "test_functions_on_ranks",
+    "test_habits_on_ranks",
     "test_weights_on_ranks",
     "test_kernels_on_ranks",
     "test_pipelines_on_ranks",

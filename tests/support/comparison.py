@@ -47,6 +47,7 @@ def check_training(
     *,
     constants: Mapping[str, torch.Tensor] | None = None,
     custom_operators: Collection[str] = (),
+    ignore_state: Collection[str] = (),
     tolerance: float = TOLERANCE,
 ) -> None:
     """One step: outputs, every gradient, and the collectives are what they should be.
@@ -61,7 +62,14 @@ def check_training(
     cotangent = torch.randn_like(expected[0]) if expected[0].ndim else torch.ones_like(expected[0])
     expected[0].backward(cotangent)
     mesh = device_mesh(plan)
-    planned = parallelize(model, plan, mesh, constants=constants, custom_operators=custom_operators)
+    planned = parallelize(
+        model,
+        plan,
+        mesh,
+        constants=constants,
+        custom_operators=custom_operators,
+        ignore_state=ignore_state,
+    )
     assert planned is model
     assert isinstance(planned, type(reference))
     with record_collectives(mesh) as recorder:
@@ -183,13 +191,21 @@ def check_inference(
     *,
     constants: Mapping[str, torch.Tensor] | None = None,
     custom_operators: Collection[str] = (),
+    ignore_state: Collection[str] = (),
 ) -> None:
     """One forward: outputs and collectives are what they should be."""
     kwargs = kwargs or {}
     with torch.no_grad():
         expected = _outputs(model(*args, **kwargs))
     mesh = device_mesh(plan)
-    planned = parallelize(model, plan, mesh, constants=constants, custom_operators=custom_operators)
+    planned = parallelize(
+        model,
+        plan,
+        mesh,
+        constants=constants,
+        custom_operators=custom_operators,
+        ignore_state=ignore_state,
+    )
     with record_collectives(mesh) as recorder:
         outputs = _outputs(planned(*args, **kwargs))
     assert not any(output.requires_grad for output in outputs)

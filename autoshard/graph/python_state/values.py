@@ -223,6 +223,8 @@ def same(one: Value, other: Value) -> bool:
     Classes of modules and objects may come from other Python modules, as from a notebook and from a
     file; digests of code of different versions of Python cannot be compared.
     """
+    if isinstance(one, dict) and isinstance(alternatives := one.get("either"), list):
+        return any(same(x, other) for x in alternatives)
     if isinstance(one, bool) or isinstance(other, bool):
         return one is other
     if isinstance(one, list) and isinstance(other, list):
@@ -231,8 +233,6 @@ def same(one: Value, other: Value) -> bool:
         return one == other
     kind, detail = next(iter(one.items()))
     other_kind, other_detail = next(iter(other.items()))
-    if kind == "either" and isinstance(detail, list):
-        return any(same(x, other) for x in detail)
     return kind == other_kind and _is_same_detail(kind, detail, other_detail)
 
 
