@@ -18,10 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autoshard.errors import PlanError
 from autoshard.graph import graph_from_json
 from autoshard.plan import Checkpoint, Plan
 from autoshard.plan.recompute import recomputed
-from autoshard.runtime import parallelize, record_collectives, summarize
+from autoshard.runtime import local, parallelize, record_collectives, summarize
 from autoshard.runtime.instructions import Call, Recompute
 from autoshard.runtime.parallelize import planned_forward
 
@@ -261,8 +262,13 @@ def check_memory_is_freed(plan: Plan) -> None:
 
 
 def check_change_in_place(plan: Plan) -> None:
-    """What is written into an argument after forward changes no gradient."""
+    """What is written into an argument after forward is an error, or changes no gradient."""
     planned, x, _ = prepared(plan)
+    mine = x.to_local().detach().clone()
+    loss = planned(local(mine, like=x))
+    mine.add_(1)
+    with pytest.raises(PlanError, match="changed in place after forward"):
+        loss.backward()
     gradients = []
     for change in (0, 1):
         for given in (x.full_tensor().detach().clone(), x.detach().clone()):
