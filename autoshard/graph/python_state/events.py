@@ -77,12 +77,21 @@ def events_of_call(
     events: list[Any] = []
     numbers = _Numbers()
     depth = 0
+    known = set(map(identity, module.modules()))
+    made: dict[int, tuple[int, nn.Module]] = {}
+
+    def name_of(called: nn.Module) -> Any:
+        """Of a module that forward itself makes, such as a loss, its class and order."""
+        own = identity(called)
+        if own in known:
+            return own
+        return type(called), made.setdefault(own, (len(made), called))[0]
 
     def noting(plain: Callable[..., Any]) -> Callable[..., Any]:
         def run(called: nn.Module, *args: Any, **kwargs: Any) -> Any:
             nonlocal depth
             if depth:
-                events.append((identity(called), numbers.describe((args, kwargs))))
+                events.append((name_of(called), numbers.describe((args, kwargs))))
             depth += 1
             try:
                 return plain(called, *args, **kwargs)
