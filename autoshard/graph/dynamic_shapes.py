@@ -244,7 +244,7 @@ class _Fit:
 
 
 def _steps(symbols: Sequence[Symbol], base: Mapping[str, int]) -> dict[str, int]:
-    """What is added to each integer in samples.
+    """The number that is added to each integer in samples.
 
     All values are different and not round, since equal sizes might make different tensors equal.
     """

@@ -26,7 +26,7 @@ def training_modules(graph: Graph) -> dict[str, bool]:
 
 
 def _acts_in_training(node: Node) -> bool | None:
-    """Whether an operator acts as in training mode; None if it has no modes."""
+    """True if an operator acts as in training mode; None if it has no modes."""
     packet = _packet(node)
     if packet == "scaled_dot_product_attention":
         return True if node.argument("dropout_p", 0.0) else None

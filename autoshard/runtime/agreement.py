@@ -56,6 +56,16 @@ def numbers_of_all_ranks(own: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     return found.permute(*reversed(range(mesh.ndim)), mesh.ndim).reshape(mesh.size(), len(own))
 
 
+def digest_of(contents: torch.Tensor | str) -> int:
+    """A 64-bit number that differs where tensors, byte for byte, or texts do."""
+    if isinstance(contents, str):
+        data = contents.encode()
+    else:
+        flat = contents.detach().contiguous().cpu().view(-1).view(torch.uint8)
+        data = bytes(flat.numpy().data)
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little", signed=True)
+
+
 @contextmanager
 def raised_on_all_ranks(mesh: DeviceMesh) -> Iterator[None]:
     """Raise an error on all ranks of a mesh if the block fails on one of them.

@@ -4,7 +4,6 @@ A program takes the same batch on all ranks. `autoshard.runtime.python_state` ch
 that forward reads.
 """
 
-import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from autoshard.errors import PlanError
 from autoshard.layouts import Layout, to_placements
 from autoshard.plan import PlacedInput
-from autoshard.runtime.agreement import numbers_of_all_ranks
+from autoshard.runtime.agreement import digest_of, numbers_of_all_ranks
 from autoshard.torch_private import is_transformed, spec_of
 
 
@@ -109,31 +108,13 @@ def compare_over_ranks(regions: Sequence[Region], mesh: DeviceMesh) -> None:
     Raises:
         PlanError: two ranks differ, on all ranks alike; the message names the argument.
     """
-    own = [
-        number
-        for _, tensor, part in regions
-        for number in (_number(part.encode()), _number(_contents(tensor)))
-    ]
-    found = numbers_of_all_ranks(torch.tensor(own, dtype=torch.int64), mesh).tolist()
+    own = [number for _, tensor, part in regions for number in (digest_of(part), digest_of(tensor))]
+    found = numbers_of_all_ranks(
+        torch.tensor(own, dtype=torch.int64, device=mesh.device_type), mesh
+    ).tolist()
     by_rank = [list(zip(x[::2], x[1::2], strict=True)) for x in found]
     for number, (name, _, _) in enumerate(regions):
         _compare(name, [ranks[number] for ranks in by_rank], mesh.mesh.flatten().tolist())
-
-
-def check_drawn_alike(mesh: DeviceMesh) -> None:
-    """Check that all ranks would draw the same random numbers on the CPU.
-
-    Raises:
-        PlanError: they are seeded differently.
-    """
-    own = torch.tensor([_number(_contents(torch.get_rng_state()))])
-    state = numbers_of_all_ranks(own, mesh)
-    if bool((state != state[0]).any()):
-        raise PlanError(
-            "parameters are initialised from random numbers that differ between ranks: call "
-            "torch.manual_seed with one seed on all ranks before, or initialise the model before "
-            "parallelize"
-        )
 
 
 def _compare(name: str, found: Iterable[Sequence[int]], ranks: Sequence[int]) -> None:
@@ -147,12 +128,3 @@ def _compare(name: str, found: Iterable[Sequence[int]], ranks: Sequence[int]) ->
                 f"shard_loader(loader, model) pick the rows of each rank instead of a "
                 f"DistributedSampler, or make a rank's own rows a DTensor with DTensor.from_local"
             )
-
-
-def _contents(tensor: torch.Tensor) -> bytes:
-    flat = tensor.detach().contiguous().cpu().view(-1).view(torch.uint8)
-    return bytes(flat.numpy().data)
-
-
-def _number(data: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little", signed=True)

@@ -19,10 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from autoshard.errors import PlanError
-from autoshard.runtime.call_checks import check_drawn_alike
 from autoshard.runtime.dtensors import from_local, full_tensor, local_tensor
-from autoshard.runtime.global_tensors.calls import run_operator, store
-from autoshard.runtime.global_tensors.checks import check_plain
+from autoshard.runtime.global_tensors.calls import placed_as, run_operator, store
+from autoshard.runtime.global_tensors.checks import check_plain, drawn_alike
 from autoshard.runtime.global_tensors.global_tensor import StateTensor
 from autoshard.runtime.global_tensors.origins import is_replaced, origin_of
 from autoshard.runtime.global_tensors.placed import Placed
@@ -48,6 +47,12 @@ _RANDOM = (
 
 _MASKED = (_ATEN.masked_fill_.Scalar, _ATEN.masked_fill_.Tensor)
 """Operators of elements that `w[mask] = 0.0` is since PyTorch 2.15, where the mask may be plain."""
+
+_DRAWN_DIFFERENTLY = (
+    "parameters are initialised from random numbers that differ between ranks: call "
+    "torch.manual_seed with one seed on all ranks before, or initialise the model before "
+    "parallelize"
+)
 
 _UNSCALE = _ATEN._amp_foreach_non_finite_check_and_unscale_.default
 _NUMBER = _ATEN._local_scalar_dense.default  # noqa: SLF001  an operator
@@ -113,9 +118,7 @@ def _own_handlers() -> Mapping[Any, Callable[..., Any]]:
 def _by_rule(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Run an operator by its rule, or on full tensors."""
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-    shared = [x for x in tensors if isinstance(x, DTensor)]
-    is_foreign = any(x.device_mesh not in _MESHES or stored_shard(x).is_meta for x in shared)
-    if is_foreign or torch.compiler.is_compiling() or not _may_mix(tensors):
+    if not _is_ours(tensors):
         return _unhandled(operator, args, kwargs)
     if torch.Tag.inplace_view in operator.tags:
         return _changed_in_place(operator, args, kwargs)
@@ -129,24 +132,20 @@ def _of_elements(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     """
     leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
     tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
-    like = next(x for x in tensors if isinstance(x, DTensor))
     plain = [x for x in tensors if not isinstance(x, DTensor) and x.ndim]
-    partial = any(placement.is_partial() for placement in like.placements)
-    if not plain or partial or not all(_expands(x, like) for x in plain):
-        return (_by_rule if plain else _unhandled)(operator, args, kwargs)
-    mesh = like.device_mesh
-    if mesh not in _MESHES or not _may_mix(tensors):
+    if not plain or not _is_ours(tensors):
         return _unhandled(operator, args, kwargs)
+    like = next(x for x in tensors if isinstance(x, DTensor))
+    is_partial = any(placement.is_partial() for placement in like.placements)
+    if is_partial or not all(_expands(x, like) for x in plain):
+        return _by_rule(operator, args, kwargs)
+    mesh, layout = like.device_mesh, Placed.of(like).layout
     check_plain(operator, plain, mesh)
-    layout = Placed.of(like).layout
-
-    def place(leaf: Any) -> Any:
-        if not any(leaf is x for x in plain):
-            return leaf
-        part = Placed.plain(leaf.expand(like.shape), mesh).resharded(layout)
-        return from_local(part.local, mesh, like.placements, like.shape)
-
-    args, kwargs = pytree.tree_unflatten([place(leaf) for leaf in leaves], spec)
+    numbers = set(map(id, plain))
+    placed = [
+        placed_as(x.expand(like.shape), mesh, layout) if id(x) in numbers else x for x in leaves
+    ]
+    args, kwargs = pytree.tree_unflatten(placed, spec)
     return _unhandled(operator, args, kwargs)
 
 
@@ -165,6 +164,13 @@ def _changed_in_place(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str,
         return _unhandled(operator, args, kwargs)
     _set_data(target, run_operator(plain, args, kwargs, StateTensor.kind()))
     return target
+
+
+def _is_ours(tensors: Sequence[torch.Tensor]) -> bool:
+    """True for tensors of planned models that are computed now, and may be combined."""
+    shared = (x for x in tensors if isinstance(x, DTensor))
+    is_foreign = any(x.device_mesh not in _MESHES or stored_shard(x).is_meta for x in shared)
+    return not is_foreign and not torch.compiler.is_compiling() and _may_mix(tensors)
 
 
 def _may_mix(tensors: Sequence[torch.Tensor]) -> bool:
@@ -284,9 +290,9 @@ def _random(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
     target, *rest = args
     if target.device_mesh.device_type != "cpu":
         return _unhandled(operator, args, kwargs)
-    check_drawn_alike(target.device_mesh)
     full = torch.empty(target.shape, dtype=target.dtype)
-    drawn = operator(full, *rest, **kwargs)
+    with drawn_alike(target.device_mesh, _DRAWN_DIFFERENTLY):
+        drawn = operator(full, *rest, **kwargs)
     result: Any = target if drawn is full else torch.empty_like(target)
     store(drawn, result, StateTensor.kind())
     return result

@@ -1,17 +1,16 @@
 """Prepares the installed torch for planned models, and checks that it does what they rely on."""
 
-import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from autoshard.errors import TorchVersionError
+from autoshard.runtime.agreement import digest_of, numbers_of_all_ranks
 from autoshard.runtime.dtensor_handlers import install_dtensor_handlers
 from autoshard.runtime.recorder import not_recorded
 from autoshard.torch_private import (
@@ -57,13 +56,10 @@ def prepare_pipelines(mesh: DeviceMesh) -> None:
 
 
 def _check_same_version(mesh: DeviceMesh) -> None:
-    digest = hashlib.blake2b(torch.__version__.encode(), digest_size=7).digest()
-    least = torch.tensor([int.from_bytes(digest)], device=mesh.device_type)
-    most = least.clone()
-    for axis in range(mesh.ndim):
-        dist.all_reduce(least, dist.ReduceOp.MIN, mesh.get_group(axis))
-        dist.all_reduce(most, dist.ReduceOp.MAX, mesh.get_group(axis))
-    if not torch.equal(least, most):
+    found = numbers_of_all_ranks(
+        torch.tensor([digest_of(torch.__version__)], device=mesh.device_type), mesh
+    )
+    if bool((found != found[0]).any()):
         raise TorchVersionError(
             f"the ranks have different versions of PyTorch, and this one has {torch.__version__}: "
             f"install one version on all nodes"

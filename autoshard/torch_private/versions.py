@@ -1,4 +1,4 @@
-"""Which versions of PyTorch work, and the error for those that do not."""
+"""The versions of PyTorch that work, and the error for those that do not."""
 
 import os
 import warnings
@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
 import torch
-from torch.overrides import _get_current_function_mode_stack, _pop_mode_temporarily
 
 from autoshard.errors import TorchVersionError
 
@@ -68,6 +67,11 @@ def _usual_modes() -> Iterator[None]:
     Relies on: `_pop_mode_temporarily`, by which `TorchFunctionMode` itself leaves out modes, such
     as `torch.device`. The public ways would also leave out the functions of subclasses.
     """
+    with expected_of_torch("modes of functions"):
+        from torch.overrides import (  # noqa: PLC0415  the error needs what is defined above
+            _get_current_function_mode_stack,
+            _pop_mode_temporarily,
+        )
     with ExitStack() as stack:
         while _get_current_function_mode_stack():  # type: ignore[no-untyped-call]  # torch
             stack.enter_context(_pop_mode_temporarily())
@@ -78,7 +82,7 @@ def _usual_modes() -> Iterator[None]:
 
 
 def _failure(what: str, check: Check) -> str:
-    """What does not hold, and why; empty if it does."""
+    """The check that does not hold, and why; empty if it does."""
     try:
         return "" if check() else what
     except Exception as error:  # noqa: BLE001  what another torch raises is not known

@@ -1,4 +1,4 @@
-"""How a module was called: its arguments, with descriptions of tensors in place of tensors."""
+"""A call of a module: its arguments, with descriptions of tensors in place of tensors."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

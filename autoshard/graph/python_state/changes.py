@@ -1,4 +1,4 @@
-"""What forward changes of Python state, or draws of Python's random numbers, while it is traced."""
+"""Python state that forward changes, and random numbers that it draws, while it is traced."""
 
 import random
 from collections import deque

@@ -32,7 +32,7 @@ Reads = Mapping[Path, Value]
 
 @dataclass(frozen=True)
 class _Question:
-    """What a result is for; paths begin at the module.
+    """The question that a result answers; paths begin at the module.
 
     Attributes:
         kind: class of the module.
@@ -95,7 +95,7 @@ class Effects:
         return calls is not None and calls[0][:-1] == calls[1][:-1]
 
     def _two_calls(self) -> tuple[Events, Events] | None:
-        """What two calls do, one after the other; None if one fails."""
+        """The events of two calls, one after the other; None if one fails."""
         changes = self._recorder.changes
         with self._recorder.replaying(()):
             first = self._events(self._model, self._recorder.call, {})
@@ -169,7 +169,7 @@ class Effects:
         )
 
     def _events(self, module: nn.Module, call: Call, modes: Mapping[Path, bool]) -> Events | None:
-        """What the module does in some modes; None if it fails."""
+        """The events of the module in some modes; None if it fails."""
         owners = {
             mode: instance_dict(self._model.get_submodule(path_text(mode[:-1])))
             for mode in modes

@@ -1,4 +1,4 @@
-"""What a module does when it is called: operators, calls of other modules, results."""
+"""The events of a call of a module: operators, calls of other modules, results."""
 
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
@@ -21,16 +21,28 @@ Events = tuple[Any, ...]
 
 
 class _Numbers:
-    """Numbers of tensors in the order in which they are made; others are themselves."""
+    """Numbers of tensors and modules in the order in which they are made; others are themselves.
 
-    def __init__(self) -> None:
-        self._made: dict[int, tuple[int, torch.Tensor]] = {}
+    Args:
+        module: whose modules are not made anew in each call.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._made: dict[int, tuple[int, Any]] = {}
+        self._lasting = set(map(identity, module.modules()))
 
     def add(self, made: Any) -> None:
         """Number the tensors of arguments or results."""
         for leaf in pytree.tree_leaves(made):
             if isinstance(leaf, torch.Tensor):
                 self._made.setdefault(id(leaf), (len(self._made), leaf))
+
+    def of_module(self, module: nn.Module) -> Any:
+        """The identity of a module; of one that forward makes, as a loss, its class and number."""
+        own = identity(module)
+        if own in self._lasting:
+            return own
+        return type(module), self._made.setdefault(own, (len(self._made), module))[0]
 
     def describe(self, nested: Any) -> Any:
         """The nested value, with numbers in place of tensors."""
@@ -66,7 +78,7 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch h
 def events_of_call(
     recorder: Recorder, module: nn.Module, call: Call, contexts: Mapping[Path, bool]
 ) -> Events:
-    """What a module does.
+    """The events of a call of a module.
 
     Args:
         recorder: records what it reads; what it changes is put back.
@@ -75,23 +87,14 @@ def events_of_call(
         contexts: modes of torch, by their queries.
     """
     events: list[Any] = []
-    numbers = _Numbers()
+    numbers = _Numbers(module)
     depth = 0
-    known = set(map(identity, module.modules()))
-    made: dict[int, tuple[int, nn.Module]] = {}
-
-    def name_of(called: nn.Module) -> Any:
-        """Of a module that forward itself makes, such as a loss, its class and order."""
-        own = identity(called)
-        if own in known:
-            return own
-        return type(called), made.setdefault(own, (len(made), called))[0]
 
     def noting(plain: Callable[..., Any]) -> Callable[..., Any]:
         def run(called: nn.Module, *args: Any, **kwargs: Any) -> Any:
             nonlocal depth
             if depth:
-                events.append((name_of(called), numbers.describe((args, kwargs))))
+                events.append((numbers.of_module(called), numbers.describe((args, kwargs))))
             depth += 1
             try:
                 return plain(called, *args, **kwargs)

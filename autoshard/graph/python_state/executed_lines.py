@@ -24,7 +24,7 @@ Chain = tuple[str, ...]
 
 @dataclass(slots=True)
 class Names:
-    """What a line, or several ones, refer to.
+    """Names that a line, or several ones, refer to.
 
     Attributes:
         chains: globals with attributes; imported names begin with `import` and the module.
@@ -58,7 +58,7 @@ IMPORT = "import"
 
 
 def names_by_line(code: CodeType) -> Mapping[int, Names]:
-    """What each line of a function refers to."""
+    """The names that each line of a function refers to."""
     found: dict[int, Names] = defaultdict(Names)
     chain: Chain = ()
     for step in dis.get_instructions(code):
@@ -206,7 +206,7 @@ class ExecutedLines:
                 self._on_torch(func, args, kwargs, result)
 
     def names(self, code: CodeType) -> Names:
-        """What the lines of a function that ran refer to."""
+        """The names that those lines of a function refer to that ran."""
         by_line, found = names_by_line(code), Names()
         for line in self._lines[id(code)][1]:
             if line in by_line:

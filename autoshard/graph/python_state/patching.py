@@ -8,7 +8,7 @@ _ABSENT = object()
 
 
 def own_attribute(kind: type, name: str) -> object:
-    """What a class itself has under a name, for `restore`."""
+    """The attribute that a class itself has under a name, for `restore`."""
     return vars(kind).get(name, _ABSENT)
 
 

@@ -19,7 +19,7 @@ _NOT_COMPARED = ("random", "iterator")
 def record_of(
     recorder: Recorder, model: nn.Module, what: str, ignored: Collection[str]
 ) -> dict[str, Value]:
-    """What forward read, after an export.
+    """The values that forward read, after an export.
 
     Args:
         recorder: of the export.

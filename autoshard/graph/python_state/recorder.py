@@ -74,7 +74,7 @@ class ModeReads:
 
 @dataclass(frozen=True, slots=True)
 class RecordedReads:
-    """What was read up to a time.
+    """The values that were read up to a time.
 
     Attributes:
         reads: values by path.
@@ -165,7 +165,7 @@ class Recorder:
         self._watched.clear()
 
     def state(self) -> "RecordedReads":
-        """What was read so far, for `restore`."""
+        """The values that were read so far, for `restore`."""
         return RecordedReads(dict(self.reads), self._lines.state())
 
     def restore(self, state: "RecordedReads") -> None:

@@ -149,12 +149,12 @@ def of_placed(placed: Placed, kind: Kind) -> DTensor:
     if tensor.requires_grad and not tensor.is_leaf:
         layout = placed.layout
         tensor.register_hook(  # type: ignore[no-untyped-call]  # torch
-            lambda gradient: _placed_as(gradient, placed.mesh, layout)
+            lambda gradient: placed_as(gradient, placed.mesh, layout)
         )
     return tensor
 
 
-def _placed_as(gradient: torch.Tensor | None, mesh: DeviceMesh, layout: Layout) -> DTensor | None:
+def placed_as(gradient: torch.Tensor | None, mesh: DeviceMesh, layout: Layout) -> DTensor | None:
     """A gradient in the layout of its tensor; a plain one is the whole gradient."""
     if gradient is None:  # of a result that does not depend on the tensor
         return None
@@ -191,8 +191,11 @@ def _placed(call: _Arguments) -> tuple[list[Any], DeviceMesh] | None:
     return leaves, mesh
 
 
-def _on_shards(call: _Arguments, rule: Rule) -> tuple[Any] | None:
-    """The result of a call on shards, in a tuple; None if nothing of it would be sharded."""
+def _computed(call: _Arguments, rule: Rule) -> tuple[Any, dict[int, Placed]] | None:
+    """The result of a rule, and the parts that it read, by index of the leaves of the call.
+
+    None if the rule does not apply, or nothing would be sharded.
+    """
     found = _placed(call)
     if found is None:
         return None
@@ -205,9 +208,18 @@ def _on_shards(call: _Arguments, rule: Rule) -> tuple[Any] | None:
     computed = run_on_shards(sharded)
     if computed is None:
         return None
+    result, read = computed
+    parts = dict(zip(map(id, sharded.tensors), read, strict=True))
+    return result, {n: parts[id(x)] for n, x in enumerate(placed) if id(x) in parts}
+
+
+def _on_shards(call: _Arguments, rule: Rule) -> tuple[Any] | None:
+    """The result of a call on shards, in a tuple; None if nothing of it would be sharded."""
+    computed = _computed(call, rule)
+    if computed is None:
+        return None
     leaves, spec = pytree.tree_flatten(computed[0])
-    parts = dict(zip(map(id, sharded.tensors), computed[1], strict=True))
-    bases = {n: parts[id(placed[n])].local for n in call.shared}
+    bases = {n: computed[1][n].local for n in call.shared}
     wrapped = [
         _result(call, bases, number, leaf) if isinstance(leaf, Placed) else leaf
         for number, leaf in enumerate(leaves)
@@ -288,17 +300,9 @@ def _inplace(
 
 def _written_on_shards(call: _Arguments) -> bool:
     """Write into the shards of the first argument, and tell whether that was possible."""
-    found = _placed(call)
-    if found is None:
+    computed = _computed(call, write_on_shards)
+    if computed is None:
         return False
-    placed, mesh = found
-    args, kwargs = call.with_leaves(placed)
-    sharded = write_on_shards(Call(call.function, args, kwargs))
-    if sharded is None:
-        return False
-    check_plain(call.function, call.plain, mesh)
-    computed = run_on_shards(sharded)
-    assert computed is not None, "the layout of the target decides, and it is sharded"
     replace_contents(call.leaves[0], of_placed(computed[0], call.kind))
     return True
 

@@ -1,4 +1,4 @@
-"""What is said once of gathered tensors, and checked of plain ones and of random numbers."""
+"""Warnings of gathered tensors, each once, and checks of plain ones and of random numbers."""
 
 import sys
 import warnings
@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autoshard.errors import PlanError
 from autoshard.layouts import Layout, to_placements
 from autoshard.quantities import format_bytes
-from autoshard.runtime.agreement import numbers_of_all_ranks
+from autoshard.runtime.agreement import digest_of, numbers_of_all_ranks
 from autoshard.runtime.global_tensors.placed import Placed
 
 _SAID: set[str] = set()
@@ -135,10 +135,19 @@ def _sketch(tensor: torch.Tensor) -> torch.Tensor:
 
 _PRIME = 8191
 
+_RESULT_DRAWN_DIFFERENTLY = (
+    "random numbers for a sharded result differ between ranks: call torch.manual_seed with "
+    "one seed on all ranks, or make the random operator a part of forward"
+)
+
 
 @contextmanager
-def drawn_alike(mesh: DeviceMesh) -> Iterator[None]:
+def drawn_alike(mesh: DeviceMesh, message: str = _RESULT_DRAWN_DIFFERENTLY) -> Iterator[None]:
     """A context in which all ranks compute the same: what they draw must be the same as well.
+
+    Args:
+        mesh: the devices.
+        message: of the error.
 
     Raises:
         PlanError: random numbers were drawn, of which ranks have different ones.
@@ -147,12 +156,10 @@ def drawn_alike(mesh: DeviceMesh) -> Iterator[None]:
     yield
     if torch.equal(before, _random_state(mesh)):
         return
-    found = numbers_of_all_ranks(_sketch(before), mesh)
-    if _differ(found):
-        raise PlanError(
-            "random numbers for a sharded result differ between ranks: call torch.manual_seed with "
-            "one seed on all ranks, or make the random operator a part of forward"
-        )
+    if _differ(
+        numbers_of_all_ranks(torch.tensor([digest_of(before)], device=mesh.device_type), mesh)
+    ):
+        raise PlanError(message)
 
 
 def _random_state(mesh: DeviceMesh) -> torch.Tensor:

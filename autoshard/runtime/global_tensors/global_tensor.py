@@ -45,7 +45,7 @@ class GlobalTensor(DTensor):
 
     @classmethod
     def kind(cls) -> Kind:
-        """What is computed from such a tensor."""
+        """The kind of the tensors that are computed from such a tensor."""
         return Kind(cls.of)
 
     @classmethod
@@ -135,7 +135,7 @@ class StateTensor(GlobalTensor):
 
     @classmethod
     def kind(cls) -> Kind:
-        """What is computed from such a tensor."""
+        """The kind of the tensors that are computed from such a tensor."""
         return Kind(cls.of, stays_shared=True)
 
 

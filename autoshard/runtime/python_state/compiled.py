@@ -14,7 +14,7 @@ _NUMBERS = count()
 
 
 class Checked(Protocol):
-    """What can be checked before a call of a compiled model."""
+    """An object that can be checked before a call of a compiled model."""
 
     def check_own(self, name: str) -> None:
         """Check the model for the plan of a name."""

@@ -1,4 +1,4 @@
-"""What is different from the export, and what to do about it."""
+"""Differences from the export, and messages that say what to do about them."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -108,7 +108,7 @@ def _modes(found: Sequence[Difference], modes: Mapping[Path, bool]) -> str:
 
 
 def _as_exported(modes: Mapping[Path, bool]) -> str:
-    """How to set the modes of the export."""
+    """The calls that set the modes of the export."""
     training = [path for path, mode in modes.items() if mode]
     evaluation = [path for path, mode in modes.items() if not mode]
     if not evaluation:

@@ -181,7 +181,7 @@ class Snapshot:
                 self.walk.add_item(vars(owner), name, vars(owner)[name])
 
     def _objects(self, value: Any) -> Iterator[Any]:
-        """What only identity tells apart: modules, objects, tensors that are not registered."""
+        """Values that only identity tells apart: modules, objects, unregistered tensors."""
         if isinstance(value, dict):
             for element in value.values():
                 yield from self._objects(element)

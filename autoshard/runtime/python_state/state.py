@@ -27,7 +27,7 @@ _NO_HOOKS: Value = {"hooks": []}
 
 
 class PythonState:
-    """What forward of a model reads, compared with what it was when plans were exported.
+    """The values that forward of a model reads, compared with what it was when plans were exported.
 
     Args:
         model: the model, before plans are applied to it.
@@ -136,7 +136,7 @@ class PythonState:
         return "\n".join(name for name in names if not self.differences(self._model, name))
 
     def differences(self, model: nn.Module, name: str) -> tuple[Difference, ...]:
-        """What is different from the export of a plan."""
+        """The differences from the export of a plan."""
         if model is not self._model:
             state = self._copies.get(model)
             if state is None:
@@ -216,7 +216,7 @@ def _is_alike(old: Any, new: Any) -> bool:
 
 
 def _record(model: nn.Module, graph: Graph, ignored: Collection[str]) -> dict[Path, Value]:
-    """What forward read in the export of a program.
+    """The values that forward read in the export of a program.
 
     Raises:
         PlanError: the record is malformed.

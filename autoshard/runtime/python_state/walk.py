@@ -181,7 +181,7 @@ class Walk:
 
 
 def _elements(container: Any) -> tuple[Any, list[Any]]:
-    """What is compared of a container by value, and what by identity."""
+    """The parts of a container that are compared by value, and those by identity."""
     if isinstance(container, dict):
         return list(container), list(container.values())
     return (set(container), []) if isinstance(container, set) else (len(container), list(container))
