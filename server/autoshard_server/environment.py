@@ -16,7 +16,7 @@ OTHER_VARIABLES = frozenset(
     f"{PREFIX}{name}"
     for name in (
         *("API_KEY", "API_KEY_FILE", "CACHE", "SERVER"),  # of clients
-        *("FAILURES", "PLAN", "TIMING"),  # of launched programs
+        *("ANY_TORCH", "FAILURES", "PLAN", "TIMING"),  # of launched programs
         *("DB_PASSWORD", "IMAGE"),  # of deploy/compose.yaml
     )
 )
