@@ -1,44 +1,173 @@
 """State of a step between its micro-batches: gradients and gathered parameters."""
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Self, TypeAlias
+from functools import cache
+from typing import Any, Protocol, Self, TypeAlias
+from weakref import WeakSet
 
 import torch
+from torch.autograd.graph import Node
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from autoshard.errors import PlanError
+from autoshard.torch_private import (
+    DeferredShard,
+    accumulates,
+    dtensor_of,
+    has_gradient_hooks,
+    spec_of,
+    stored_shard,
+)
 
 Gradients: TypeAlias = list[torch.Tensor | None]
+Reduce: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Sum:
     """A sum of gradients.
 
     Attributes:
         tensor: the sum.
         dtype: element type of the gradients.
+        reduce: makes a shard of the parameter's gradient of it; all ranks call it.
     """
 
     tensor: torch.Tensor
     dtype: torch.dtype
+    reduce: Reduce
 
     @classmethod
-    def of(cls, gradient: torch.Tensor, dtype: torch.dtype | None) -> Self:
-        return cls(gradient.to(dtype or gradient.dtype, copy=True), gradient.dtype)
+    def of(cls, gradient: torch.Tensor, dtype: torch.dtype | None, reduce: Reduce) -> Self:
+        # Other nodes may read the tensor that autograd passes, so the first one is copied.
+        return cls(gradient.to(dtype or gradient.dtype, copy=True), gradient.dtype, reduce)
 
-    def add(self, gradient: torch.Tensor) -> Self:
-        self.tensor.add_(gradient)
-        return self
-
-    def result(self) -> torch.Tensor:
+    def with_last(self, gradient: torch.Tensor | None) -> torch.Tensor:
+        if gradient is not None:
+            self.tensor.add_(gradient)
         return self.tensor.to(self.dtype)
 
 
+class PendingGradient(DeferredShard):
+    """The `grad` of a parameter with sums of micro-batches that are not reduced over ranks yet.
+
+    The last micro-batch of a step takes the sums, and reduces them with its own gradients in the
+    planned collectives. Whatever reads the shard before, such as an optimizer, a norm or
+    `full_tensor()`, gets the reduced gradient, for which all ranks exchange the sums; from then on
+    it is an ordinary DTensor. The sums are nowhere else, so that `zero_grad()` discards them.
+
+    Attributes:
+        base: what `grad` was before; None if there was nothing.
+        sums: by what reduces them.
+    """
+
+    __slots__ = ()
+    base: DTensor | None
+    sums: dict[Hashable, _Sum]
+
+    @classmethod
+    def begin(cls, parameter: DTensor) -> "PendingGradient":
+        """Put one without sums into the `grad` of a parameter."""
+        shard = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+        made = cls.deferred(shard, spec_of(parameter))
+        made.base, made.sums = parameter.grad, {}  # type: ignore[assignment]  # of DTensors
+        parameter.grad = made
+        return made
+
+    @classmethod
+    def of(cls, parameter: torch.Tensor) -> "PendingGradient | None":
+        """That of a parameter, if it has one."""
+        gradient = parameter.grad
+        return gradient if isinstance(gradient, cls) else None
+
+    def add_unreduced(
+        self, key: Hashable, gradient: torch.Tensor, dtype: torch.dtype | None, reduce: Reduce
+    ) -> None:
+        """Add a gradient that is not reduced.
+
+        Args:
+            key: of the sum.
+            gradient: of a micro-batch.
+            dtype: element type of the sum; that of the gradient if None.
+            reduce: reduces the sum.
+        """
+        if key in self.sums:
+            self.sums[key].tensor.add_(gradient)
+        else:
+            self.sums[key] = _Sum.of(gradient, dtype, reduce)
+
+    def add_reduced(self, shard: torch.Tensor) -> None:
+        """Add this rank's shard of a gradient that is reduced."""
+        if self.base is None:
+            self.base = dtensor_of(shard, spec_of(self))
+        else:
+            stored_shard(self.base).add_(shard)
+
+    @torch.no_grad()
+    def compute_shard(self) -> torch.Tensor:
+        """Reduce the sums, in an order that all ranks have in common."""
+        for one in self.sums.values():
+            reduced = one.reduce(one.tensor.to(one.dtype))
+            self.add_reduced(reduced.to(self.dtype).contiguous())
+        assert self.base is not None
+        return stored_shard(self.base)
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """A parameter whose gradient a backward pass computes.
+
+    Attributes:
+        parameter: the parameter.
+        accumulator: the node of autograd that adds to its `grad`.
+    """
+
+    parameter: DTensor
+    accumulator: Node
+
+    @property
+    def receives(self) -> bool:
+        """True if the running backward pass adds to `grad`, instead of returning the gradient."""
+        return accumulates(self.accumulator)
+
+    @property
+    def can_wait(self) -> bool:
+        """True if nothing but the sum of the micro-batches' gradients is seen.
+
+        Hooks of the parameter see each of them.
+        """
+        before = self.parameter.grad
+        is_alike = isinstance(before, DTensor) and before.placements == self.parameter.placements
+        return (before is None or is_alike) and not has_gradient_hooks(self.parameter)
+
+
+class HasParameters(Protocol):
+    """The node of autograd that shards of parameters come from.
+
+    Attributes:
+        parameters: in the order of its outputs.
+        next_functions: the accumulators of their gradients.
+    """
+
+    parameters: Sequence[DTensor]
+    next_functions: Sequence[tuple[Node, int]]
+
+
+def owner_of(shard: torch.Tensor) -> Owner | None:
+    """The parameter of a shard; None if it requires no gradient."""
+    node: Any = shard.grad_fn
+    if node is None:
+        return None
+    made: HasParameters = node
+    place = shard.output_nr
+    return Owner(made.parameters[place], made.next_functions[place][0])
+
+
 class GradientAccumulation:
-    """Gradients of one planned model that are not reduced yet, and its gathered parameters.
+    """What one planned model keeps between micro-batches: gradients, and gathered parameters.
 
     Args:
         dtype: element type of the sums; that of the gradients if None.
@@ -46,61 +175,69 @@ class GradientAccumulation:
     Attributes:
         waits: True within `no_sync`: backward adds to gradients that can wait.
         keeps: True within `no_sync`: gathered parameters are kept for later micro-batches.
-        written: True if operators in place have written parameters since they were gathered.
     """
 
     def __init__(self, dtype: torch.dtype | None = None) -> None:
         self.dtype = dtype
         self.waits = False
         self.keeps = False
-        self._unreduced: dict[Hashable, Sequence[_Sum | None]] = {}  # by bucket
+        self._pending: dict[int, DTensor] = {}  # parameters that had pending gradients
         self._gathered: dict[int, list[torch.Tensor]] = {}  # by bucket
         self._versions: dict[Hashable, int] = {}  # by program
-        self.written = False
-        self._reduces = False  # the last forward was outside of no_sync
 
     def summed(
-        self, bucket: Hashable, gradients: Sequence[torch.Tensor | None], *, waits: bool
+        self,
+        owners: Sequence[Owner | None],
+        gradients: Sequence[torch.Tensor | None],
+        reduce: Callable[[int], tuple[Hashable, Reduce]],
+        *,
+        waits: bool,
     ) -> Gradients | None:
         """Gradients with those of earlier micro-batches; None if they wait for a later one.
 
         Args:
-            bucket: key of the gradients.
+            owners: the parameters; None for each that has no gradient.
             gradients: of this micro-batch; None for each tensor that it has none for.
+            reduce: for a position, a key of the sum and what reduces it.
             waits: True if the micro-batch is not the last one.
         """
-        if waits:
-            self._keep(bucket, gradients)
+        if not (waits or self._pending):
+            return list(gradients)
+        found = list(gradients)
+        accumulated = {n: x for n, x in enumerate(owners) if x is not None and x.receives}
+        if not waits:
+            for n, owner in accumulated.items():
+                if owner.can_wait:
+                    found[n] = self._take(owner.parameter, found[n], reduce(n)[0])
+        elif accumulated and all(owner is None or owner.can_wait for owner in owners):
+            for n, owner in accumulated.items():
+                gradient = found[n]
+                if gradient is not None:
+                    self._keep(owner.parameter, gradient, *reduce(n))
             return None
-        return self._take(bucket, gradients)
+        return found
 
-    def _keep(self, bucket: Hashable, gradients: Sequence[torch.Tensor | None]) -> None:
-        before = self._unreduced.get(bucket, [None] * len(gradients))
-        # Other nodes may read the tensors that autograd passes, so the first ones are copied.
-        self._unreduced[bucket] = [
-            old if new is None else _Sum.of(new, self.dtype) if old is None else old.add(new)
-            for old, new in zip(before, gradients, strict=True)
-        ]
+    def _keep(
+        self, parameter: DTensor, gradient: torch.Tensor, key: Hashable, reduce: Reduce
+    ) -> None:
+        pending = PendingGradient.of(parameter)
+        if pending is None:
+            pending = PendingGradient.begin(parameter)
+        pending.add_unreduced(key, gradient, self.dtype, reduce)
+        self._pending[id(parameter)] = parameter
 
-    def _take(self, bucket: Hashable, gradients: Sequence[torch.Tensor | None]) -> Gradients:
-        before = self._unreduced.pop(bucket, [None] * len(gradients))
-        return [
-            new if old is None else old.result() if new is None else old.add(new).result()
-            for old, new in zip(before, gradients, strict=True)
-        ]
-
-    def check_reduced(self) -> None:
-        """Check that gradients do not wait for this call, whose backward pass has no reductions.
-
-        Raises:
-            PlanError: they do.
-        """
-        if self._unreduced and not self.waits and torch.is_grad_enabled():
-            raise PlanError(
-                "gradients of micro-batches under no_sync() wait for a backward pass of the plan, "
-                "and this call runs unsharded: make it under no_sync(), and a call with the "
-                "planned shapes the last of the step"
-            )
+    def _take(
+        self, parameter: DTensor, gradient: torch.Tensor | None, key: Hashable
+    ) -> torch.Tensor | None:
+        pending = PendingGradient.of(parameter)
+        if pending is None:
+            self._pending.pop(id(parameter), None)
+            return gradient
+        one = pending.sums.pop(key, None)
+        if not pending.sums:
+            parameter.grad = pending.base
+            self._pending.pop(id(parameter), None)
+        return gradient if one is None else one.with_last(gradient)
 
     def gathered(self, bucket: int) -> list[torch.Tensor] | None:
         """The full parameters of a bucket if an earlier micro-batch of the step gathered them."""
@@ -109,12 +246,17 @@ class GradientAccumulation:
     def keep_gathered(self, bucket: int, whole: list[torch.Tensor]) -> None:
         """Keep the full parameters of a bucket until the last micro-batch of the step."""
         if self.keeps:
+            _watch_optimizers(self)
             self._gathered[bucket] = whole
         else:
             self._gathered.pop(bucket, None)
 
+    def forget_gathered(self) -> None:
+        """Let the next call gather parameters again, which have changed."""
+        self._gathered.clear()
+
     def note_versions(self, program: Hashable, versions: Iterable[int]) -> None:
-        """Note whether parameters were written in place since they were gathered.
+        """Forget gathered parameters that operators in place have changed since, on all ranks.
 
         Args:
             program: key of the program that reads them.
@@ -123,26 +265,15 @@ class GradientAccumulation:
         if not (self.keeps or self._gathered):
             return
         version = sum(versions)
+        if self._versions.get(program, version) != version:
+            self.forget_gathered()
         if not self._gathered:  # a new step
             self._versions.clear()
-        self.written = version != self._versions.setdefault(program, version)
+        self._versions[program] = version
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """A context in which the buckets of a call of forward accumulate here.
-
-        Raises:
-            PlanError: gradients of the step before were never reduced.
-        """
-        if torch.is_grad_enabled():
-            if self.waits and self._reduces and self._unreduced:
-                self._unreduced.clear()
-                raise PlanError(
-                    "gradients of micro-batches under no_sync() were never reduced, since the "
-                    "backward pass of the last micro-batch did not reach their parameters: every "
-                    "step must end with a backward pass outside of no_sync() that does"
-                )
-            self._reduces = not self.waits
+        """A context in which the buckets of a call of forward accumulate here."""
         token = _ACTIVE.set(self)
         try:
             yield
@@ -176,13 +307,34 @@ class GradientAccumulation:
 
     def clear(self) -> None:
         """Forget the gradients and gathered parameters of a step that failed."""
-        self._unreduced.clear()
-        self._gathered.clear()
+        for parameter in self._pending.values():
+            pending = PendingGradient.of(parameter)
+            if pending is not None:
+                parameter.grad = pending.base
+        self._pending.clear()
+        self.forget_gathered()
 
 
 _ACTIVE: ContextVar[GradientAccumulation | None] = ContextVar("active", default=None)
+_WATCHING: WeakSet[GradientAccumulation] = WeakSet()
 
 
 def active_accumulation() -> GradientAccumulation | None:
     """Accumulation of gradients of the model whose forward runs; None outside of a model."""
     return _ACTIVE.get()
+
+
+def _watch_optimizers(accumulation: GradientAccumulation) -> None:
+    """Forget gathered parameters when an optimizer steps: that does not change their versions."""
+    _WATCHING.add(accumulation)
+    _register_hook()
+
+
+@cache
+def _register_hook() -> None:
+    register_optimizer_step_post_hook(_forget_all)
+
+
+def _forget_all(*_: object) -> None:
+    for accumulation in _WATCHING:
+        accumulation.forget_gathered()

@@ -8,7 +8,7 @@ everything that forward ran in between. Hooks, gradient accumulation and a secon
 same graph see complete gradients, as without buckets.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from autoshard.costs import GATHERED_ONCE
 from autoshard.errors import PlanError
 from autoshard.layouts import AxisType, parse_type
 from autoshard.plan.buckets import Bucket
-from autoshard.runtime.accumulation import active_accumulation
+from autoshard.runtime.accumulation import Reduce, active_accumulation, owner_of
 from autoshard.runtime.process_groups import process_group
 from autoshard.runtime.resharding import ElementTypes, bind_steps, bind_with_casts
 from autoshard.runtime.shards import from_rank_major, to_rank_major
@@ -153,6 +153,17 @@ class BucketSteps:
         """Start the rest of the reduction, of sums over micro-batches."""
         return self._backward(self._steps[: self.num_waiting], gradients)
 
+    def reduction_of_one(self, number: int) -> tuple[Hashable, Reduce]:
+        """A key, and the rest of the reduction for one tensor of the bucket alone."""
+        waiting = self._steps[: self.num_waiting]
+
+        def reduce(gradient: torch.Tensor) -> torch.Tensor:
+            steps = [step.of_one(number) for step in waiting]
+            (reduced,) = self._backward(steps, [gradient]).wait()
+            return reduced
+
+        return (id(self), number), reduce
+
     def own_shards(self, whole: Tensors) -> Tensors:
         """This rank's shards of the full tensors."""
         for step in reversed(self._steps):
@@ -170,6 +181,9 @@ class _Reduce:
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
+
+    def of_one(self, _number: int) -> "_Reduce":
+        return self
 
     def start(self, _: Tensors) -> None:
         return None
@@ -202,6 +216,9 @@ class _Gather:
         self._sources = sources
         self._group = group
         self._num_ranks = group.size()
+
+    def of_one(self, number: int) -> "_Gather":
+        return _Gather(self._sources[number : number + 1], self._group)
 
     def start(self, tensors: Tensors) -> torch.Tensor:
         flat = _joined([tensor.reshape(-1) for tensor in tensors])
@@ -306,12 +323,15 @@ class BucketOp:
         """Start the collectives of forward, unless an earlier micro-batch has gathered."""
         if self._keeps_gathered and self._accumulation is not None:
             self._gathered = self._accumulation.gathered(id(self._steps))
-        if self._gathered is None:
+        if self._gathered is None or self._accumulation is None:
             self._forward = self._steps.forward(tensors)
         else:
-            written = self._accumulation is not None and self._accumulation.written
             own = self._steps.own_shards(self._gathered)
-            _check_unchanged(self._steps.as_read(tensors), own, written=written)
+            try:
+                _check_unchanged(self._steps.as_read(tensors), own)
+            except PlanError:
+                self._accumulation.forget_gathered()
+                raise
 
     def wait_forward(self) -> list[torch.Tensor]:
         """Wait for the collectives of forward."""
@@ -362,7 +382,9 @@ class BucketOp:
         if self._accumulation is None:
             return gradients
         gradients = self._steps.as_reduced(gradients)
-        return self._accumulation.summed(id(self._steps), gradients, waits=self._waits)
+        owners = [owner_of(source) for source in self.sources]
+        reduction = self._steps.reduction_of_one
+        return self._accumulation.summed(owners, gradients, reduction, waits=self._waits)
 
     def _start(
         self,
@@ -391,27 +413,25 @@ class BucketOp:
         ]
 
 
-def _check_unchanged(shards: Tensors, gathered: Tensors, *, written: bool) -> None:
+def _check_unchanged(shards: Tensors, gathered: Tensors) -> None:
     """Check that parameters are as they were when an earlier micro-batch gathered them.
 
     Args:
         shards: this rank's shards now.
         gathered: this rank's shards of what was gathered.
-        written: True if operators in place have written parameters since; those on `data` do not
-            count.
 
     Raises:
-        PlanError: they have changed. On a GPU, a change of `data` ends the process instead, with
-            the same words.
+        PlanError: they have changed, by no optimizer of torch and no operator in place on the
+            parameters themselves. On a GPU, that ends the process instead, with the same words.
     """
     message = (
-        "parameters have changed since the first micro-batch of this step gathered them; run the "
-        "last micro-batch of each step outside of no_sync(), and change parameters after it"
+        "shards of parameters have changed since the first micro-batch of this step gathered them; "
+        "run the last micro-batch of each step outside of no_sync(), and change parameters after it"
     )
     for shard, own in zip(shards, gathered, strict=True):
         # Compared as bytes, since NaN differs from itself.
         pair = [t.detach().contiguous().view(-1).view(torch.uint8) for t in (shard, own)]
-        if shard.is_cpu or written:
+        if shard.is_cpu:
             if not torch.equal(*pair):
                 raise PlanError(message)
         else:

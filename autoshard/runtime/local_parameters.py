@@ -21,7 +21,13 @@ from autoshard.errors import PlanError
 from autoshard.layouts import Layout
 from autoshard.plan import PlacedInput
 from autoshard.plan.buckets import LARGEST
-from autoshard.runtime.accumulation import GradientAccumulation, active_accumulation
+from autoshard.runtime.accumulation import (
+    GradientAccumulation,
+    Owner,
+    PendingGradient,
+    Reduce,
+    active_accumulation,
+)
 from autoshard.runtime.call_checks import ParameterCheck
 from autoshard.runtime.instructions import Call, Instruction, Recompute, Reshard
 from autoshard.runtime.parameters import ModuleAttribute
@@ -124,7 +130,7 @@ def _local(
     trained = [i for i, parameter in enumerate(parameters) if parameter.requires_grad]
     if trained:
         copies = [slots[i] in copied for i in trained]
-        sums = _Sums.of([parameters[i] for i in trained])
+        sums = _Sums.of()
         shards = _Shards.apply(copies, sums, *[parameters[i] for i in trained])  # type: ignore[no-untyped-call]  # torch
         for i, shard in zip(trained, shards, strict=True):
             local[i] = shard
@@ -136,27 +142,32 @@ class _Sums:
     """Sums of gradients over micro-batches in an element type of their own.
 
     Attributes:
-        accumulation: has the sums.
-        key: of the group of parameters.
+        accumulation: of the model.
         waits: True if the micro-batch is not the last one of the step.
     """
 
     accumulation: GradientAccumulation
-    key: Hashable
     waits: bool
 
     @classmethod
-    def of(cls, parameters: Sequence[DTensor]) -> "_Sums | None":
-        """The sums of a group of parameters; None if their `grad` is the sum."""
+    def of(cls) -> "_Sums | None":
+        """Those of the model whose forward runs; None if `grad` has the type of the sum."""
         accumulation = active_accumulation()
         if accumulation is None or accumulation.dtype is None:
             return None
-        return cls(accumulation, tuple(map(id, parameters)), accumulation.waits)
+        return cls(accumulation, accumulation.waits)
 
-    def add(self, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
+    def add(
+        self, owners: Sequence[Owner], gradients: Sequence[torch.Tensor | None]
+    ) -> Sequence[torch.Tensor | None]:
         """The gradients of the step; None for each parameter if a later micro-batch adds more."""
-        summed = self.accumulation.summed(self.key, gradients, waits=self.waits)
+        summed = self.accumulation.summed(owners, gradients, _reduced, waits=self.waits)
         return [None] * len(gradients) if summed is None else summed
+
+
+def _reduced(_number: int) -> tuple[Hashable, Reduce]:
+    """A key, and what reduces a sum of shards that are reduced."""
+    return "shard", lambda shard: shard
 
 
 class _Shards(torch.autograd.Function):
@@ -175,10 +186,11 @@ class _Shards(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[DTensor | None, ...]:
-        accumulators = (node for node, _ in ctx.next_functions)
+        accumulators = [node for node, _ in ctx.next_functions]
         found: list[DTensor | None] = [None, None]
         if ctx.sums is not None:
-            gradients = ctx.sums.add(gradients)
+            owners = [Owner(*pair) for pair in zip(ctx.parameters, accumulators, strict=True)]
+            gradients = ctx.sums.add(owners, gradients)
         for parameter, gradient, copies, accumulator in zip(
             ctx.parameters, gradients, ctx.copies, accumulators, strict=True
         ):
@@ -208,7 +220,9 @@ def _accumulated(parameter: DTensor, gradient: torch.Tensor, accumulator: Node) 
     ):
         return dtensor_of(gradient, spec_of(parameter))
     before = parameter.grad
-    if before is None:
+    if isinstance(before, PendingGradient):
+        before.add_reduced(gradient)
+    elif before is None:
         parameter.grad = dtensor_of(gradient, spec_of(parameter))
     elif isinstance(before, DTensor) and before.placements == parameter.placements:
         stored_shard(before).add_(gradient)

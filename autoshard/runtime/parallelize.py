@@ -296,7 +296,6 @@ class Planned:
             why = error
         first = self._programs.first
         with torch.set_grad_enabled(self._programs.train and torch.is_grad_enabled()):
-            first.accumulation.check_reduced()
             result = self._unsharded(self, args, kwargs, step=first.steps.value, why=why)
         first.steps.value += 1
         return result
@@ -318,8 +317,8 @@ class Planned:
         """A context for all micro-batches of a step but the last, as of DistributedDataParallel.
 
         Gradients are summed on each rank and reduced over ranks with those of the first backward
-        pass whose forward ran outside of the context. Until then, parameters have no gradients
-        from these micro-batches, and ranks keep unreduced gradients of full parameters.
+        pass whose forward ran outside of the context. Until then, `grad` has sums of gradients of
+        full parameters; what reads it, such as an optimizer, gets the reduced gradient.
 
         Example:
             >>> for micro_batch in micro_batches[:-1]:

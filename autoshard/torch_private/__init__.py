@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         torch_total_norm,
     )
     from autoshard.torch_private.dtensors import (
+        DeferredShard,
         DTensorSpec,
         dtensor_of,
         operator_handlers,
@@ -75,6 +76,7 @@ __all__ = [
     "BatchNormBase",
     "DTensorSpec",
     "DataDependentOutputException",
+    "DeferredShard",
     "DropoutBase",
     "FakeTensorMode",
     "HigherOrderOperator",

@@ -19,6 +19,7 @@ from torch.utils.data import RandomSampler
 
 from autoshard.torch_private.distributed import replace_total_norm, torch_total_norm
 from autoshard.torch_private.dtensors import (
+    DeferredShard,
     dtensor_of,
     operator_handlers,
     spec_of,
@@ -69,6 +70,7 @@ def checks_of_dtensors(mesh: DeviceMesh) -> Mapping[str, Check]:
     return {
         "DTensor calls the handler of an operator": partial(_calls_handlers, mesh),
         "a DTensor is a shard and a specification": partial(_keeps_shards, mesh),
+        "the shard of a DTensor can be computed when it is read": partial(_defers_shards, mesh),
         "_StridedShard interleaves": _interleaves,
     }
 
@@ -233,6 +235,23 @@ def _keeps_shards(mesh: DeviceMesh) -> bool:
         and made.shape == source.shape
         and stored_shard(made) is stored_shard(other) is shard
     )
+
+
+class _Ones(DeferredShard):
+    __slots__ = ()
+
+    def compute_shard(self) -> torch.Tensor:
+        return torch.ones(2)
+
+
+def _defers_shards(mesh: DeviceMesh) -> bool:
+    source = _dtensor(torch.zeros(2), mesh, Replicate())
+    made = _Ones.deferred(torch.empty(0), spec_of(source))
+    leaf = source.detach().requires_grad_()
+    leaf.grad = made
+    is_pending = isinstance(leaf.grad, _Ones) and leaf.grad.shape == (2,)
+    source.add_(made)
+    return is_pending and type(made) is DTensor and stored_shard(source).tolist() == [1, 1]
 
 
 def _interleaves() -> bool:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from operator import attrgetter
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -49,6 +49,44 @@ def dtensor_of(shard: torch.Tensor, spec: DTensorSpec) -> DTensor:
     """
     made: DTensor = DTensor.__new__(DTensor, shard, spec, requires_grad=False)
     return made
+
+
+class DeferredShard(DTensor):
+    """A DTensor whose shard is computed when it is first read; then it is an ordinary one.
+
+    Relies on: everything, DTensor's dispatcher in C++ included, reads the attribute `_local_tensor`
+    of a subclass by its name, and the class of a DTensor can be set. There is no public tensor
+    whose memory is filled later.
+    """
+
+    __slots__ = ()
+
+    @classmethod
+    def deferred(cls, like: torch.Tensor, spec: DTensorSpec) -> Self:
+        """Make one.
+
+        Args:
+            like: has the element type and the device.
+            spec: mesh, placements and global shape.
+        """
+        made = dtensor_of(like, spec)
+        made.__class__ = cls
+        assert isinstance(made, cls)
+        return made
+
+    def compute_shard(self) -> torch.Tensor:
+        """This rank's shard."""
+        raise NotImplementedError
+
+    @property
+    def _local_tensor(self) -> torch.Tensor:
+        shard = self._local_tensor = self.compute_shard()
+        return shard
+
+    @_local_tensor.setter
+    def _local_tensor(self, shard: torch.Tensor) -> None:
+        self.__class__ = DTensor  # type: ignore[assignment]  # its base
+        self._local_tensor = shard
 
 
 def take_shard(target: DTensor, source: DTensor) -> None:

@@ -18,6 +18,7 @@ from runtime.cases import (
     opaque_modules,
     optimizer_habits,
     other_shapes,
+    pending_gradients,
     python_state,
     several_programs,
     state_dicts,
@@ -39,6 +40,7 @@ MODULES = (
     mixed_precision,
     optimizer_habits,
     gradient_habits,
+    pending_gradients,
     model_habits,
     opaque_modules,
     state_dicts,
@@ -95,5 +97,8 @@ def is_tested(name: str) -> bool:
 
 def test_each_habit_is_in_the_table() -> None:
     named = {name for _, names in rows() for name in names}
-    habits = joined(optimizer_habits, gradient_habits, model_habits, other_shapes, misuse)
+    habits = joined(
+        *(optimizer_habits, gradient_habits, pending_gradients, model_habits),
+        *(other_shapes, misuse),
+    )
     assert not {name for name in habits if not {name, name.rpartition(", ")[0]} & named}
