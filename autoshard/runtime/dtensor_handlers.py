@@ -176,7 +176,7 @@ def _is_ours(tensors: Sequence[torch.Tensor]) -> bool:
 def _may_mix(tensors: Sequence[torch.Tensor]) -> bool:
     """False if a plain tensor among DTensors would get the gradient of a DTensor."""
     plain = (x for x in tensors if not isinstance(x, DTensor))
-    return not any(x.ndim and x.is_floating_point() and torch.is_grad_enabled() for x in plain)
+    return not any(x.ndim and x.requires_grad and torch.is_grad_enabled() for x in plain)
 
 
 _TORCHS: dict[Any, Any] = dict(operator_handlers())
