@@ -79,8 +79,7 @@ class LocalParameters:
             (slots, [_current(attribute) for attribute in attributes])
             for slots, attributes in self._groups
         ]
-        if not torch.compiler.is_compiling():
-            self._check_all(groups)
+        self._check_all(groups)
         for slots, parameters in groups:
             for slot, local in zip(slots, _local(parameters, slots, copied), strict=True):
                 registers[slot] = local
@@ -121,8 +120,6 @@ def _versions(parameters: Iterable[DTensor]) -> Iterator[int]:
 def _local(
     parameters: Sequence[DTensor], slots: Sequence[int], copied: frozenset[int]
 ) -> Sequence[torch.Tensor]:
-    if torch.compiler.is_compiling():
-        return [parameter.to_local() for parameter in parameters]
     # Frozen ones are not inputs of the node; to_local would make a view.
     local = [stored_shard(parameter) for parameter in parameters]
     if not torch.is_grad_enabled():

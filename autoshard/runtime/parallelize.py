@@ -33,6 +33,7 @@ from autoshard.runtime.signature import ShapeError
 from autoshard.runtime.state_dicts import support_state_dicts
 from autoshard.runtime.torch_check import prepare_torch
 from autoshard.runtime.unsharded_forward import UnshardedForward
+from autoshard.torch_private import call_with_hooks, end_graph, not_compiled, without_compiler
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -64,8 +65,7 @@ def parallelize(
     planned sizes.
 
     `torch.compile(model, fullgraph=True)` supports the planned model, of random operators dropout
-    only. The compiler then decides what is saved for backward, and only the loss may have a
-    gradient.
+    only. The compiler then decides what is saved for backward.
 
     Tensors of other shapes, such as the last smaller batch, run unsharded (`other_shapes`).
 
@@ -213,6 +213,7 @@ def _planned_class(original: type[ModelT]) -> type[ModelT]:
     """A subclass whose forward runs the plan, with the signature of the original one."""
 
     @wraps(original.forward)
+    @not_compiled
     def forward(self: Planned, *args: Any, **kwargs: Any) -> Any:
         return Planned.forward(self, *args, **kwargs)
 
@@ -235,25 +236,49 @@ _REPLACED = (
 )
 
 
+_NOT_TRACED = (
+    "a planned model cannot be a part of a larger graph: leave fullgraph=True out of the "
+    "torch.compile around it, or compile the model itself, torch.compile(model, fullgraph=True)"
+)
+
+
 class Planned:
     """Mixin class of models that run as planned."""
 
     _programs: Programs
     _unsharded: UnshardedForward | None
     _computes: tuple[str, DType | None]
+    _compiled_call_impl: Callable[..., Any] | None  # the attribute that nn.Module does not copy
     planned_forward: ClassVar[Callable[..., Any]]
     """Type of the devices, and element type in which operators read most parameters."""
 
+    @not_compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run hooks and forward.
+        """Run hooks and forward; a compiler compiles the planned program alone.
 
         Raises:
             PlanError: `forward` was replaced by a function that does not run the plan.
         """
+        end_graph(_NOT_TRACED)
+        run = self._compiled_call_impl or self._uncompiled
+        return run(args, kwargs)
+
+    @not_compiled
+    def _uncompiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return without_compiler(self._call, args, kwargs)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         assert isinstance(self, nn.Module)
         if "forward" not in self.__dict__ and type(self).forward is type(self).planned_forward:
-            return nn.Module.__call__(self, *args, **kwargs)
+            return call_with_hooks(self, *args, **kwargs)
         return self._call_replaced(args, kwargs)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the planned program in all later calls, as `torch.compile(model)` does.
+
+        Arguments are those of `torch.compile`.
+        """
+        self._compiled_call_impl = torch.compile(self._uncompiled, *args, **kwargs)
 
     def _call_replaced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a model whose forward a library or a program has replaced or wrapped."""
@@ -261,7 +286,7 @@ class Planned:
         programs = self._programs
         before = programs.num_calls
         try:
-            result = nn.Module.__call__(self, *args, **kwargs)
+            result = call_with_hooks(self, *args, **kwargs)
         except AutoshardError:
             raise
         except Exception as error:
@@ -272,6 +297,7 @@ class Planned:
             raise PlanError(_REPLACED)
         return result
 
+    @not_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the plan with the arguments and results of the exported forward.
 
@@ -279,6 +305,10 @@ class Planned:
             PlanError: the model is in another mode than it was exported in, or is called under
                 `torch.autocast` with another element type than the plan's.
         """
+        end_graph(_NOT_TRACED)
+        return without_compiler(self._forward, args, kwargs)
+
+    def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         device, dtype = self._computes
         if not torch.is_autocast_enabled(device):
             return self._run(args, kwargs)

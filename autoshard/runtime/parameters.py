@@ -219,12 +219,10 @@ class StoredBuffer:
         """The shard before the step.
 
         A copy of what forward updates, while gradients are computed: autograd may save it, and
-        refuses saved tensors that `set` changes before the backward pass. Also while a compiler
-        traces, which removes copies that are not needed.
+        refuses saved tensors that `set` changes before the backward pass.
         """
         shard = local_tensor(self.attribute.get())
-        copies = torch.is_grad_enabled() or torch.compiler.is_compiling()
-        return shard.clone() if self.updated and copies else shard
+        return shard.clone() if self.updated and torch.is_grad_enabled() else shard
 
     @torch.no_grad()
     def set(self, contents: torch.Tensor) -> None:
@@ -240,7 +238,7 @@ def store_updates(buffers: Sequence[StoredBuffer], outputs: Sequence[Any]) -> Se
         outputs: of a program: the results, then the new contents of the buffers.
     """
     num_results = len(outputs) - len(buffers)
-    if not buffers or torch.compiler.is_compiling():
+    if not buffers:
         present = outputs
     else:
         # A result may be what a buffer had before the step, and so may the contents of another.

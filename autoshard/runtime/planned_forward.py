@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from inspect import Signature
 from types import MethodType
 from typing import Any, TypeVar
@@ -30,11 +30,10 @@ from autoshard.runtime.local_parameters import (
 )
 from autoshard.runtime.parameters import ModuleAttribute, StoredBuffer, store_updates
 from autoshard.runtime.program import LocalProgram
-from autoshard.runtime.python_state.compiled import check_state
 from autoshard.runtime.python_state.state import PythonState
 from autoshard.runtime.random_numbers import RECOMPUTED
 from autoshard.runtime.signature import Arguments, Results, ShapeError
-from autoshard.torch_private import runs_backward
+from autoshard.torch_private import compiled, has_compiler, runs_backward
 
 PlacedT = TypeVar("PlacedT", PlacedInput, PlacedOutput)
 
@@ -50,14 +49,11 @@ class RngStep:
     """
 
     def __init__(self) -> None:
-        # A tensor, since a compiler would compile again for each value of an int.
         self.index = torch.zeros((), dtype=torch.int64)
 
     @property
     def value(self) -> int:
         """The index of the next step: the number of calls of forward, also in evaluation.
-
-        Compiled, only calls that draw random numbers are counted.
 
         It can be set; the value must be the same on all ranks.
 
@@ -289,7 +285,7 @@ class PlannedForward:
                 recomputed in backward.
             ShapeError: the plan has no program for the shapes of the arguments.
         """
-        if self.program.is_random and not torch.compiler.is_compiling() and runs_backward():
+        if self.program.is_random and runs_backward():
             raise PlanError(RECOMPUTED)
         with torch.set_grad_enabled(self._training and torch.is_grad_enabled()):
             leaves = self.arguments.flatten(args, kwargs)
@@ -316,21 +312,20 @@ class PlannedForward:
         return iter(inputs)
 
     def _run(self, call: "_Call", given: dict[int, torch.Tensor]) -> tuple[Any, ...]:
-        index, program = self._steps.index, call.program
-        if torch.compiler.is_compiling():
-            outputs = program(self._inputs(call, given), step=index)
-            if program.is_random:
-                index.add_(1)
-            return outputs
+        index = self._steps.index
         with self._accumulation.forward():
-            outputs = program(self._inputs(call, given), step=int(index))
+            if has_compiler():
+                # A tensor, since a compiler would compile again for each value of an int; a copy,
+                # since backward reads it again.
+                inputs = tuple(self._inputs(call, given))
+                outputs = compiled(call.program.run_compiled, inputs, index.clone())
+            else:
+                outputs = call.program(self._inputs(call, given), step=int(index))
         index.add_(1)
         return outputs
 
     def _check_arguments(self, call: "_Call", leaves: Sequence[Any]) -> None:
         """Check what is passed again, and compare ranks, once for each set of shapes."""
-        if torch.compiler.is_compiling():
-            return
         call.arguments.check_passed_again(leaves)
         shapes = tuple([(type(x), x.shape) for x in leaves if isinstance(x, torch.Tensor)])
         if shapes in self._compared:
@@ -382,44 +377,15 @@ class Programs:
             PlanError: none fits; the message says why, by name.
             ShapeError: one would fit if it were not for the shapes of tensors.
         """
-        if torch.compiler.is_compiling():
-            return self._choose_compiled(model, args, kwargs)
         self.num_calls += 1
         check_no_transform()
         if len(self._by_name) == 1:
             self.state.check(model, next(iter(self._by_name)))
             return self.first
-        return self._choose(model, args, kwargs, partial(self.state.check, model))
-
-    def _choose_compiled(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> PlannedForward:
-        """The program that is compiled; its graph checks the state in each call."""
-        if len(self._by_name) == 1:
-            name, forward = next(iter(self._by_name.items()))
-        else:
-            matching = self.state.matching().split("\n")
-
-            def check(name: str) -> None:
-                if name not in matching:
-                    raise PlanError("the model is in another state than it was exported in")
-
-            forward = self._choose(model, args, kwargs, check)
-            name = next(name for name, one in self._by_name.items() if one is forward)
-        check_state(forward.steps.index, self.state.number, name)
-        return forward
-
-    def _choose(
-        self,
-        model: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        check: Callable[[str], None],
-    ) -> PlannedForward:
         fitting, reasons, only_shapes = [], [], False
         for name, forward in self._by_name.items():
             try:
-                check(name)
+                self.state.check(model, name)
                 forward.check_call(args, kwargs)
                 fitting.append(forward)
             except PlanError as error:

@@ -15,7 +15,7 @@ from autoshard.graph import Graph, InputKind
 from autoshard.layouts import I, Layout, to_placements
 from autoshard.plan import PlacedInput, Stage
 from autoshard.runtime.call_structure import CallStructure, read_spec
-from autoshard.runtime.dtensors import from_local, full_tensor
+from autoshard.runtime.dtensors import full_tensor
 from autoshard.runtime.global_tensors.checks import say_moved
 from autoshard.runtime.global_tensors.global_tensor import GlobalTensor
 from autoshard.runtime.global_tensors.origins import fresh
@@ -333,9 +333,6 @@ class Results:
     def __init__(self, stage: Stage, graph: Graph, mesh: DeviceMesh) -> None:
         self._spec: pytree.TreeSpec | None = read_spec(graph.out_spec) if graph.out_spec else None
         self._mesh = mesh
-        names = [output.name for output in graph.outputs[: graph.num_results]]
-        made = [graph.values[name] for name in names if name is not None]
-        self._has_loss = any(tensor.requires_grad and not tensor.shape for tensor in made)
         results = (output for output in stage.outputs if output.updates is None)
         layouts = ((output, Layout.parse(output.layout)) for output in results)
         self._sharded: dict[int, tuple[tuple[Any, ...], tuple[int, ...]]] = {
@@ -351,19 +348,11 @@ class Results:
         parameters, and is made plain.
         """
         values = list(outputs)
-        compiling = torch.compiler.is_compiling()
         for position, value in enumerate(values):
-            if position not in self._sharded and _has_gradient(value) and not compiling:
+            if position not in self._sharded and _has_gradient(value):
                 value.register_hook(full_tensor)
         for position, (placements, shape) in self._sharded.items():
-            local = values[position]
-            # A compiled backward does not support a DTensor without a gradient.
-            if self._has_loss and compiling:
-                local = local.detach()
-            if compiling:
-                values[position] = from_local(local, self._mesh, placements, shape)
-            else:
-                values[position] = GlobalTensor.shared(local, self._mesh, placements, shape)
+            values[position] = GlobalTensor.shared(values[position], self._mesh, placements, shape)
         if self._spec is not None:
             return pytree.tree_unflatten(values, self._spec)
         return values[0] if len(values) == 1 else tuple(values)

@@ -24,7 +24,7 @@ from autoshard.graph.casting import cast_parameter, with_casts
 from autoshard.runtime.call_checks import compare_over_ranks
 from autoshard.runtime.dtensors import full_tensor, store_full
 from autoshard.runtime.signature import ShapeError
-from autoshard.torch_private import default_store, pytree
+from autoshard.torch_private import default_store, note_uncompiled, pytree
 
 MEETING_TIMEOUT = timedelta(minutes=10)
 """Time for which a rank waits for the others to call with tensors of other shapes too."""
@@ -85,10 +85,11 @@ class UnshardedForward:
 
         Raises:
             PlanError: ranks pass different arguments, or not all make the call.
-            ShapeError: the model's own forward does not take the arguments, or is compiled.
+            ShapeError: the model's own forward does not take the arguments.
         """
-        if torch.compiler.is_compiling() or not self._takes(model, args, kwargs):
+        if not self._takes(model, args, kwargs):
             raise why
+        note_uncompiled()
         is_first = not self._num_calls
         self._meet(why)
         given = self._on_device(full_tensor((args, dict(kwargs))))

@@ -1,5 +1,6 @@
 """Private parts of `torch` itself: tensors, autograd, modules and operators."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
@@ -71,6 +72,14 @@ def backward_pass() -> int:
 def runs_backward() -> bool:
     """True if this thread runs a backward pass."""
     return backward_pass() != -1
+
+
+call_with_hooks: Callable[..., Any] = nn.Module._call_impl
+"""Hooks and forward of a module.
+
+Relies on: `__call__` of a module runs it, unless the module has a compiled one. The public
+`__call__` cannot be reached where a subclass replaces it and compiles.
+"""
 
 
 def accumulates(leaf: Node) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from runtime.cases import (
     arguments,
+    compiled_habits,
     criteria,
     gradient_habits,
     micro_batches,
@@ -47,12 +48,16 @@ MODULES = (
     other_shapes,
     arguments,
     python_state,
+    compiled_habits,
     torch_versions,
 )
 CASES = joined(*MODULES)
 LONG = {
     *all_but_one(CASES, [*MESHES]),
-    *long_of(one_call, micro_batches, mixed_precision, several_programs, optimizer_habits),
+    *long_of(
+        *(one_call, micro_batches, mixed_precision, several_programs, optimizer_habits),
+        compiled_habits,
+    ),
 }
 PAGE = Path(__file__).parents[2] / "docs" / "training.md"
 

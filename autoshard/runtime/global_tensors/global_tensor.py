@@ -15,9 +15,22 @@ from autoshard.runtime.global_tensors.metadata import is_metadata
 from autoshard.runtime.global_tensors.origins import fresh
 from autoshard.runtime.global_tensors.placed import Placed
 from autoshard.runtime.shards import local_shape
-from autoshard.torch_private import pytree
+from autoshard.torch_private import (
+    end_graph,
+    not_compiled,
+    not_traced,
+    pytree,
+    without_compiler,
+)
+
+_NOT_TRACED = (
+    "what is computed from a sharded result is not compiled: leave fullgraph=True out of the "
+    "torch.compile around it, make it a part of forward, or compute it from "
+    "autoshard.full_tensor(result)"
+)
 
 
+@not_traced
 class GlobalTensor(DTensor):
     """A tensor that ranks share, with the values and gradients that one device would have.
 
@@ -63,6 +76,7 @@ class GlobalTensor(DTensor):
         return tensor
 
     @classmethod
+    @not_compiled
     def __torch_function__(
         cls,
         func: Callable[..., Any],
@@ -70,11 +84,12 @@ class GlobalTensor(DTensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run a function of torch."""
-        if torch.compiler.is_compiling() or is_metadata(func):
+        """Run a function of torch, uncompiled."""
+        end_graph(_NOT_TRACED)
+        if is_metadata(func):
             result = super().__torch_function__(func, types, args, dict(kwargs or {}))  # type: ignore[no-untyped-call]  # torch
             return pytree.tree_map_only(lambda x: type(x) is DTensor, cls.of, result)
-        return run(func, args, dict(kwargs or {}), cls.kind())
+        return without_compiler(run, func, args, dict(kwargs or {}), cls.kind())
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """This rank's shard.
@@ -125,6 +140,7 @@ class GlobalTensor(DTensor):
         return GlobalTensor.of(moved)
 
 
+@not_traced
 class StateTensor(GlobalTensor):
     """A gathered view of a parameter, a gradient or an optimizer's state, or computed from one.
 

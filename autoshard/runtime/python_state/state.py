@@ -5,7 +5,6 @@ from copy import deepcopy
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import nn
 
 from autoshard.errors import PlanError
@@ -17,7 +16,6 @@ from autoshard.graph.python_state.paths import CALLED, HOOKS, Path, read_path
 from autoshard.graph.python_state.recorder import FORWARD, MODE
 from autoshard.graph.python_state.values import Value, describe, same
 from autoshard.graph.python_state.wording import check_patterns, is_ignored
-from autoshard.runtime.python_state.compiled import register
 from autoshard.runtime.python_state.differences import Difference, explain
 from autoshard.runtime.python_state.lookup import Record
 from autoshard.runtime.python_state.reference import reference_record
@@ -38,7 +36,6 @@ class PythonState:
 
     Attributes:
         own_forward: what the model has as `forward` in place of that of its class; None if nothing.
-        number: by which compiled graphs find it.
     """
 
     def __init__(
@@ -64,7 +61,6 @@ class PythonState:
         self._snapshot: Snapshot | None = None
         self._differences: dict[str, tuple[Difference, ...]] = {}
         self._copies: WeakKeyDictionary[nn.Module, PythonState] = WeakKeyDictionary()
-        self.number = register(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PythonState":
         """Compare the copy of the model, from its first call on."""
@@ -78,7 +74,6 @@ class PythonState:
         other._objects = other._snapshot = None
         other._differences = {}
         other._copies = WeakKeyDictionary()
-        other.number = register(other)
         return other
 
     def ignores(self, path: Path) -> bool:
@@ -121,19 +116,6 @@ class PythonState:
         found = self.differences(model, name)
         if found:
             raise PlanError(explain(found, _modes(self._records[name])))
-
-    def check_own(self, name: str) -> None:
-        """Check the model before a call, as `check` does."""
-        self.check(self._model, name)
-
-    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-    def matching(self) -> str:
-        """Names of the plans whose export was made in the present state, one a line.
-
-        While a compiler traces, it is a constant.
-        """
-        names = self._records
-        return "\n".join(name for name in names if not self.differences(self._model, name))
 
     def differences(self, model: nn.Module, name: str) -> tuple[Difference, ...]:
         """The differences from the export of a plan."""
