@@ -112,8 +112,10 @@ class PendingGradient(DeferredShard):
         for one in self.sums.values():
             reduced = one.reduce(one.tensor.to(one.dtype))
             self.add_reduced(reduced.to(self.dtype).contiguous())
-        assert self.base is not None
-        return stored_shard(self.base)
+        base, self.base = self.base, None
+        self.sums.clear()
+        assert base is not None
+        return stored_shard(base)
 
 
 @dataclass(frozen=True, slots=True)
