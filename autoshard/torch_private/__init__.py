@@ -46,6 +46,7 @@ if TYPE_CHECKING:
         accumulates,
         assert_on_device,
         backward_pass,
+        checkpointed,
         decomposition_table,
         given_num_samples,
         has_gradient_hooks,
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
         shares_memory,
         tensor_without_memory,
         version_counter,
+        without_checkpoints,
         without_torch_function,
     )
     from autoshard.torch_private.versions import NEWEST, OLDEST, check_parts
@@ -86,6 +88,7 @@ __all__ = [
     "assert_on_device",
     "backward_pass",
     "check_parts",
+    "checkpointed",
     "checks_of_dtensors",
     "checks_of_pipelines",
     "checks_of_tensors",
@@ -117,6 +120,7 @@ __all__ = [
     "torch_distribute_tensors",
     "torch_total_norm",
     "version_counter",
+    "without_checkpoints",
     "without_set_up",
     "without_torch_function",
 ]
