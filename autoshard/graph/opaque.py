@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode
 
 from autoshard.errors import ExportError
 from autoshard.graph.dtype import DType
 from autoshard.graph.opaque_call import OpaqueCall, OpaqueModule
+from autoshard.graph.replaced_tensors import call_with_tensors
 from autoshard.torch_private import pytree, version_counter
 
 T = TypeVar("T")
@@ -53,20 +53,6 @@ def _made(
 torch.library.register_fake("autoshard::opaque_module", _made)
 
 
-class _WithBuffers(nn.Module):
-    """Calls a module, and returns its buffers too."""
-
-    def __init__(self, module: nn.Module, buffers: Iterable[str]) -> None:
-        super().__init__()
-        self.module = module
-        self._names = tuple(buffers)
-
-    def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, State]:
-        """The result of the module, and its buffers after the call."""
-        result = self.module(*args, **kwargs)
-        return result, {name: self.module.get_buffer(name) for name in self._names}
-
-
 def call_module(
     module: nn.Module, arguments: tuple[Sequence[Any], Mapping[str, Any]], state: State
 ) -> tuple[Any, State]:
@@ -87,8 +73,9 @@ def call_module(
     before = {name: version_counter(tensor) for name, tensor in state.items()}
     given = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
     versions = [version_counter(tensor) for tensor in given]
-    replaced = {f"module.{name}": tensor for name, tensor in state.items()}
-    result, after = functional_call(_WithBuffers(module, buffers), replaced, arguments)
+    replaced = dict(state)
+    result = call_with_tensors(module, module, replaced, arguments)
+    after = {name: replaced[name] for name in buffers}
     written = [
         name for name in state if name not in after and version_counter(state[name]) != before[name]
     ]

@@ -19,12 +19,16 @@ from torch.fx.experimental.symbolic_shapes import (
     free_unbacked_symbols,
 )
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import CheckpointFunction
 
 from autoshard.errors import AutoshardError, ExportError
 from autoshard.graph.archive import CONSTANT_BYTES
 from autoshard.graph.size_checks import OWN_FOLDERS, Decisions, check_numbers, line_of
-from autoshard.torch_private import DataDependentOutputException, decomposition_table, pytree
+from autoshard.torch_private import (
+    DataDependentOutputException,
+    decomposition_table,
+    pytree,
+    without_checkpoints,
+)
 
 _TORCH_MODULES = "torch."
 """Module prefix of torch's own functions, whose backward matches their forward."""
@@ -35,16 +39,13 @@ def custom_functions() -> Iterator[set[str]]:
     """Collect the names of custom `autograd.Function`s that are called inside the context.
 
     An exported graph has the operators of their forward, but not their backward. Only calls with
-    an input that requires a gradient count. A reentrant `torch.utils.checkpoint` runs its function
-    directly, which has the same gradients: what is recomputed in backward is a choice of the plan.
+    an input that requires a gradient count. `torch.utils.checkpoint` runs its function directly,
+    which has the same gradients: what is recomputed in backward is a choice of the plan.
     """
     plain = Function.__dict__["apply"]
     found: set[str] = set()
 
     def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
-        if cls is CheckpointFunction:
-            function, _preserves_rng_state, *rest = args
-            return function(*rest)
         passes = any(
             isinstance(leaf, torch.Tensor) and leaf.requires_grad
             for leaf in pytree.tree_leaves((args, kwargs))
@@ -56,7 +57,8 @@ def custom_functions() -> Iterator[set[str]]:
     # Patched here and restored below.
     Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
     try:
-        yield found
+        with without_checkpoints():
+            yield found
     finally:
         Function.apply = plain  # type: ignore[method-assign]
 

@@ -27,6 +27,7 @@ from autoshard.extras import from_extra
 from autoshard.integrations.checkpoints import load_optimizers, replace_weights, save_optimizers
 from autoshard.runtime import full_tensor, load_checkpoint
 from autoshard.runtime.parallelize import Planned, planned_forward
+from autoshard.torch_private import pytree
 
 with from_extra("transformers"):
     from accelerate import Accelerator, DistributedType
@@ -132,9 +133,17 @@ class PlannedAccelerator(Accelerator):
         return full_tensor(tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """As `gather`: a global batch has no rows twice."""
-        del use_gather_object
-        return full_tensor(input_data)
+        """As `gather`; of the last batch of a loader, at most as many rows as it has.
+
+        Programs repeat a loss as often as a whole batch has rows, for means over all rows.
+        """
+        del use_gather_object  # every rank has all objects
+        gathered = full_tensor(input_data)
+        if all(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(gathered)):
+            return super().gather_for_metrics(gathered)
+        state = self.gradient_state
+        is_last = state.end_of_dataloader and state.remainder > 0
+        return gathered[: state.remainder] if is_last and isinstance(gathered, list) else gathered
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """As `gather`: every rank has the result of the whole batch."""

@@ -27,7 +27,7 @@ from autoshard.extras import from_extra
 from autoshard.integrations.accelerate import PlannedAccelerator
 from autoshard.integrations.checkpoints import load_optimizers, replace_weights, save_optimizers
 from autoshard.runtime import load_checkpoint
-from autoshard.runtime.parallelize import Planned, original_class, planned_programs
+from autoshard.runtime.parallelize import Planned, planned_programs
 
 with from_extra("transformers"):
     from transformers import PreTrainedModel, Trainer
@@ -39,6 +39,10 @@ _OPTIMIZERS = "optimizers"
 
 _NUM_ITEMS = "num_items_in_batch"
 """The argument with which Trainer divides the loss of a micro-batch by the labels of the step."""
+
+
+_CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
+"""Settings with which Trainer changes the model before training: what is recomputed is planned."""
 
 
 class PlannedTrainer(Trainer):
@@ -54,12 +58,16 @@ class PlannedTrainer(Trainer):
             another number than with `Trainer`.
     """
 
+    args: Any
     label_names: list[str]
     model_accepts_loss_kwargs: bool
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         programs = planned_programs(self.model)
+        self.args = copy(self.args)
+        for name in _CHECKPOINTING:
+            setattr(self.args, name, False)
         taken = [program.arguments.names for program in programs]
         lacking = [n for n in taken if _NUM_ITEMS not in n and not n.isdisjoint(self.label_names)]
         if self.model_accepts_loss_kwargs and lacking:
@@ -173,7 +181,7 @@ def _save_config(model: nn.Module, folder: Path) -> None:
     if not isinstance(model, PreTrainedModel):
         return
     config = copy(model.config)
-    config.architectures = [original_class(model).__name__]
+    config.architectures = [type(model).__name__]
     config.dtype = model.dtype
     config.save_pretrained(folder)
     if model.can_generate():

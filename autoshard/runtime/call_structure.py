@@ -16,6 +16,17 @@ _IMPORTING_CONTEXT = "__enum__"
 it must not choose what is imported."""
 
 
+_ARGUMENTS = (
+    "pass those arguments, or plan an export with these too, and pass both plans together, as in "
+    "parallelize(model, {'one': ..., 'other': ...}, mesh)"
+)
+_CACHES = frozenset({"past_key_values", "use_cache", "cache_position"})
+_GENERATE = (
+    "pass those arguments; generate of transformers runs with PlannedGenerator on a model "
+    "with a static cache, or with an unsharded model that has the full weights, as after "
+    "unsharded.load_state_dict(full_tensor(model.state_dict())) on every rank"
+)
+
 _NAMED = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 _Given = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional arguments, and those by name."""
@@ -66,7 +77,10 @@ class CallStructure:
             return leaves
         if spec != self._spec:
             called = _call(pytree.tree_structure((tuple(args), dict(kwargs))))
-            raise PlanError(f"forward was exported as {self._call()}, and called as {called}")
+            raise PlanError(
+                f"forward was exported as {self._call()}, and called as {called}: "
+                f"{_GENERATE if _CACHES & kwargs.keys() else _ARGUMENTS}"
+            )
         return leaves
 
     def _as_exported(

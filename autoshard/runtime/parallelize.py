@@ -3,9 +3,8 @@
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial, wraps
-from inspect import Parameter, Signature, signature
-from types import MethodType
+from functools import partial
+from inspect import signature
 from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
@@ -19,6 +18,7 @@ from autoshard.plan import Plan, Stage
 from autoshard.runtime.accumulation import GradientAccumulation
 from autoshard.runtime.agreement import raised_on_all_ranks
 from autoshard.runtime.autocast import outside_autocast
+from autoshard.runtime.model_class import NotPickled, class_as_before, original_forward
 from autoshard.runtime.parameters import (
     check_parameters,
     check_stored_alike,
@@ -100,7 +100,7 @@ def parallelize(
             not compared with the export, such as `["layers.0.tau", "*.p", "*._forward_hooks"]`.
 
     Returns:
-        The same object; its class is now a subclass of its former class.
+        The same object; its class is now a subclass of its former class, of the same name.
 
     Raises:
         PlanError: there is no plan, or it does not fit mesh or model, on this rank or on another.
@@ -163,13 +163,13 @@ def parallelize(
         for text in filter(None, (stage.idle_text for stage in stages.values())):
             warnings.warn(text, stacklevel=2)
     vars(model).pop("forward", None)
-    original = _original_forward(model, state.own_forward)
+    original = original_forward(model, state.own_forward)
     vars(model)["_unsharded"] = (
         UnshardedForward(original, device_mesh, seed, given[0].graph.mixed_precision)
         if other_shapes == "replicate"
         else None
     )
-    model.__class__ = _planned_class(type(model))
+    model.__class__ = class_as_before(Planned, type(model), original)
     vars(model)["_programs"] = programs
     computes = device_mesh.device_type, programs.first.program.graph.compute_dtype
     vars(model)["_computes"] = computes
@@ -193,36 +193,6 @@ def _plans(plan: object) -> list[Plan]:
     return found
 
 
-def _original_forward(model: nn.Module, own: Callable[..., Any] | None) -> Callable[..., Any]:
-    """Forward of a model before a plan is applied, with the model as first argument."""
-    if own is None:
-        return type(model).forward
-    if isinstance(own, MethodType):
-        return own.__func__
-
-    @wraps(own)
-    def forward(_model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return own(*args, **kwargs)
-
-    first = Parameter("self", Parameter.POSITIONAL_ONLY)
-    vars(forward)["__signature__"] = Signature([first, *signature(own).parameters.values()])
-    return forward
-
-
-def _planned_class(original: type[ModelT]) -> type[ModelT]:
-    """A subclass whose forward runs the plan, with the signature of the original one."""
-
-    @wraps(original.forward)
-    @not_compiled
-    def forward(self: Planned, *args: Any, **kwargs: Any) -> Any:
-        return Planned.forward(self, *args, **kwargs)
-
-    members = {"__module__": original.__module__, "__doc__": original.__doc__, "forward": forward}
-    members["planned_forward"] = forward
-    planned: type[ModelT] = type(f"Planned{original.__name__}", (Planned, original), members)
-    return planned
-
-
 def _accumulation_dtype(stages: Iterable[Stage]) -> torch.dtype | None:
     """The element type of sums of gradients, of the first plan that has one."""
     name = next((s.accumulation_dtype for s in stages if s.accumulation_dtype), None)
@@ -242,7 +212,7 @@ _NOT_TRACED = (
 )
 
 
-class Planned:
+class Planned(NotPickled):
     """Mixin class of models that run as planned."""
 
     _programs: Programs
@@ -391,12 +361,6 @@ def planned_programs(model: nn.Module) -> tuple[PlannedForward, ...]:
     planned_forward(model)
     assert isinstance(model, Planned)
     return model._programs.all  # noqa: SLF001  ours
-
-
-def original_class(model: nn.Module) -> type[nn.Module]:
-    """The class of a model before it was planned."""
-    kind = type(model)
-    return kind.__bases__[1] if isinstance(model, Planned) else kind
 
 
 def rng_step(model: nn.Module) -> RngStep:

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from inspect import signature
 from itertools import chain, count
 from typing import Any
@@ -21,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from autoshard.errors import PlanError
 from autoshard.graph import MixedPrecision
 from autoshard.graph.casting import cast_parameter, with_casts
+from autoshard.graph.replaced_tensors import call_with_tensors
 from autoshard.runtime.call_checks import compare_over_ranks
 from autoshard.runtime.dtensors import full_tensor, store_full
 from autoshard.runtime.signature import ShapeError
@@ -138,22 +140,23 @@ class UnshardedForward:
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, step: int
     ) -> Any:
         stored = chain(model.named_parameters(), model.named_buffers())
-        sharded = {f"model.{name}": x for name, x in stored if isinstance(x, DTensor)}
+        sharded = {name: x for name, x in stored if isinstance(x, DTensor)}
         tensors: dict[str, torch.Tensor] = {
             name: cast_parameter(full_tensor(x), self._policy)
             if isinstance(x, nn.Parameter)
             else full_tensor(x)
             for name, x in sharded.items()
         }
+
+        def store_buffers() -> None:
+            with torch.no_grad():
+                for name, x in sharded.items():
+                    if not isinstance(x, nn.Parameter):
+                        store_full(tensors[name], x)
+
+        forward = partial(self._forward, model)
         with self._seeded(step):
-            result = torch.func.functional_call(
-                _Original(model, self._forward), tensors, args, kwargs
-            )
-        with torch.no_grad():
-            for name, x in sharded.items():
-                if not isinstance(x, nn.Parameter):
-                    store_full(tensors[name], x)
-        return result
+            return call_with_tensors(model, forward, tensors, (args, kwargs), store_buffers)
 
     @contextmanager
     def _seeded(self, step: int) -> Iterator[None]:
@@ -163,16 +166,3 @@ class UnshardedForward:
         with torch.random.fork_rng([torch.cuda.current_device()] if is_cuda else []):
             torch.manual_seed(int.from_bytes(digest))
             yield
-
-
-class _Original(nn.Module):
-    """Calls the forward that the plan replaced."""
-
-    def __init__(self, model: nn.Module, forward: Callable[..., Any]) -> None:
-        super().__init__()
-        self.model = model
-        self._forward = forward
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run it on the model."""
-        return self._forward(self.model, *args, **kwargs)

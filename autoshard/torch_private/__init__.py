@@ -57,6 +57,7 @@ if TYPE_CHECKING:
         assert_on_device,
         backward_pass,
         call_with_hooks,
+        checkpointed,
         decomposition_table,
         given_num_samples,
         has_gradient_hooks,
@@ -73,6 +74,7 @@ if TYPE_CHECKING:
         shares_memory,
         tensor_without_memory,
         version_counter,
+        without_checkpoints,
         without_torch_function,
     )
     from autoshard.torch_private.versions import NEWEST, OLDEST, check_parts
@@ -99,6 +101,7 @@ __all__ = [
     "backward_pass",
     "call_with_hooks",
     "check_parts",
+    "checkpointed",
     "checks_of_dtensors",
     "checks_of_pipelines",
     "checks_of_tensors",
@@ -136,6 +139,7 @@ __all__ = [
     "torch_distribute_tensors",
     "torch_total_norm",
     "version_counter",
+    "without_checkpoints",
     "without_compiler",
     "without_set_up",
     "without_torch_function",

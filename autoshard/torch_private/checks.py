@@ -4,7 +4,7 @@ A part that another torch does not have is an error by itself. These are the par
 torch may have the name, but not what it did: the model would compute other numbers.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -30,6 +30,7 @@ from autoshard.torch_private.dtensors import (
 from autoshard.torch_private.pipelining import StageBase, num_micro_batches, without_set_up
 from autoshard.torch_private.tensors import (
     accumulates,
+    checkpointed,
     given_num_samples,
     has_gradient_hooks,
     is_transformed,
@@ -50,6 +51,7 @@ def checks_of_tensors() -> Mapping[str, Check]:
         "a backward pass has a number": _numbers_backward,
         "backward tells leaves that accumulate from those of autograd.grad": _tells_leaves,
         "hooks of a gradient are seen": _sees_hooks,
+        "what a checkpoint recomputes can be changed": _changes_recomputation,
         "transforms of torch.func are seen": _sees_transforms,
         "functions of subclasses can be left out": _leaves_out_functions,
         "views share the storage of their tensor": _compares_storages,
@@ -119,6 +121,24 @@ def _sees_hooks() -> bool:
     before.register_hook(nothing)  # type: ignore[no-untyped-call]  # torch
     after.register_post_accumulate_grad_hook(nothing)  # type: ignore[no-untyped-call]  # torch
     return [has_gradient_hooks(leaf) for leaf in (none, before, after)] == [False, True, True]
+
+
+def _changes_recomputation() -> bool:
+    seen: list[bool] = []
+
+    def change(function: Callable[..., Any]) -> Callable[..., Any]:
+        def changed(*args: Any) -> Any:
+            seen.append(runs_backward())
+            return function(*args)
+
+        return changed
+
+    leaf = torch.zeros((), requires_grad=True)
+    for use_reentrant in (True, False):
+        with checkpointed(change):
+            result = torch.utils.checkpoint.checkpoint(torch.sin, leaf, use_reentrant=use_reentrant)
+        torch.autograd.backward([result])
+    return seen == [False, True, True]
 
 
 def _sees_transforms() -> bool:

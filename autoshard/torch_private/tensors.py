@@ -1,10 +1,11 @@
 """Private parts of `torch` itself: tensors, autograd, modules and operators."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 import torch
+import torch.utils.checkpoint
 from torch import nn
 from torch.autograd.graph import Node
 from torch.utils.data import RandomSampler
@@ -49,6 +50,7 @@ Relies on: `nn.Dropout` to `nn.FeatureAlphaDropout` derive from it; they have no
 """
 
 TensorT = TypeVar("TensorT", bound=torch.Tensor)
+Function = Callable[..., Any]
 
 
 def version_counter(tensor: torch.Tensor) -> int:
@@ -198,6 +200,60 @@ def own_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
     Relies on: `_buffers`, as `own_parameters` does on `_parameters`.
     """
     return module._buffers
+
+
+@contextmanager
+def _checkpoints(reentrant: Function, other: Function) -> Iterator[None]:
+    """A context in which `torch.utils.checkpoint` calls other functions in place of its two parts.
+
+    Relies on: it looks up both parts in its module, and passes them the checkpointed function
+    first. Public are only contexts that the caller of `checkpoint` passes, which may be a library.
+
+    Args:
+        reentrant: makes the part that calls the function and returns its result from that part.
+        other: makes the part that is a generator, and waits while the function is called.
+    """
+    module: Any = torch.utils.checkpoint
+    kind, before = module.CheckpointFunction, module._checkpoint_without_reentrant_generator
+    apply, is_replaced = kind.apply, "apply" in vars(kind)
+    kind.apply = reentrant(apply)
+    module._checkpoint_without_reentrant_generator = other(before)
+    try:
+        yield
+    finally:
+        module._checkpoint_without_reentrant_generator = before
+        if is_replaced:
+            kind.apply = apply
+        else:
+            del kind.apply
+
+
+def checkpointed(change: Callable[[Function], Function]) -> AbstractContextManager[None]:
+    """A context in which `torch.utils.checkpoint` recomputes changed functions in backward.
+
+    Args:
+        change: makes the function that is recomputed.
+    """
+
+    def changed(part: Function) -> Function:
+        return lambda function, *rest, **options: part(change(function), *rest, **options)
+
+    return _checkpoints(changed, changed)
+
+
+def without_checkpoints() -> AbstractContextManager[None]:
+    """A context in which `torch.utils.checkpoint` only calls its function."""
+
+    def called(_part: Function) -> Function:
+        return lambda function, _preserves, *args: function(*args)
+
+    def waiting(_part: Function) -> Function:
+        def wait(*_: Any, **__: Any) -> Iterator[None]:
+            yield
+
+        return wait
+
+    return _checkpoints(called, waiting)
 
 
 def given_num_samples(sampler: RandomSampler) -> int | None:

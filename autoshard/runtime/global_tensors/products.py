@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from string import ascii_letters
 
+from torch.nn import functional
+
 from autoshard.runtime.global_tensors.letters import broadcast, numbered
 from autoshard.runtime.global_tensors.on_shards import Call, Letters, Rule, ShardedCall
 from autoshard.runtime.global_tensors.placed import Placed
@@ -76,9 +78,14 @@ def einsum(call: Call) -> ShardedCall | None:
 
 def embedding(call: Call) -> ShardedCall | None:
     """The rule of `embedding`: indices may be sharded, and the columns of the table."""
-    indices, table = call.argument(0, "input"), call.argument(1, "weight")
-    if call.argument(3, "max_norm") is not None or not isinstance(indices, Placed):
-        return None  # it would renormalise rows of the table
+    if call.function is functional.embedding:
+        indices, table = call.argument(0, "input"), call.argument(1, "weight")
+        if call.argument(3, "max_norm") is not None:
+            return None  # it would renormalise rows of the table
+    else:  # `torch.embedding` and the operator
+        table, indices = call.argument(0, "weight"), call.argument(1, "indices")
+    if not isinstance(indices, Placed):
+        return None
     outer = numbered(len(indices.shape))
     letters = call.letters((indices, outer), (table, (None, "j")))
     if letters is None:

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial, wraps
+from functools import partial
 from inspect import signature
 from itertools import chain
 from typing import Any, NoReturn, TypeVar
@@ -19,6 +19,7 @@ from autoshard.runtime.accumulation import GradientAccumulation
 from autoshard.runtime.agreement import raised_on_all_ranks
 from autoshard.runtime.autocast import outside_autocast
 from autoshard.runtime.dtensor_handlers import install_dtensor_handlers
+from autoshard.runtime.model_class import NotPickled, class_as_before, original_forward
 from autoshard.runtime.parameters import stored_names
 from autoshard.runtime.pipelining.deferred_norms import DeferredBatchNorms
 from autoshard.runtime.pipelining.devices import StageDevices
@@ -44,7 +45,7 @@ from autoshard.runtime.torch_check import prepare_pipelines
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
 
-class Pipelined:
+class Pipelined(NotPickled):
     """Mixin class of models that run as planned in several stages.
 
     A rank has the parameters of its own stages only. Its length, items and iteration are those of
@@ -326,7 +327,8 @@ def pipeline(
     for forward in chain.from_iterable(forwards.values()):
         if forward.stage.idle_text:
             warnings.warn(forward.stage.idle_text, stacklevel=2)
-    model.__class__ = _pipelined_class(type(model))
+    original = original_forward(model, state.own_forward)
+    model.__class__ = class_as_before(Pipelined, type(model), original)
     vars(model).pop("forward", None)
     vars(model)["_runners"] = runners
     for mesh in {mesh for one in devices.values() for mesh in one.meshes}:
@@ -367,18 +369,6 @@ def _devices_of(plans: Mapping[str, Plan], mesh: DeviceMesh) -> dict[str, StageD
         known = next(iter(devices.values()), None)
         devices[name] = StageDevices.of(plan, mesh, known)
     return devices
-
-
-def _pipelined_class(original: type[ModelT]) -> type[ModelT]:
-    """A subclass that runs the plan, whose forward has the signature of the original one."""
-
-    @wraps(original.forward)
-    def forward(self: Pipelined, *args: Any, **kwargs: Any) -> Any:
-        return Pipelined.forward(self, *args, **kwargs)
-
-    members = {"__module__": original.__module__, "__doc__": original.__doc__, "forward": forward}
-    made: type[ModelT] = type(f"Pipelined{original.__name__}", (Pipelined, original), members)
-    return made
 
 
 def _dtype(stage: Stage) -> torch.dtype | None:
