@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
@@ -89,8 +90,13 @@ def save_optimizers(
 def write_optimizers(
     model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], folder: Path
 ) -> None:
-    """Save the state of optimizers into a new folder."""
-    save(dcp_state_dict(_state(model, optimizers), model), checkpoint_id=folder)
+    """Save the state of optimizers into a new folder.
+
+    Raises:
+        CheckpointError: a rank cannot write.
+    """
+    with _errors_of_torch("saving"):
+        save(dcp_state_dict(_state(model, optimizers), model), checkpoint_id=folder)
 
 
 def load_optimizers(
@@ -104,12 +110,29 @@ def load_optimizers(
     place = whole_version(Path(folder), mesh_of(model))
     state = _state(model, optimizers)
     loaded = dcp_state_dict(state, model)
-    load(loaded, checkpoint_id=place)
+    with _errors_of_torch("loading"):
+        load(loaded, checkpoint_id=place)
     for number, optimizer in enumerate(optimizers):
         own = state[f"optimizer_{number}"]
         # Tensors share memory, numbers such as the learning rate do not.
         own["param_groups"] = loaded[f"optimizer_{number}"]["param_groups"]
         set_optimizer_state_dict(model, optimizer, optim_state_dict=own)
+
+
+@contextmanager
+def _errors_of_torch(what: str) -> Iterator[None]:
+    """A context in which what failed on any rank, which torch raises on all, is an error of ours.
+
+    Raises:
+        CheckpointError: a rank has failed.
+    """
+    try:
+        yield
+    except CheckpointException as error:
+        rank, (cause, _) = next(iter(error.failures.items()))
+        raise CheckpointError(
+            f"{what} the optimizer failed on {len(error.failures)} ranks; on rank {rank}: {cause}"
+        ) from error
 
 
 def _state(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:

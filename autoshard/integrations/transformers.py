@@ -132,9 +132,14 @@ class PlannedTrainer(Trainer):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train; what an interrupted save has left is removed first."""
-        mesh, folder = mesh_of(self.model), Path(self.args.output_dir)
-        on_first_rank(mesh, lambda: settle_all(folder, rf"{PREFIX_CHECKPOINT_DIR}-\d+"))
+        self.settle_saves()
         return super().train(*args, **kwargs)
+
+    def settle_saves(self) -> None:
+        """Remove what interrupted saves have left; a checkpoint that was moved away is back."""
+        folder = Path(self.args.output_dir)
+        name = rf"{PREFIX_CHECKPOINT_DIR}-\d+"
+        on_first_rank(mesh_of(self.model), lambda: settle_all(folder, name))
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Save into a new folder, which takes its place when it is whole; called on all ranks."""

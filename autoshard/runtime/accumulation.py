@@ -1,14 +1,16 @@
 """State of a step between its micro-batches: gradients and gathered parameters."""
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Self, TypeAlias
+from typing import Any, Self, TypeAlias
+from weakref import ReferenceType, ref
 
 import torch
 
 from autoshard.errors import PlanError
+from autoshard.torch_private import stored_shard, version_counter
 
 Gradients: TypeAlias = list[torch.Tensor | None]
 
@@ -37,6 +39,32 @@ class _Sum:
         return self.tensor.to(self.dtype)
 
 
+@dataclass(frozen=True, slots=True)
+class _Version:
+    """A DTensor at some time.
+
+    Attributes:
+        tensor: the DTensor, and the tensor with its shard, which may be replaced.
+        whole: number of writes into the DTensor, the same on all ranks.
+        shard: number of writes into the shard of this rank.
+    """
+
+    tensor: tuple[ReferenceType[torch.Tensor], ReferenceType[torch.Tensor]]
+    whole: int
+    shard: int
+
+    @classmethod
+    def of(cls, parameter: Any) -> Self:
+        shard = stored_shard(parameter)
+        counts = version_counter(parameter), version_counter(shard)
+        return cls((ref(parameter), ref(shard)), *counts)
+
+    def is_other_than(self, before: "_Version") -> bool:
+        """True if it was replaced or written as a whole."""
+        pairs = zip(self.tensor, before.tensor, strict=True)
+        return self.whole != before.whole or any(one() is not old() for one, old in pairs)
+
+
 class GradientAccumulation:
     """Gradients of one planned model that are not reduced yet, and its gathered parameters.
 
@@ -46,7 +74,8 @@ class GradientAccumulation:
     Attributes:
         waits: True within `no_sync`: backward adds to gradients that can wait.
         keeps: True within `no_sync`: gathered parameters are kept for later micro-batches.
-        written: True if operators in place have written parameters since they were gathered.
+        written: True if operators in place have written shards of parameters, and not the
+            parameters, since they were gathered.
     """
 
     def __init__(self, dtype: torch.dtype | None = None) -> None:
@@ -55,7 +84,7 @@ class GradientAccumulation:
         self.keeps = False
         self._unreduced: dict[Hashable, Sequence[_Sum | None]] = {}  # by bucket
         self._gathered: dict[int, list[torch.Tensor]] = {}  # by bucket
-        self._versions: dict[Hashable, int] = {}  # by program
+        self._known: dict[Hashable, list[_Version]] = {}  # by program
         self.written = False
         self._reduces = False  # the last forward was outside of no_sync
 
@@ -113,19 +142,27 @@ class GradientAccumulation:
         else:
             self._gathered.pop(bucket, None)
 
-    def note_versions(self, program: Hashable, versions: Iterable[int]) -> None:
-        """Note whether parameters were written in place since they were gathered.
+    def note_parameters(self, program: Hashable, parameters: Sequence[torch.Tensor]) -> None:
+        """Note whether parameters have changed since they were gathered.
+
+        Where they were replaced, or written as a whole, as by loading a state dict, all ranks see
+        it, and gather them again.
 
         Args:
             program: key of the program that reads them.
-            versions: version counters of its parameters.
+            parameters: DTensors.
         """
         if not (self.keeps or self._gathered):
             return
-        version = sum(versions)
         if not self._gathered:  # a new step
-            self._versions.clear()
-        self.written = version != self._versions.setdefault(program, version)
+            self._known.clear()
+        now = [_Version.of(parameter) for parameter in parameters]
+        known = self._known.setdefault(program, now)
+        if any(one.is_other_than(before) for one, before in zip(now, known, strict=True)):
+            self._gathered.clear()
+            self._known = {program: now}
+            known = now
+        self.written = any(one.shard != old.shard for one, old in zip(now, known, strict=True))
 
     @contextmanager
     def forward(self) -> Iterator[None]:

@@ -311,7 +311,12 @@ class BucketOp:
         else:
             written = self._accumulation is not None and self._accumulation.written
             own = self._steps.own_shards(self._gathered)
-            _check_unchanged(self._steps.as_read(tensors), own, written=written)
+            try:
+                _check_unchanged(self._steps.as_read(tensors), own, written=written)
+            except PlanError:
+                if self._accumulation is not None:
+                    self._accumulation.clear()  # or the calls of later steps would fail as well
+                raise
 
     def wait_forward(self) -> list[torch.Tensor]:
         """Wait for the collectives of forward."""
@@ -405,8 +410,9 @@ def _check_unchanged(shards: Tensors, gathered: Tensors, *, written: bool) -> No
             the same words.
     """
     message = (
-        "parameters have changed since the first micro-batch of this step gathered them; run the "
-        "last micro-batch of each step outside of no_sync(), and change parameters after it"
+        "the shards of parameters have changed since the first micro-batch of this step gathered "
+        "them: write into the parameters themselves, on all ranks, and not into to_local(), or "
+        "after the last micro-batch of a step, which runs outside of no_sync()"
     )
     for shard, own in zip(shards, gathered, strict=True):
         # Compared as bytes, since NaN differs from itself.

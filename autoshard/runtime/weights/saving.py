@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autoshard.errors import CheckpointError
+from autoshard.runtime.model_tensors import ModelTensor, model_tensors, other_state
 from autoshard.runtime.pipelining import Pipelined
 from autoshard.runtime.shards import (
     SubShard,
@@ -37,7 +38,6 @@ from autoshard.runtime.weights.files import (
     unfinished,
     write_unfinished,
 )
-from autoshard.runtime.weights.model_tensors import ModelTensor, model_tensors
 from autoshard.runtime.weights.readers import INDEX, MODEL, SAFETENSORS
 from autoshard.runtime.weights.safetensors_file import (
     StoredTensor,
@@ -94,7 +94,7 @@ def write_weights(model: nn.Module, folder: Path, max_file_bytes: int, *, replac
     """
     tensors = model_tensors(model)
     mesh = _mesh_of(model, tensors)
-    on_all_ranks(mesh, lambda: _check(tensors, folder))
+    on_all_ranks(mesh, lambda: _check(model, tensors, folder))
     on_first_rank(mesh, lambda: _prepare(folder, replaces=replaces))
     number = agreed(mesh, lambda: _free_number(folder))
     if isinstance(model, Pipelined):
@@ -203,7 +203,13 @@ class _Files:
         )
 
 
-def _check(tensors: Sequence[ModelTensor], folder: Path) -> None:
+def _check(model: nn.Module, tensors: Sequence[ModelTensor], folder: Path) -> None:
+    for name, value in other_state(model).items():
+        raise CheckpointError(
+            f"safetensors files have only tensors, and {name!r} of the state dict is a "
+            f"{type(value).__name__}: return a tensor from get_extra_state, or save "
+            f"dcp_state_dict(model.state_dict()) with torch.distributed.checkpoint"
+        )
     empty = [one.names[0] for one in tensors if one.is_meta]
     if empty:
         raise CheckpointError(f"{empty[0]!r} is on the meta device, so there is nothing to save")
