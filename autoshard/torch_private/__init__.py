@@ -20,8 +20,11 @@ if TYPE_CHECKING:
         COLLECTIVES,
         default_store,
         replace_distribute_tensors,
+        replace_state_dicts,
         replace_total_norm,
         torch_distribute_tensors,
+        torch_model_state_dict,
+        torch_optimizer_state_dict,
         torch_total_norm,
     )
     from autoshard.torch_private.dtensors import (
@@ -103,6 +106,7 @@ __all__ = [
     "own_parameters",
     "pytree",
     "replace_distribute_tensors",
+    "replace_state_dicts",
     "replace_total_norm",
     "runs_backward",
     "safe_softmax",
@@ -115,6 +119,8 @@ __all__ = [
     "take_shard",
     "tensor_without_memory",
     "torch_distribute_tensors",
+    "torch_model_state_dict",
+    "torch_optimizer_state_dict",
     "torch_total_norm",
     "version_counter",
     "without_set_up",

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed import P2POp, ProcessGroup, _state_dict_utils
+from torch.distributed.checkpoint import state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
@@ -57,6 +58,7 @@ def checks_of_tensors() -> Mapping[str, Check]:
         "samplers keep the number that they were given": _keeps_numbers,
         "clip_grad_norm_ computes the norm by a function that can be replaced": _replaces_norms,
         "state dicts are filled by a function that can be replaced": _replaces_filling,
+        "state dicts are made by functions that can be replaced": _replaces_making,
     }
 
 
@@ -185,6 +187,11 @@ def _replaces_norms() -> bool:
 def _replaces_filling() -> bool:
     # Read, since to call it takes all ranks.
     return "_distribute_tensors" in _state_dict_utils._broadcast_tensors.__code__.co_names
+
+
+def _replaces_making() -> bool:
+    names = state_dict.get_state_dict.__code__.co_names
+    return {"_get_model_state_dict", "_get_optim_state_dict"} <= {*names}
 
 
 def _dtensor(local: torch.Tensor, mesh: DeviceMesh, first: Placement) -> DTensor:

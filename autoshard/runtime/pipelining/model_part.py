@@ -134,6 +134,16 @@ def saved_tensors(
     return saved
 
 
+def saved_names(model: nn.Module) -> dict[str, str]:
+    """For each name in the state dict, that of the saved tensor; a tied one has several names.
+
+    Args:
+        model: has all tensors.
+    """
+    first = {name: one.names[0] for one in model_tensors(model) for name in one.names}
+    return {name: first[name] for name in model.state_dict() if name in first}
+
+
 def _names(stages: Iterable[Stage]) -> set[str]:
     stored = chain.from_iterable(stage.inputs for stage in stages)
     return {name for i in stored if i.kind in _STORED for name in (i.target, *i.aliases)}
