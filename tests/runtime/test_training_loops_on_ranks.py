@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from runtime.cases import (
     arguments,
+    checkpoint_habits,
     criteria,
     gradient_habits,
     micro_batches,
@@ -40,6 +41,7 @@ MODULES = (
     optimizer_habits,
     gradient_habits,
     model_habits,
+    checkpoint_habits,
     opaque_modules,
     state_dicts,
     other_shapes,
@@ -95,5 +97,7 @@ def is_tested(name: str) -> bool:
 
 def test_each_habit_is_in_the_table() -> None:
     named = {name for _, names in rows() for name in names}
-    habits = joined(optimizer_habits, gradient_habits, model_habits, other_shapes, misuse)
+    habits = joined(
+        optimizer_habits, gradient_habits, model_habits, checkpoint_habits, other_shapes, misuse
+    )
     assert not {name for name in habits if not {name, name.rpartition(", ")[0]} & named}

@@ -12,7 +12,7 @@ import pytest
 import torch
 from runtime.cases.timeline import PEAK, TURN
 from runtime.cases.updated_buffers import MESHES
-from support.comparison import check_collectives, close, device_mesh
+from support.comparison import check_collectives, close, device_mesh, whole
 from support.live_memory import LiveMemory
 from support.meshes import slow_devices
 from support.models import Case, gpt2, graph_of
@@ -194,7 +194,9 @@ class PlannedMicroBatches:
                 optimizer.zero_grad()
         self.check_memory(planned, batches)
         if self.frequencies & GATHERED_ONCE:
-            self.check_changed(planned, batches)
+            for model in (planned, reference):
+                model.zero_grad()
+            self.check_changed(planned, reference, batches)
 
     def step(self, planned: nn.Module, batches: Sequence[dict[str, Any]]) -> None:
         for batch in batches[:-1]:
@@ -222,19 +224,40 @@ class PlannedMicroBatches:
         assert made.max() == pytest.approx(memory.peak, rel=PEAK), (made.max(), memory.peak)
         planned.zero_grad()
 
-    def check_changed(self, planned: nn.Module, batches: Sequence[dict[str, Any]]) -> None:
-        """Parameters that change between micro-batches are an error, not the old ones."""
+    def check_changed(
+        self, planned: nn.Module, reference: nn.Module, batches: Sequence[dict[str, Any]]
+    ) -> None:
+        """Parameters that change between micro-batches are gathered again; their shards may not."""
+        halves = {n: whole(p.detach()) * 0.5 for n, p in planned.named_parameters()}
         with patch.object(buckets, "_check_unchanged", wraps=buckets._check_unchanged) as check:
             with planned.no_sync():
                 for batch in batches[:2]:
                     planned(**batch)["loss"].backward()
             assert {call.kwargs["written"] for call in check.call_args_list} == {False}
-            with torch.no_grad():
-                for parameter in planned.parameters():
-                    parameter.mul_(0.5)
-            with pytest.raises(PlanError, match="changed since the first micro-batch"):
-                planned(**batches[-1])
-            assert check.call_args.kwargs["written"]
+        planned.load_state_dict(halves, strict=False)
+        planned(**batches[-1])["loss"].backward()
+        for batch in batches[:2]:
+            reference(**batch).loss.backward()
+        reference.load_state_dict(halves, strict=False)
+        reference(**batches[-1]).loss.backward()
+        for (name, one), other in zip(
+            planned.named_parameters(), reference.parameters(), strict=True
+        ):
+            close(one.grad.full_tensor(), other.grad, f"gradient of {name}", self.tolerance)
+        self.check_changed_shards(planned, batches)
+
+    def check_changed_shards(self, planned: nn.Module, batches: Sequence[dict[str, Any]]) -> None:
+        """Writes into shards, which other ranks do not see, are an error; the next step runs."""
+        planned.zero_grad()
+        with planned.no_sync():
+            planned(**batches[0])["loss"].backward()
+        with torch.no_grad():
+            for parameter in planned.parameters():
+                parameter.to_local().mul_(0.5)
+        with pytest.raises(PlanError, match="shards of parameters have changed since the first"):
+            planned(**batches[-1])
+        planned.zero_grad()
+        self.step(planned, batches)
 
 
 MICRO_BATCH, REDUCE_STEP, GATHER_STEP, STEP = Frequency
