@@ -68,7 +68,29 @@ _RESULT = Path(__file__).parent / "results" / "interrupted_saves.json"
 _PATIENCE = 60.0
 """Seconds after which a rank that has not ended waits for ever."""
 
-_CALLS = ["openat", "creat", "write", "writev", "pwrite64", "pwritev", "ftruncate", "fallocate", "fsync", "fdatasync", "rename", "renameat", "renameat2", "link", "linkat", "symlink", "unlink", "unlinkat", "rmdir", "mkdir", "mkdirat"]
+_CALLS = [
+    "openat",
+    "creat",
+    "write",
+    "writev",
+    "pwrite64",
+    "pwritev",
+    "ftruncate",
+    "fallocate",
+    "fsync",
+    "fdatasync",
+    "rename",
+    "renameat",
+    "renameat2",
+    "link",
+    "linkat",
+    "symlink",
+    "unlink",
+    "unlinkat",
+    "rmdir",
+    "mkdir",
+    "mkdirat",
+]
 _WRITES = "write,pwrite64,fallocate,ftruncate"
 _LEFT = re.compile(r"unfinished|former|\.tmp")
 SAVED, REFUSED, CRASHED = "saved", "refused", "crashed"
@@ -206,13 +228,18 @@ class Optimizers(Training):
         return self.numbers() - number
 
 
+def forget_accelerate() -> None:
+    """Reset what accelerate keeps in a process; it has no public way."""
+    AcceleratorState._reset_state(reset_partial_state=True)  # noqa: SLF001
+    GradientState._reset_state()  # noqa: SLF001
+
+
 class Accelerated(Training):
     """`PlannedAccelerator.save_state` and `load_state`."""
 
     def __init__(self) -> None:
         super().__init__()
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
+        forget_accelerate()
         self._accelerator: Accelerator = PlannedAccelerator()
         self._scheduler = torch.optim.lr_scheduler.ConstantLR(self.optimizer, 1.0)
         self._accelerator.prepare(self.model, self.optimizer, self._scheduler)
@@ -237,8 +264,7 @@ class Trained(Training):
 
     def __init__(self) -> None:
         super().__init__()
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
+        forget_accelerate()
 
     def _trainer(self, folder: Path) -> Any:
         arguments = TrainingArguments(str(folder), report_to="none", use_cpu=True)
@@ -461,7 +487,7 @@ def _trace(pid: int, inject: str, log: Path | None) -> None:
     calls = ["-e", f"trace={','.join(_CALLS)}", *(["-e", inject] if inject else [])]
     output = str(log or "/dev/null")
     tracer = subprocess.Popen(  # noqa: S603  constant but for numbers
-        ["strace", "-qq", "-y", "-s", "0", "-o", output, *calls, "-p", str(pid)]
+        ["strace", "-qq", "-y", "-s", "0", "-o", output, *calls, "-p", str(pid)],  # noqa: S607
     )
     while f"TracerPid:\t{tracer.pid}\n" not in Path(f"/proc/{pid}/status").read_text():
         if tracer.poll() is not None:
@@ -574,7 +600,7 @@ def main() -> int:
 
 def _table(done: Sequence[Trial], seconds: float) -> str:
     rows = [
-        "| save | fault | trials | the former checkpoint | the new one | neither, or a rank waits |",
+        "| save | fault | trials | former checkpoint | new one | neither, or a rank waits |",
         "|---|---|--:|--:|--:|--:|",
     ]
     for subject in dict.fromkeys(trial.subject for trial in done):

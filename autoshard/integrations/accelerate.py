@@ -13,7 +13,7 @@ accelerate does per data-parallel process is done as for one.
 import re
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from os import PathLike
 from pathlib import Path
 from typing import Any, Self
@@ -244,6 +244,8 @@ class PlannedAccelerator(Accelerator):
             yield folder
         except BaseException:
             settings.iteration = number
+            with suppress(OSError):
+                folder.rmdir()  # where nothing was before
             raise
         finally:
             settings.automatic_checkpoint_naming = True
