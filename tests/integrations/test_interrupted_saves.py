@@ -16,8 +16,9 @@ COUNT = 2 * len(SUBJECTS) * len(FAULTS)
 
 @pytest.mark.ranks
 @pytest.mark.skipif(not is_possible(), reason="strace is not installed, or may not trace")
-def test_the_former_checkpoint_or_the_new_one_is_left() -> None:
-    options = ["--count", str(COUNT), "--seed", "1", "--no-write", "--only", *SUBJECTS]
+def test_the_former_checkpoint_or_the_new_one_is_left(tmp_path: Path) -> None:
+    options = ["--count", str(COUNT), "--seed", "1", "--no-write", "--folder", str(tmp_path)]
+    options += ["--only", *SUBJECTS]
     # A process of its own, whose forks the ranks are, has no threads.
     done = subprocess.run(  # noqa: S603  constant
         [sys.executable, "-m", "benchmarks.interrupted_saves", *options],
