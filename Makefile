@@ -13,7 +13,7 @@ GPU_PYTHON ?= $(if $(filter cpu,$(DEVICE)),$(BIN)/python,$(PYTHON))
 # `make gpu-wheels PYTHON=3.12` names a version, not an interpreter.
 INTERPRETER := $(if $(filter 3.%,$(PYTHON)),python3,$(PYTHON))
 
-.PHONY: help install demo test test-all gpu gpu-wheels test-torch test-torchs check serve generated examples bench faults hostile upgrade prove prove-pipelines prove-loading prove-image load scale conformance fuzz habits zoo zoo-ranks published image audit format clean
+.PHONY: help install demo test test-all gpu gpu-wheels test-torch test-torchs check serve generated examples bench faults hostile upgrade prove prove-pipelines prove-loading prove-image load scale conformance fuzz habits interrupted-saves zoo zoo-ranks published image audit format clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 16
@@ -104,6 +104,9 @@ fuzz: $(INSTALLED)  ## 10,000 damaged archives and requests, into docs/reliabili
 
 habits: $(INSTALLED)  ## 10,000 random training loops with random planned models on 4 ranks, into docs/training.md
 	$(BIN)/python -m benchmarks.habits
+
+interrupted-saves: $(INSTALLED)  ## Kill saves of checkpoints, and fail them, at each of their system calls, into docs/reliability.md
+	$(BIN)/python -m benchmarks.interrupted_saves
 
 prove-image: $(INSTALLED)  ## Build the image without an engine, run it confined, request a plan (root)
 	$(BIN)/python -m benchmarks.image --write

@@ -146,10 +146,29 @@ def test_a_state_dict_that_is_filled_by_another_function_is_an_error(
         check_parts(checks_of_tensors())
 
 
+def test_state_dicts_that_are_made_by_another_function_are_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    functions: Any = checks.state_dict
+    monkeypatch.setattr(functions, "get_state_dict", lambda *_: None)
+    with pytest.raises(TorchVersionError, match="state dicts are made"):
+        check_parts(checks_of_tensors())
+
+
+def test_checkpoints_that_do_not_ask_dtensors_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    functions: Any = checks.planner_helpers
+    monkeypatch.setattr(functions, "_create_chunk_list", lambda _: None)
+    with pytest.raises(TorchVersionError, match="distributed checkpoints ask a DTensor"):
+        check_parts(checks_of_tensors())
+
+
 def test_each_check_can_fail() -> None:
-    assert {*BROKEN, "state dicts are filled by a function that can be replaced"} == {
-        *checks_of_tensors()
+    others = {
+        "state dicts are filled by a function that can be replaced",
+        "state dicts are made by functions that can be replaced",
+        "distributed checkpoints ask a DTensor for its slices",
     }
+    assert {*BROKEN, *others} == {*checks_of_tensors()}
 
 
 def raised() -> bool:

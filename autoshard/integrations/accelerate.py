@@ -10,23 +10,38 @@ device would. So every rank gets the whole batch, of which forward takes its sha
 accelerate does per data-parallel process is done as for one.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
-from autoshard.errors import PlanError
+from autoshard.errors import ArgumentTypeError, CheckpointError, PlanError
 from autoshard.extras import from_extra
-from autoshard.integrations.checkpoints import load_optimizers, replace_weights, save_optimizers
+from autoshard.integrations.checkpoints import (
+    is_whole,
+    load_optimizers,
+    mesh_of,
+    new_version,
+    raised_as_one,
+    replace_weights,
+    whole_version,
+    write_optimizers,
+)
 from autoshard.runtime import full_tensor, load_checkpoint
+from autoshard.runtime.agreement import broadcast_text
 from autoshard.runtime.parallelize import Planned, planned_forward
+from autoshard.runtime.state_dicts import placed_like
+from autoshard.runtime.weights.files import on_first_rank
 from autoshard.torch_private import pytree
 
 with from_extra("transformers"):
@@ -58,6 +73,7 @@ class PlannedAccelerator(Accelerator):
     Gradient accumulation (`accumulate`, `no_sync`), clipping and gradient scaling work as ever.
     """
 
+    _custom_objects: list[Any]
     _dataloaders: list[Any]
     _models: list[Any]
     _optimizers: list[Any]
@@ -183,34 +199,106 @@ class PlannedAccelerator(Accelerator):
     def save_state(
         self, output_dir: str | None = None, safe_serialization: bool = True, **options: Any
     ) -> Any:
-        """Save the state of all that was prepared; that of planned models as shards."""
-        with self._without_planned() as planned:
-            folder = super().save_state(output_dir, safe_serialization, **options)
-        for number, (model, optimizers) in enumerate(planned):
-            place = _folder(folder, number)
-            replace_weights(model, place)
-            save_optimizers(model, optimizers, place / "optimizers")
+        """Save the state of all that was prepared; that of planned models as shards.
+
+        The files are in a folder of their own inside of `output_dir`; `checkpoint.json` beside it
+        has its name, and digests of them. They replace an earlier state when they are on the disk.
+
+        Raises:
+            CheckpointError: a rank has failed; the earlier state is still there.
+        """
+        mesh = self._mesh()
+        if mesh is None:
+            return super().save_state(output_dir, safe_serialization, **options)
+        with self._named_folder(output_dir, mesh) as folder:
+            whole = [WholeState.gathered(one, self._keeps_all) for one in self._custom_objects]
+            with new_version(folder, mesh) as version:
+                with self._without_planned(whole) as planned, raised_as_one(mesh):
+                    super().save_state(str(version), safe_serialization, **options)
+                for number, (model, optimizers) in enumerate(planned):
+                    place = _folder(version, number)
+                    replace_weights(model, place)
+                    write_optimizers(model, optimizers, place / "optimizers")
         return folder
+
+    def _mesh(self) -> DeviceMesh | None:
+        """The mesh of the planned models and of the tensors in registered objects."""
+        planned: list[Any] = [model for model in self._models if isinstance(model, Planned)]
+        if planned:
+            return mesh_of(planned[0])
+        states = [one.state_dict() for one in self._custom_objects]
+        leaves = (leaf for state in states for leaf in pytree.tree_leaves(state))
+        return next((leaf.device_mesh for leaf in leaves if isinstance(leaf, DTensor)), None)
+
+    @property
+    def _keeps_all(self) -> bool:
+        """True on the ranks that may write registered objects."""
+        return bool(self.is_local_main_process)
+
+    @contextmanager
+    def _named_folder(self, output_dir: str | None, mesh: DeviceMesh) -> Iterator[Path]:
+        """The folder of a state; with automatic names, the oldest ones are removed afterwards."""
+        settings = self.project_configuration
+        if not settings.automatic_checkpoint_naming:
+            if output_dir is None:
+                raise ArgumentTypeError("save_state needs a folder: pass output_dir")
+            yield Path(output_dir)
+            return
+        folder = Path(self.project_dir) / "checkpoints" / f"checkpoint_{self.save_iteration}"
+        on_first_rank(mesh, lambda: _check_new(folder))
+        settings.automatic_checkpoint_naming = False
+        number = settings.iteration
+        try:
+            yield folder
+        except BaseException:
+            settings.iteration = number
+            with suppress(OSError):
+                folder.rmdir()  # where nothing was before
+            raise
+        finally:
+            settings.automatic_checkpoint_naming = True
+        if settings.total_limit is not None:
+            kept = max(settings.total_limit, 1)
+            on_first_rank(mesh, lambda: _remove_all(_automatic(folder.parent)[:-kept]))
 
     def load_state(
         self, input_dir: str | None = None, load_kwargs: Any = None, **options: Any
     ) -> None:
-        """Load what `save_state` saved, under the same plan or another one."""
-        folders: list[str] = []
-        hook = self.register_load_state_pre_hook(lambda _, folder: folders.append(folder))
-        try:
-            with self._without_planned() as planned:
-                super().load_state(input_dir, load_kwargs, **options)
-        finally:
-            hook.remove()
+        """Load what `save_state` saved, under the same plan or another one.
+
+        Raises:
+            CheckpointError: the files are not those of one save.
+        """
+        mesh = self._mesh()
+        if mesh is None:
+            super().load_state(input_dir, load_kwargs, **options)
+            return
+        folder = whole_version(self._given_folder(input_dir, mesh), mesh)
+        with self._without_planned([WholeState(one) for one in self._custom_objects]) as planned:
+            super().load_state(str(folder), load_kwargs, **options)
         for number, (model, optimizers) in enumerate(planned):
-            place = _folder(folders[0], number)
+            place = _folder(folder, number)
             load_checkpoint(model, place)
             load_optimizers(model, optimizers, place / "optimizers")
 
+    def _given_folder(self, input_dir: str | None, mesh: DeviceMesh) -> Path:
+        """The folder of a state to load; the last whole one with automatic names."""
+        if input_dir is None and self.project_configuration.automatic_checkpoint_naming:
+            found = _automatic(Path(self.project_dir) / "checkpoints")
+            last = next((str(one) for one in reversed(found) if is_whole(one)), "")
+            input_dir = broadcast_text(last, mesh) or None
+        if input_dir is None:
+            raise CheckpointError("there is no state to load: pass input_dir, as to save_state")
+        return Path(input_dir).expanduser()
+
     @contextmanager
-    def _without_planned(self) -> Iterator[list[tuple[nn.Module, list[torch.optim.Optimizer]]]]:
+    def _without_planned(
+        self, objects: list[Any]
+    ) -> Iterator[list[tuple[nn.Module, list[torch.optim.Optimizer]]]]:
         """A context in which accelerate knows no planned model and none of their optimizers.
+
+        Args:
+            objects: in place of the registered ones.
 
         Yields:
             the planned models, each with its optimizers.
@@ -221,6 +309,7 @@ class PlannedAccelerator(Accelerator):
         taken = [id(optimizer) for group in owned for optimizer in group]
         self._models = [model for model in models if not isinstance(model, Planned)]
         self._optimizers = [o for o in optimizers if id(o) not in taken]
+        registered, self._custom_objects = self._custom_objects, objects
         try:
             yield [
                 (model, [o.optimizer for o in group])
@@ -228,6 +317,53 @@ class PlannedAccelerator(Accelerator):
             ]
         finally:
             self._models, self._optimizers = models, optimizers
+            self._custom_objects = registered
+
+
+class WholeState:
+    """A registered object whose state dict has full tensors in place of DTensors.
+
+    Accelerate writes the state of rank 0, and loads it on all ranks.
+
+    Args:
+        registered: has `state_dict` and `load_state_dict`.
+        state: with full tensors, of `gathered`.
+    """
+
+    def __init__(self, registered: Any, state: Any = None) -> None:
+        self._registered = registered
+        self._state = state
+
+    @classmethod
+    def gathered(cls, registered: Any, keeps: bool) -> Self:
+        """Gather the state, on all ranks.
+
+        Args:
+            registered: the object.
+            keeps: False on ranks that do not write it, which keep no full tensors.
+        """
+
+        def whole(leaf: Any) -> Any:
+            if not isinstance(leaf, DTensor):
+                return leaf
+            full = full_tensor(leaf.detach())
+            return full.cpu() if keeps else None
+
+        return cls(registered, pytree.tree_map(whole, registered.state_dict()))
+
+    def state_dict(self) -> Any:
+        """The state with full tensors."""
+        return self._state
+
+    def load_state_dict(self, state: Any) -> None:
+        """Load a state; each rank takes its shards of what the object has as DTensors."""
+        own = dict(pytree.tree_leaves_with_path(self._registered.state_dict()))
+
+        def placed(path: Any, leaf: Any) -> Any:
+            like: Any = own.get(path)
+            return placed_like(leaf, like, pytree.keystr(path))
+
+        self._registered.load_state_dict(pytree.tree_map_with_path(placed, state))
 
 
 def _folder(folder: str | PathLike[str], number: int) -> Path:
@@ -238,3 +374,23 @@ def _is_of(optimizer: Any, model: nn.Module) -> bool:
     """True if an optimizer has parameters of a model."""
     own = {id(parameter) for parameter in model.parameters()}
     return any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+
+
+def _automatic(parent: Path) -> list[Path]:
+    """The folders of states with automatic names, in the order of their numbers."""
+    found = ((path, re.fullmatch(r"checkpoint_(\d+)", path.name)) for path in parent.glob("*"))
+    numbers = {int(match[1]): path for path, match in found if match}
+    return [numbers[number] for number in sorted(numbers)]
+
+
+def _check_new(folder: Path) -> None:
+    if folder.exists() and is_whole(folder):
+        raise CheckpointError(
+            f"{folder} is there already: set project_configuration.iteration to the number that "
+            f"the next state shall have"
+        )
+
+
+def _remove_all(folders: Sequence[Path]) -> None:
+    for folder in folders:
+        shutil.rmtree(folder)

@@ -11,6 +11,7 @@ the plans, and every rank gets the whole batch.
 A subclass of Trainer comes after it: `class Mine(PlannedTrainer, Seq2SeqTrainer)`.
 """
 
+import shutil
 from copy import copy
 from functools import partial
 from os import PathLike
@@ -18,20 +19,30 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from autoshard.errors import PlanError
 from autoshard.extras import from_extra
 from autoshard.integrations.accelerate import PlannedAccelerator
-from autoshard.integrations.checkpoints import load_optimizers, replace_weights, save_optimizers
+from autoshard.integrations.checkpoints import (
+    load_optimizers,
+    mesh_of,
+    move_files,
+    new_folder,
+    replace_weights,
+    settle_all,
+    whole_version,
+    write_optimizers,
+)
 from autoshard.runtime import load_checkpoint
 from autoshard.runtime.parallelize import Planned, planned_programs
+from autoshard.runtime.weights.files import on_first_rank
 
 with from_extra("transformers"):
     from transformers import PreTrainedModel, Trainer
-    from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
+    from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
+    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
     from transformers.utils import is_peft_available
 
 _OPTIMIZERS = "optimizers"
@@ -59,6 +70,7 @@ class PlannedTrainer(Trainer):
     """
 
     args: Any
+    _staging: Path | None = None
     label_names: list[str]
     model_accepts_loss_kwargs: bool
 
@@ -115,13 +127,64 @@ class PlannedTrainer(Trainer):
             save_adapters(self.model, folder)
         else:
             replace_weights(self.model, folder)
-            if self.args.should_save:
-                _save_config(self.model, folder)
+        on_first_rank(mesh_of(self.model), partial(self._save_others, folder))
+
+    def _save_others(self, folder: Path) -> None:
+        """Save what `from_pretrained` needs besides weights, and the arguments."""
+        if not self._is_peft:
+            _save_config(self.model, folder)
+        tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        torch.save(self.args, folder / TRAINING_ARGS_NAME)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train; what an interrupted save has left is removed first."""
+        self.settle_saves()
+        return super().train(*args, **kwargs)
+
+    def settle_saves(self) -> None:
+        """Remove what interrupted saves have left; a checkpoint that was moved away is back."""
+        folder = Path(self.args.output_dir)
+        name = rf"{PREFIX_CHECKPOINT_DIR}-\d+"
+        on_first_rank(mesh_of(self.model), lambda: settle_all(folder, name))
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Save into a new folder, which takes its place when it is whole; called on all ranks."""
+        place = Path(super()._get_output_dir(trial))
+        place /= f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        try:
+            with new_folder(place, mesh_of(self.model)) as self._staging:
+                super()._save_checkpoint(model, trial)
+                self._name_best(place)
+        finally:
+            self._staging = None
+        if self.args.push_to_hub:
+            super()._push_from_checkpoint(str(place))
         if self.args.should_save:
-            tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
-            if tokenizer is not None:
-                tokenizer.save_pretrained(folder)
-            torch.save(self.args, folder / TRAINING_ARGS_NAME)
+            rotate_checkpoints(
+                output_dir=str(place.parent),
+                save_total_limit=self.args.save_total_limit,
+                best_model_checkpoint=self.state.best_model_checkpoint,
+                use_mtime=True,
+            )
+
+    def _name_best(self, place: Path) -> None:
+        """Name the best checkpoint as it will be named, if it is this one."""
+        assert self._staging is not None
+        if self.state.best_model_checkpoint == str(self._staging / place.name):
+            self.state.best_model_checkpoint = str(place)
+            if self.args.should_save:
+                self.state.save_to_json(str(self._staging / place.name / TRAINER_STATE_NAME))
+
+    def _get_output_dir(self, trial: Any) -> str:
+        """The folder of checkpoints; while one is saved, where it is made."""
+        return super()._get_output_dir(trial) if self._staging is None else str(self._staging)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Push to the hub, but not while a checkpoint is made."""
+        if self._staging is None:
+            super()._push_from_checkpoint(checkpoint_folder)
 
     @property
     def _is_peft(self) -> bool:
@@ -133,9 +196,10 @@ class PlannedTrainer(Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Save shards of the optimizer's state, and the scheduler."""
-        save_optimizers(self.model, [self.optimizer.optimizer], Path(output_dir) / _OPTIMIZERS)
-        if self.args.should_save:
-            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
+        folder = Path(output_dir)
+        write_optimizers(self.model, [self.optimizer.optimizer], folder / _OPTIMIZERS)
+        state = self.lr_scheduler.state_dict()
+        on_first_rank(mesh_of(self.model), lambda: torch.save(state, folder / SCHEDULER_NAME))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load what was saved, also by a Trainer of an unsharded model."""
@@ -148,6 +212,7 @@ class PlannedTrainer(Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Load weights; each rank reads its shards."""
+        whole_version(Path(resume_from_checkpoint), mesh_of(self.model))
         if self._is_peft:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         else:
@@ -163,7 +228,8 @@ class PlannedTrainer(Trainer):
 def save_adapters(model: Any, folder: str | PathLike[str]) -> None:
     """Save the trainable adapters of a planned PEFT model as `PeftModel.save_pretrained` does.
 
-    The files have full tensors. All ranks must call it; rank 0 writes.
+    The files have full tensors, and replace earlier ones when they are on the disk. All ranks must
+    call it; rank 0 writes.
 
     Args:
         model: a `PeftModel` that `parallelize` returned.
@@ -171,9 +237,18 @@ def save_adapters(model: Any, folder: str | PathLike[str]) -> None:
     """
     options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
     state = get_model_state_dict(model, options=options)
-    if dist.get_rank() == 0:
-        model.save_pretrained(folder, state_dict=state)
-    dist.barrier()
+    place = Path(folder)
+    staging = place.with_name(f".{place.name}.unfinished")
+
+    def save() -> None:
+        shutil.rmtree(staging, ignore_errors=True)
+        try:
+            model.save_pretrained(staging, state_dict=state)
+            move_files(staging, place)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+
+    on_first_rank(mesh_of(model), save)
 
 
 def _save_config(model: nn.Module, folder: Path) -> None:

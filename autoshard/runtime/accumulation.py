@@ -1,12 +1,12 @@
 """State of a step between its micro-batches: gradients and gathered parameters."""
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol, Self, TypeAlias
-from weakref import WeakSet
+from weakref import ReferenceType, WeakSet, ref
 
 import torch
 from torch.autograd.graph import Node
@@ -20,6 +20,7 @@ from autoshard.torch_private import (
     has_gradient_hooks,
     spec_of,
     stored_shard,
+    version_counter,
 )
 
 Gradients: TypeAlias = list[torch.Tensor | None]
@@ -49,6 +50,32 @@ class _Sum:
         if gradient is not None:
             self.tensor.add_(gradient)
         return self.tensor.to(self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _Version:
+    """A DTensor at some time.
+
+    Attributes:
+        tensor: the DTensor, and the tensor with its shard, which may be replaced.
+        whole: number of writes into the DTensor, the same on all ranks.
+        shard: number of writes into the shard of this rank.
+    """
+
+    tensor: tuple[ReferenceType[torch.Tensor], ReferenceType[torch.Tensor]]
+    whole: int
+    shard: int
+
+    @classmethod
+    def of(cls, parameter: DTensor) -> Self:
+        shard = stored_shard(parameter)
+        counts = version_counter(parameter), version_counter(shard)
+        return cls((ref(parameter), ref(shard)), *counts)
+
+    def is_other_than(self, before: "_Version") -> bool:
+        """True if it was replaced or written as a whole."""
+        pairs = zip(self.tensor, before.tensor, strict=True)
+        return self.whole != before.whole or any(one() is not old() for one, old in pairs)
 
 
 class PendingGradient(DeferredShard):
@@ -177,6 +204,8 @@ class GradientAccumulation:
     Attributes:
         waits: True within `no_sync`: backward adds to gradients that can wait.
         keeps: True within `no_sync`: gathered parameters are kept for later micro-batches.
+        written: True if shards of parameters were written, and not the parameters, since they were
+            gathered; those on `data` do not count.
     """
 
     def __init__(self, dtype: torch.dtype | None = None) -> None:
@@ -185,7 +214,8 @@ class GradientAccumulation:
         self.keeps = False
         self._pending: dict[int, DTensor] = {}  # parameters that had pending gradients
         self._gathered: dict[int, list[torch.Tensor]] = {}  # by bucket
-        self._versions: dict[Hashable, int] = {}  # by program
+        self._known: dict[Hashable, list[_Version]] = {}  # by program
+        self.written = False
 
     def summed(
         self,
@@ -257,21 +287,26 @@ class GradientAccumulation:
         """Let the next call gather parameters again, which have changed."""
         self._gathered.clear()
 
-    def note_versions(self, program: Hashable, versions: Iterable[int]) -> None:
-        """Forget gathered parameters that operators in place have changed since, on all ranks.
+    def note_parameters(self, program: Hashable, parameters: Sequence[DTensor]) -> None:
+        """Forget gathered parameters that have changed since.
+
+        Where they were replaced, or written as a whole, as by loading a state dict, all ranks see
+        it, and gather them again.
 
         Args:
             program: key of the program that reads them.
-            versions: version counters of its parameters.
+            parameters: that it reads.
         """
         if not (self.keeps or self._gathered):
             return
-        version = sum(versions)
-        if self._versions.get(program, version) != version:
+        now = [_Version.of(parameter) for parameter in parameters]
+        known = self._known.get(program, now)
+        if any(one.is_other_than(before) for one, before in zip(now, known, strict=True)):
             self.forget_gathered()
         if not self._gathered:  # a new step
-            self._versions.clear()
-        self._versions[program] = version
+            self._known.clear()
+        known = self._known.setdefault(program, now)
+        self.written = any(one.shard != old.shard for one, old in zip(now, known, strict=True))
 
     @contextmanager
     def forward(self) -> Iterator[None]:

@@ -80,14 +80,25 @@ def raised_on_all_ranks(mesh: DeviceMesh) -> Iterator[None]:
         yield
     except AutoshardError as error:
         failure = error
-    none = torch.iinfo(torch.int64).max
-    lowest = torch.tensor([none if failure is None else dist.get_rank()], device=mesh.device_type)
-    for axis in range(mesh.ndim):
-        dist.all_reduce(lowest, dist.ReduceOp.MIN, group=mesh.get_group(axis))
+    failed = first_failed(mesh, failed=failure is not None)
     if failure is not None:
         raise failure
-    if int(lowest) != none:
-        raise PlanError(f"the plan was not applied: rank {int(lowest)} failed, see its error")
+    if failed is not None:
+        raise PlanError(f"the plan was not applied: rank {failed} failed, see its error")
+
+
+def first_failed(mesh: DeviceMesh, *, failed: bool) -> int | None:
+    """The lowest rank of a mesh on which something has failed; None if it has on none.
+
+    Args:
+        mesh: of the ranks that take part.
+        failed: True if it has on this rank.
+    """
+    none = torch.iinfo(torch.int64).max
+    lowest = torch.tensor([dist.get_rank() if failed else none], device=mesh.device_type)
+    for axis in range(mesh.ndim):
+        dist.all_reduce(lowest, dist.ReduceOp.MIN, group=mesh.get_group(axis))
+    return None if int(lowest) == none else int(lowest)
 
 
 def check_equal_weights(weights: Mapping[str, torch.Tensor], mesh: DeviceMesh) -> None:

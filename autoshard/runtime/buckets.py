@@ -328,7 +328,8 @@ class BucketOp:
         else:
             own = self._steps.own_shards(self._gathered)
             try:
-                _check_unchanged(self._steps.as_read(tensors), own)
+                written = self._accumulation.written
+                _check_unchanged(self._steps.as_read(tensors), own, written=written)
             except PlanError:
                 self._accumulation.forget_gathered()
                 raise
@@ -413,25 +414,27 @@ class BucketOp:
         ]
 
 
-def _check_unchanged(shards: Tensors, gathered: Tensors) -> None:
+def _check_unchanged(shards: Tensors, gathered: Tensors, *, written: bool) -> None:
     """Check that parameters are as they were when an earlier micro-batch gathered them.
 
     Args:
         shards: this rank's shards now.
         gathered: this rank's shards of what was gathered.
+        written: True if operators in place have written shards since.
 
     Raises:
-        PlanError: they have changed, by no optimizer of torch and no operator in place on the
-            parameters themselves. On a GPU, that ends the process instead, with the same words.
+        PlanError: they have changed, by no optimizer of torch and no operator on the parameters
+            themselves. On a GPU, a change of `data` ends the process instead, with the same words.
     """
     message = (
-        "shards of parameters have changed since the first micro-batch of this step gathered them; "
-        "run the last micro-batch of each step outside of no_sync(), and change parameters after it"
+        "the shards of parameters have changed since the first micro-batch of this step gathered "
+        "them: write into the parameters themselves, on all ranks, and not into to_local(), or "
+        "after the last micro-batch of a step, which runs outside of no_sync()"
     )
     for shard, own in zip(shards, gathered, strict=True):
         # Compared as bytes, since NaN differs from itself.
         pair = [t.detach().contiguous().view(-1).view(torch.uint8) for t in (shard, own)]
-        if shard.is_cpu:
+        if shard.is_cpu or written:
             if not torch.equal(*pair):
                 raise PlanError(message)
         else:

@@ -19,7 +19,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from autoshard.errors import PlanError
-from autoshard.runtime.dtensors import from_local, full_tensor, local_tensor
+from autoshard.runtime.dtensors import (
+    PLANNED_MESHES,
+    from_local,
+    full_tensor,
+    local_tensor,
+    support_checkpoints,
+)
 from autoshard.runtime.global_tensors.calls import placed_as, run_operator, store
 from autoshard.runtime.global_tensors.checks import check_plain, drawn_alike
 from autoshard.runtime.global_tensors.global_tensor import StateTensor
@@ -69,16 +75,13 @@ _OWN = frozenset(
 )
 """Operators of DTensor itself that neither mix elements nor reduce them."""
 
-_MESHES: set[DeviceMesh] = set()
-"""The meshes of planned models: DTensors on others are left to PyTorch."""
-
 FURTHER_GROUPS: list[Callable[[Sequence[torch.Tensor]], Sequence[ProcessGroup]]] = []
 """Functions that name further ranks with gradients of the same model as some gradients."""
 
 
 def install_dtensor_handlers(mesh: DeviceMesh) -> None:
     """Register the handlers, for all DTensors on the mesh of a planned model."""
-    _MESHES.add(mesh)
+    support_checkpoints(mesh)
     handlers = operator_handlers()
     if _NUMBER in handlers:
         return
@@ -169,7 +172,7 @@ def _changed_in_place(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str,
 def _is_ours(tensors: Sequence[torch.Tensor]) -> bool:
     """True for tensors of planned models that are computed now, and may be combined."""
     shared = (x for x in tensors if isinstance(x, DTensor))
-    is_foreign = any(x.device_mesh not in _MESHES or stored_shard(x).is_meta for x in shared)
+    is_foreign = any(x.device_mesh not in PLANNED_MESHES or stored_shard(x).is_meta for x in shared)
     return not is_foreign and not torch.compiler.is_compiling() and _may_mix(tensors)
 
 
@@ -326,7 +329,7 @@ def _copy(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> An
     same = isinstance(source, DTensor) and source.placements == target.placements
     if origin_of(target) is None and same and source.shape == target.shape:
         return _unhandled(operator, args, kwargs)
-    if not _may_mix([target, source]) or target.device_mesh not in _MESHES:
+    if not _may_mix([target, source]) or target.device_mesh not in PLANNED_MESHES:
         return _unhandled(operator, args, kwargs)
     _check_whole(target)
     whole = full_tensor(source).to(target.dtype).expand(target.shape)

@@ -7,7 +7,7 @@ parameter. Like a bucket of DistributedDataParallel, a node runs in backward whe
 all its parameters are complete, so the bytes of a group are limited.
 """
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -39,7 +39,6 @@ from autoshard.torch_private import (
     has_gradient_hooks,
     spec_of,
     stored_shard,
-    version_counter,
 )
 
 
@@ -97,7 +96,7 @@ class LocalParameters:
             self._check.check(slots, parameters)
         accumulation = active_accumulation()
         if accumulation is not None:
-            accumulation.note_versions(id(self), _versions(p for _, group in groups for p in group))
+            accumulation.note_parameters(id(self), [p for _, group in groups for p in group])
 
 
 def _current(attribute: ModuleAttribute) -> DTensor:
@@ -108,13 +107,6 @@ def _current(attribute: ModuleAttribute) -> DTensor:
             f"plain tensor after the plan was applied; load weights into the DTensor instead"
         )
     return parameter
-
-
-def _versions(parameters: Iterable[DTensor]) -> Iterator[int]:
-    """Version counters of parameters and their local tensors; operators in place increase one."""
-    for parameter in parameters:
-        yield version_counter(parameter)
-        yield version_counter(stored_shard(parameter))
 
 
 def _local(

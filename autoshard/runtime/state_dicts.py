@@ -4,7 +4,7 @@
 the shard of one rank.
 """
 
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autoshard.errors import CheckpointError
 from autoshard.layouts import from_placements
+from autoshard.runtime.agreement import first_failed
 from autoshard.runtime.dtensors import from_local, full_tensor, local_tensor
 from autoshard.runtime.shards import dtensor_slices, local_shard
 from autoshard.torch_private import (
@@ -38,6 +39,8 @@ def support_state_dicts(model: nn.Module) -> None:
         if any(isinstance(tensor, DTensor) for tensor in tensors):
             register: Any = module.register_load_state_dict_pre_hook  # torch does not type it
             register(_place_loaded_tensors)
+    register_at_root: Any = model.register_load_state_dict_pre_hook
+    register_at_root(_keep_ties)
     _support_all_optimizers()
     replace_distribute_tensors(_distribute_tensors)
 
@@ -100,6 +103,44 @@ def _place_loaded_tensors(
             state[key] = placed_like(state[key], stored, key)
 
 
+def _keep_ties(
+    model: nn.Module,
+    state: MutableMapping[str, Any],
+    prefix: str,
+    metadata: Mapping[str, Any],
+    *_: Any,
+) -> None:
+    """Let tied parameters stay one, if `load_state_dict` assigns equal values to all their names.
+
+    It would make a parameter for each name, and the program reads one of them.
+    """
+    if not metadata.get("assign_to_params_buffers"):
+        return
+    names: dict[int, list[str]] = {}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name, parameter in parameters.items():
+        if isinstance(parameter, DTensor) and f"{prefix}{name}" in state:
+            names.setdefault(id(parameter), []).append(name)
+    for tied in names.values():
+        stored = parameters[tied[0]]
+        if len(tied) == 1 or not isinstance(stored, DTensor):
+            continue
+        values = [placed_like(state[f"{prefix}{name}"], stored, name) for name in tied]
+        if all(isinstance(value, DTensor) for value in values) and _are_equal(values):
+            one = nn.Parameter(values[0].detach(), requires_grad=stored.requires_grad)
+            state.update({f"{prefix}{name}": one for name in tied})
+
+
+def _are_equal(values: Sequence[DTensor]) -> bool:
+    """True if DTensors that are placed alike have the same bytes on all ranks."""
+    local = [local_tensor(value).detach() for value in values]
+    if any(one.is_meta for one in local):
+        return True
+    first, *others = (one.contiguous().reshape(-1).view(torch.uint8) for one in local)
+    differs = any(not torch.equal(first, other) for other in others)
+    return first_failed(values[0].device_mesh, failed=differs) is None
+
+
 _checked: WeakKeyDictionary[torch.optim.Optimizer, Any] = WeakKeyDictionary()
 """The state of each optimizer when it was last checked; loading replaces the object."""
 
@@ -118,10 +159,24 @@ def _place_loaded_state(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if _checked.get(optimizer) is optimizer.state:
         return
     _checked[optimizer] = optimizer.state
+    numbers = _NUMBERS | {
+        name
+        for parameter, state in optimizer.state.items()
+        for name, value in state.items()
+        if parameter.ndim and isinstance(value, torch.Tensor) and not value.ndim
+    }
     for parameter, state in optimizer.state.items():
-        if isinstance(parameter, DTensor) and parameter.ndim:
+        if isinstance(parameter, DTensor):
             for name, value in state.items():
-                state[name] = placed_like(value, parameter, name)
+                if parameter.ndim or name not in numbers:
+                    state[name] = placed_like(value, parameter, name)
+
+
+_NUMBERS = frozenset({"step", "eta", "mu", "mu_product"})
+"""What optimizers of torch keep once for a parameter, and not for each of its elements.
+
+Those of other optimizers are known by the parameters that have dims.
+"""
 
 
 def _distribute_tensors(state: dict[str, Any], keys: list[str], *args: Any) -> None:

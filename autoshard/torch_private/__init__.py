@@ -29,8 +29,11 @@ if TYPE_CHECKING:
         COLLECTIVES,
         default_store,
         replace_distribute_tensors,
+        replace_state_dicts,
         replace_total_norm,
         torch_distribute_tensors,
+        torch_model_state_dict,
+        torch_optimizer_state_dict,
         torch_total_norm,
     )
     from autoshard.torch_private.dtensors import (
@@ -125,6 +128,7 @@ __all__ = [
     "own_parameters",
     "pytree",
     "replace_distribute_tensors",
+    "replace_state_dicts",
     "replace_total_norm",
     "runs_backward",
     "safe_softmax",
@@ -137,6 +141,8 @@ __all__ = [
     "take_shard",
     "tensor_without_memory",
     "torch_distribute_tensors",
+    "torch_model_state_dict",
+    "torch_optimizer_state_dict",
     "torch_total_norm",
     "version_counter",
     "without_checkpoints",

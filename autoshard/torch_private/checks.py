@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed import P2POp, ProcessGroup, _state_dict_utils
+from torch.distributed.checkpoint import planner_helpers, state_dict, utils
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
@@ -60,6 +61,8 @@ def checks_of_tensors() -> Mapping[str, Check]:
         "samplers keep the number that they were given": _keeps_numbers,
         "clip_grad_norm_ computes the norm by a function that can be replaced": _replaces_norms,
         "state dicts are filled by a function that can be replaced": _replaces_filling,
+        "state dicts are made by functions that can be replaced": _replaces_making,
+        "distributed checkpoints ask a DTensor for its slices": _asks_for_slices,
     }
 
 
@@ -207,6 +210,23 @@ def _replaces_norms() -> bool:
 def _replaces_filling() -> bool:
     # Read, since to call it takes all ranks.
     return "_distribute_tensors" in _state_dict_utils._broadcast_tensors.__code__.co_names
+
+
+def _replaces_making() -> bool:
+    names = state_dict.get_state_dict.__code__.co_names
+    return {"_get_model_state_dict", "_get_optim_state_dict"} <= {*names}
+
+
+def _asks_for_slices() -> bool:
+    reading = planner_helpers._create_chunk_list.__code__.co_names
+    writing = planner_helpers._create_write_items.__code__.co_names
+    shard = utils.find_tensor_shard.__code__.co_names
+    return (
+        "__create_chunk_list__" in reading
+        and "__create_write_items__" in writing
+        and "__get_tensor_shard__" in shard
+        and hasattr(DTensor, "__create_chunk_list__")
+    )
 
 
 def _dtensor(local: torch.Tensor, mesh: DeviceMesh, first: Placement) -> DTensor:

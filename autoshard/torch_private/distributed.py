@@ -12,6 +12,11 @@ from autoshard.torch_private.versions import expected_of_torch
 with expected_of_torch("functions of distributed state dicts and of clipping"):
     from torch.distributed import _state_dict_utils
     from torch.distributed._state_dict_utils import _distribute_tensors
+    from torch.distributed.checkpoint import state_dict as _state_dict
+    from torch.distributed.checkpoint.state_dict import (
+        _get_model_state_dict,
+        _get_optim_state_dict,
+    )
     from torch.nn.utils.clip_grad import _get_total_norm
 
 COLLECTIVES: Any = torch.ops._c10d_functional
@@ -26,6 +31,13 @@ torch_total_norm: Callable[..., torch.Tensor] = _get_total_norm
 
 torch_distribute_tensors: Callable[..., None] = _distribute_tensors
 """Fills DTensors of a state dict from full tensors that one rank has read, as torch does it."""
+
+
+torch_model_state_dict: Callable[..., Any] = _get_model_state_dict
+"""What `get_model_state_dict` returns, from a model and options, as torch makes it."""
+
+torch_optimizer_state_dict: Callable[..., Any] = _get_optim_state_dict
+"""What `get_optimizer_state_dict` returns, from a model, optimizers and options, likewise."""
 
 
 def default_store() -> Any:
@@ -54,3 +66,15 @@ def replace_distribute_tensors(function: Callable[..., None]) -> None:
     """
     functions: Any = _state_dict_utils
     functions._distribute_tensors = function
+
+
+def replace_state_dicts(of_model: Callable[..., Any], of_optimizers: Callable[..., Any]) -> None:
+    """Let `get_model_state_dict` and `get_optimizer_state_dict` call other functions.
+
+    Relies on: they call `_get_model_state_dict` and `_get_optim_state_dict` of their module with
+    the model and the options, and so does `get_state_dict`. Hooks of state dicts do not know the
+    options.
+    """
+    functions: Any = _state_dict
+    functions._get_model_state_dict = of_model
+    functions._get_optim_state_dict = of_optimizers

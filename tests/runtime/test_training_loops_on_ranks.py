@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from runtime.cases import (
     arguments,
+    checkpoint_habits,
     compiled_habits,
     criteria,
     gradient_habits,
@@ -43,6 +44,7 @@ MODULES = (
     gradient_habits,
     pending_gradients,
     model_habits,
+    checkpoint_habits,
     opaque_modules,
     state_dicts,
     other_shapes,
@@ -104,6 +106,6 @@ def test_each_habit_is_in_the_table() -> None:
     named = {name for _, names in rows() for name in names}
     habits = joined(
         *(optimizer_habits, gradient_habits, pending_gradients, model_habits),
-        *(other_shapes, misuse),
+        *(checkpoint_habits, other_shapes, misuse),
     )
     assert not {name for name in habits if not {name, name.rpartition(", ")[0]} & named}

@@ -30,7 +30,7 @@ from autoshard.errors import CheckpointError
 from autoshard.runtime import init_empty_weights, load_checkpoint, save_checkpoint
 from autoshard.runtime.shards import SubShard
 from autoshard.runtime.weights.safetensors_file import TensorInfo
-from autoshard.runtime.weights.saving import FileWriter
+from autoshard.runtime.weights.saving import FileWriter, write_weights
 
 
 @pytest.mark.parametrize("save", [as_file, as_folder, as_torch_file, as_torch_index, as_dcp])
@@ -61,8 +61,15 @@ def test_names_that_differ(tmp_path: Path) -> None:
     other = meta_model()
     load_checkpoint(other, tmp_path / "run.pt", rename="net.body.".__add__)
     check_equal(other, model.state_dict())
-    with pytest.raises(CheckpointError, match=r"did you mean rename='net.body.'.__add__"):
+    with pytest.raises(CheckpointError, match=r"rename=lambda name: 'net.body.' \+ name\?"):
         load_checkpoint(other, tmp_path / "run.pt")
+
+
+def test_no_renaming_is_suggested_that_does_not_help(tmp_path: Path) -> None:
+    torch.save({"net": {"embedding": {"weight": torch.ones(2)}}}, tmp_path / "run.pt")
+    with pytest.raises(CheckpointError, match=r"lacks 'embedding.weight'") as caught:
+        load_checkpoint(meta_model(), tmp_path / "run.pt")
+    assert "did you mean" not in str(caught.value)
 
 
 def test_what_may_be_lacking_stays(tmp_path: Path) -> None:
@@ -203,6 +210,57 @@ def test_a_full_disk_leaves_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"saving failed: .*File too large"):
         save_on_a_full_disk(tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def stopped_before(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save that ends before the file of a name is renamed, as if the process were killed."""
+    real = Path.replace
+
+    def replace(path: Path, target: Path) -> Path:
+        if Path(target).name == name:
+            raise KeyboardInterrupt
+        return real(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", replace)
+        patch.setattr(Path, "unlink", lambda *_, **__: None)  # nor does it clean up
+        with pytest.raises(KeyboardInterrupt):
+            write_weights(Tied(), folder, 200, replaces=True)
+
+
+@pytest.mark.parametrize("former", [200, 10_000])
+@pytest.mark.parametrize(
+    "stopped", ["model-00002-of-00003.safetensors", "model.safetensors.index.json"]
+)
+def test_a_save_that_is_stopped_leaves_the_former_checkpoint(
+    former: int, stopped: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, loaded = Tied(), Tied()
+    write_weights(model, tmp_path, former, replaces=True)
+    before = {path.name for path in tmp_path.iterdir()}
+    number = "model-2" if former == 200 else "model"
+    stopped_before(stopped.replace("model-", f"{number}-", 1), tmp_path, monkeypatch)
+    assert {path.name for path in tmp_path.iterdir()} > before
+    load_checkpoint(loaded, tmp_path)
+    check_equal(loaded, model.state_dict())
+    other = Tied()
+    write_weights(other, tmp_path, 200, replaces=True)
+    load_checkpoint(loaded, tmp_path)
+    check_equal(loaded, other.state_dict())
+    assert len([*tmp_path.iterdir()]) == 4
+    assert not [*tmp_path.glob("*.unfinished")]
+
+
+def test_what_a_stopped_save_has_left_is_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped_before("model.safetensors.index.json", tmp_path, monkeypatch)
+    assert [*tmp_path.glob("*.safetensors")]
+    model, loaded = Tied(), Tied()
+    save_checkpoint(model, tmp_path, max_file_bytes=200)
+    load_checkpoint(loaded, tmp_path)
+    check_equal(loaded, model.state_dict())
+    assert len([*tmp_path.iterdir()]) == 4
 
 
 def test_a_disk_that_fills_up(tmp_path: Path) -> None:

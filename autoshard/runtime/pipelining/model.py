@@ -23,6 +23,7 @@ from autoshard.runtime.model_class import NotPickled, class_as_before, original_
 from autoshard.runtime.parameters import stored_names
 from autoshard.runtime.pipelining.deferred_norms import DeferredBatchNorms
 from autoshard.runtime.pipelining.devices import StageDevices
+from autoshard.runtime.pipelining.full_states import support_full_states
 from autoshard.runtime.pipelining.micro_batches import Join
 from autoshard.runtime.pipelining.model_part import (
     check_held_alike,
@@ -30,6 +31,7 @@ from autoshard.runtime.pipelining.model_part import (
     drop_removed,
     keep_own_part,
     removed_names,
+    saved_names,
     saved_tensors,
 )
 from autoshard.runtime.pipelining.norms import clip_gradients, join_stages
@@ -55,6 +57,7 @@ class Pipelined(NotPickled):
     _runners: Sequence[PipelineRunner]
     _removed: frozenset[str]
     _saved: tuple[dict[str, torch.Tensor], ...]
+    _saved_names: Mapping[str, str]
 
     def step(
         self, *args: Any, target: Any = None, return_outputs: bool = False, **kwargs: Any
@@ -177,6 +180,11 @@ class Pipelined(NotPickled):
     def saved_tensors(self) -> tuple[dict[str, torch.Tensor], ...]:
         """The tensors that each pipeline rank saves, by name, on the meta device."""
         return self._saved
+
+    @property
+    def saved_names(self) -> Mapping[str, str]:
+        """For each name in the state dict of the whole model, the one of `saved_tensors`."""
+        return self._saved_names
 
     @property
     def read_buffers(self) -> frozenset[str]:
@@ -305,7 +313,7 @@ def pipeline(
             forward.norms = DeferredBatchNorms(model, forward.program.graph)
     held = HeldBuffers(model)
     own = next(iter(devices.values()))
-    saved = saved_tensors(model, first, own)
+    saved, names = saved_tensors(model, first, own), saved_names(model)
     keep_own_part(model, first, own, next(iter(forwards.values())))
     held.follow()
     runners = [
@@ -334,7 +342,8 @@ def pipeline(
     for mesh in {mesh for one in devices.values() for mesh in one.meshes}:
         install_dtensor_handlers(mesh)
     support_state_dicts(model)
-    vars(model)["_saved"] = saved
+    support_full_states()
+    vars(model)["_saved"], vars(model)["_saved_names"] = saved, names
     vars(model)["_removed"] = removed_names(model, first)
     drop_removed(model, vars(model)["_removed"])
     join_stages(model, own)

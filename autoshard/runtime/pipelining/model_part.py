@@ -9,6 +9,7 @@ from torch import nn
 
 from autoshard.errors import PlanError
 from autoshard.plan import PlacedInput, Plan, Stage
+from autoshard.runtime.model_tensors import model_tensors
 from autoshard.runtime.parameters import check_parameters, distribute_state
 from autoshard.runtime.pipelining.devices import StageDevices
 from autoshard.runtime.pipelining.stage_forward import StageForward
@@ -126,12 +127,21 @@ def saved_tensors(
         for name in _names(plan.stages[stage] for stage in stages)
     }
     saved: tuple[dict[str, torch.Tensor], ...] = tuple({} for _ in devices.positions)
-    known: set[int] = set()
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if isinstance(tensor, torch.Tensor) and id(tensor) not in known:
-            known.add(id(tensor))
-            saved[holders.get(name, 0)][name] = torch.empty_like(tensor, device="meta")
+    for one in model_tensors(model):
+        # Hooks of state dicts may rename what a stage holds.
+        position = next((holders[path] for path in one.attributes if path in holders), 0)
+        saved[position][one.names[0]] = torch.empty_like(one.tensor, device="meta")
     return saved
+
+
+def saved_names(model: nn.Module) -> dict[str, str]:
+    """For each name in the state dict, that of the saved tensor; a tied one has several names.
+
+    Args:
+        model: has all tensors.
+    """
+    first = {name: one.names[0] for one in model_tensors(model) for name in one.names}
+    return {name: first[name] for name in model.state_dict() if name in first}
 
 
 def _names(stages: Iterable[Stage]) -> set[str]:

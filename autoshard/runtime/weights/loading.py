@@ -12,16 +12,17 @@ from torch import nn
 
 from autoshard.errors import CheckpointError
 from autoshard.runtime.dtensors import local_tensor
-from autoshard.runtime.parallelize import Planned, planned_forward
-from autoshard.runtime.parameters import first_of
-from autoshard.runtime.pipelining import Pipelined
-from autoshard.runtime.weights.model_tensors import (
+from autoshard.runtime.model_tensors import (
     ModelTensor,
     empty_like,
     mesh_device,
     model_tensors,
     non_persistent_buffers,
+    other_state,
 )
+from autoshard.runtime.parallelize import Planned, planned_forward
+from autoshard.runtime.parameters import first_of
+from autoshard.runtime.pipelining import Pipelined
 from autoshard.runtime.weights.readers import CheckpointReader, open_checkpoint
 from autoshard.runtime.weights.safetensors_file import TensorInfo
 
@@ -101,6 +102,7 @@ def load_checkpoint(
     stored = reader.tensors
     wanted = [_Wanted(tensor, tuple(map(rename, tensor.names))) for tensor in model_tensors(model)]
     differences = [
+        *_not_tensors(model, rename, optional),
         *(text for one in wanted for text in one.differences(stored, optional, cast=cast)),
         *_unexpected(wanted, _without_removed(stored, model, rename), ignored),
     ]
@@ -109,7 +111,11 @@ def load_checkpoint(
         raise CheckpointError(
             f"the checkpoint does not fit the model: {shown}{_hint(wanted, stored)}"
         )
-    found = [(one.tensor, names) for one in wanted if (names := one.found(stored))]
+    found = [
+        (one.tensor, names)
+        for one in wanted
+        if (names := one.found(stored)) and not one.tensor.is_computed
+    ]
     device = mesh_device(model)
     return LoadReport(
         num_tensors=len(found),
@@ -143,6 +149,13 @@ def _load(
 ) -> int:
     """Fill one tensor of the model, and return the bytes read."""
     first, *others = names
+    module = wanted.extra_state_of
+    if module is not None:
+        info = reader.tensors[first]
+        state = torch.empty(info.shape, dtype=info.dtype)
+        bytes_read = reader.read(first, state)
+        module.set_extra_state(state)
+        return bytes_read
     is_meta = wanted.is_meta
     tensor = empty_like(wanted.tensor, device) if is_meta else wanted.tensor.detach()
     bytes_read = reader.read(first, tensor)
@@ -185,7 +198,12 @@ class _Wanted:
                 yield f"it lacks {missing}"
             elif self.tensor.is_meta:
                 yield f"it lacks {missing}, which has no values in the model either"
-        for name in names:
+        if self.tensor.is_computed and not _any_matches(self.tensor.names, optional):
+            yield (
+                f"a hook computes {names[0]!r} for the state dict of the model, so only "
+                f"model.load_state_dict can load it"
+            )
+        for name in names if self.tensor.attributes else ():
             shape, dtype = stored[name].shape, stored[name].dtype
             if shape != tuple(tensor.shape):
                 yield f"{name!r} has shape {shape}, but {tuple(tensor.shape)} in the model"
@@ -193,6 +211,18 @@ class _Wanted:
                 yield (
                     f"{name!r} is {dtype}, but {tensor.dtype} in the model (cast=True converts it)"
                 )
+
+
+def _not_tensors(
+    model: nn.Module, rename: Callable[[str], str], optional: Collection[str]
+) -> Iterator[str]:
+    """Describe state of the model that is no tensor, and that checkpoints do not have."""
+    for name, value in other_state(model).items():
+        if not _any_matches([rename(name)], optional) and not _any_matches([name], optional):
+            yield (
+                f"{name!r} of the model is a {type(value).__name__}, and only tensors are loaded: "
+                f"set it with set_extra_state, and pass optional=[{name!r}]"
+            )
 
 
 def _without_removed(
@@ -216,13 +246,20 @@ def _any_matches(names: Iterable[str], patterns: Collection[str]) -> bool:
     return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
-def _hint(wanted: Sequence[_Wanted], stored: Iterable[str]) -> str:
+def _hint(wanted: Sequence[_Wanted], stored: Collection[str]) -> str:
     """A suggestion if names differ only by a prefix."""
     name = wanted[0].tensor.names[0] if wanted else ""
     for other in stored:
         if name != other and other.endswith(f".{name}"):
-            return f" (did you mean rename={other.removesuffix(name)!r}.__add__?)"
-        if name != other and name.endswith(f".{other}"):
+            prefix = other.removesuffix(name)
+            hint = f"lambda name: {prefix!r} + name"
+            renamed = [[prefix + name for name in one.tensor.names] for one in wanted]
+        elif name != other and name.endswith(f".{other}"):
             prefix = name.removesuffix(other)
-            return f" (did you mean rename=lambda name: name.removeprefix({prefix!r})?)"
+            hint = f"lambda name: name.removeprefix({prefix!r})"
+            renamed = [[name.removeprefix(prefix) for name in one.tensor.names] for one in wanted]
+        else:
+            continue
+        if all(any(name in stored for name in names) for names in renamed):
+            return f" (did you mean rename={hint}?)"
     return ""

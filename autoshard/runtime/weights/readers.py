@@ -12,9 +12,10 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 
 from autoshard.errors import CheckpointError
-from autoshard.runtime.dtensors import dcp_state_dict
+from autoshard.runtime.dtensors import dcp_state_dict, local_tensor
 from autoshard.runtime.shards import local_sub_shards
 from autoshard.runtime.weights.safetensors_file import TensorInfo, read_header, read_slice
 
@@ -171,13 +172,14 @@ class TorchReader:
 
     Raises:
         CheckpointError: a file cannot be mapped, contains other objects than tensors and plain
-            data, or lacks a tensor that the index lists.
+            data, has the shards of one rank, or lacks a tensor that the index lists.
     """
 
     def __init__(self, files: Files) -> None:
         self._mapped: dict[str, torch.Tensor] = {}
         for path, expected in files.items():
-            self._mapped |= _expected(path, dict(_tensors_in(_mapped(path))), expected)
+            found = dict(_tensors_in(_mapped(path)))
+            self._mapped |= _expected(path, _whole(path, found), expected)
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
@@ -203,6 +205,23 @@ def _mapped(path: Path) -> Any:
             f"{path} is not a file of torch.save with only tensors, in its format since torch "
             f"1.6: {first_line}"
         ) from error
+
+
+def _whole(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors of which a file has all elements.
+
+    Raises:
+        CheckpointError: a tensor is a DTensor, of which the file has the shard of one rank.
+    """
+    for name, tensor in tensors.items():
+        if isinstance(tensor, DTensor) and not all(p.is_replicate() for p in tensor.placements):
+            raise CheckpointError(
+                f"{path} has the shard of one rank of {name!r}: torch.save writes only the shards "
+                f"of the rank that calls it. Save with autoshard.save_checkpoint or "
+                f"torch.distributed.checkpoint; or load this file on the rank that wrote it with "
+                f"model.load_state_dict(torch.load(path))"
+            )
+    return {name: local_tensor(tensor) for name, tensor in tensors.items()}
 
 
 def _tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:

@@ -3,9 +3,10 @@
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from io import FileIO
-from itertools import product, zip_longest
+from itertools import count, product, zip_longest
 from math import prod
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autoshard.errors import CheckpointError
-from autoshard.runtime.dtensors import local_tensor
+from autoshard.runtime.model_tensors import ModelTensor, model_tensors, other_state
 from autoshard.runtime.pipelining import Pipelined
 from autoshard.runtime.shards import (
     SubShard,
@@ -25,7 +26,18 @@ from autoshard.runtime.shards import (
     shape_of,
     sub_shards,
 )
-from autoshard.runtime.weights.model_tensors import model_tensors
+from autoshard.runtime.weights.files import (
+    agreed,
+    finish,
+    first_rank,
+    make_folder,
+    on_all_ranks,
+    on_first_rank,
+    own_rank,
+    sync,
+    unfinished,
+    write_unfinished,
+)
 from autoshard.runtime.weights.readers import INDEX, MODEL, SAFETENSORS
 from autoshard.runtime.weights.safetensors_file import (
     StoredTensor,
@@ -49,6 +61,9 @@ def save_checkpoint(
     which the others send their shards one by one. (Save the state of an optimizer with
     `torch.distributed.checkpoint` and `dcp_state_dict`.)
 
+    The checkpoint is there when all of it is on the disk. What an interrupted save has left in the
+    folder is removed.
+
     Args:
         model: a model returned by `parallelize`, or any other module.
         folder: folder of the files, created if necessary; must not contain safetensors files.
@@ -56,31 +71,77 @@ def save_checkpoint(
 
     Raises:
         CheckpointError: the folder already has safetensors files, a tensor is on the meta device,
-            or this or another rank cannot write a file. The checkpoint is then incomplete.
+            the state dict has something else than tensors, or this or another rank cannot write a
+            file. There is then no checkpoint.
     """
-    folder = Path(folder)
-    files = _Files.of_stages(model, max_file_bytes) if isinstance(model, Pipelined) else None
-    files = files or _Files.of(model, max_file_bytes)
-    mesh, tensors = files.mesh, files.tensors
+    write_weights(model, Path(folder), max_file_bytes, replaces=False)
+
+
+def write_weights(model: nn.Module, folder: Path, max_file_bytes: int, *, replaces: bool) -> None:
+    """Save a model's weights as `save_checkpoint` does.
+
+    One file is renamed when all of the checkpoint is on the disk: the only one, or the index. Until
+    then an earlier checkpoint in the folder is complete, and it is removed afterwards.
+
+    Args:
+        model: as for `save_checkpoint`.
+        folder: of the files.
+        max_file_bytes: maximum size of the tensors in a file.
+        replaces: True to replace the checkpoint in the folder; if False, there must be none.
+
+    Raises:
+        CheckpointError: as by `save_checkpoint`; an earlier checkpoint is still there.
+    """
+    tensors = model_tensors(model)
+    mesh = _mesh_of(model, tensors)
+    on_all_ranks(mesh, lambda: _check(model, tensors, folder))
+    on_first_rank(mesh, lambda: _prepare(folder, replaces=replaces))
+    number = agreed(mesh, lambda: _free_number(folder))
+    if isinstance(model, Pipelined):
+        files = _Files.of_stages(model, tensors, max_file_bytes, number)
+    else:
+        files = _Files.of(tensors, mesh, max_file_bytes, number)
     own = {
         file: FileWriter(folder / file, files.all[file])
         for file, writer in files.writers.items()
-        if writer == _own_rank()
+        if writer == own_rank()
     }
-    _on_all_ranks(mesh, lambda: _check(tensors, folder))
     try:
-        _on_all_ranks(mesh, lambda: _for_all(own, FileWriter.begin))
-        gatherer = _Gatherer()
-        for file, name in _round_robin({file: files.all[file] for file in files.writers}):
-            for sub_shard in gatherer.sub_shards(tensors[name], files.writers[file]):
-                own[file].write(name, sub_shard)
-        _on_all_ranks(mesh, lambda: _for_all(own, FileWriter.check))
-        _on_all_ranks(mesh, lambda: _check_shared(folder, files.all))
-        _on_all_ranks(mesh, lambda: _for_all(own, FileWriter.finish))
-    finally:
+        _write(files, own, folder)
+    except BaseException:
         _for_all(own, FileWriter.discard)
-    is_first = _own_rank() == files.first
-    _on_all_ranks(mesh, lambda: _write_index(folder, files.all, is_first=is_first))
+        if own_rank() == first_rank(mesh):
+            with suppress(OSError):
+                _remove_unfinished(folder)
+        raise
+    if replaces:
+        on_first_rank(mesh, lambda: _remove_former(folder, files.all), "removing earlier files")
+
+
+def _write(files: "_Files", own: Mapping[str, "FileWriter"], folder: Path) -> None:
+    """Write all files, and rename them when they are on the disk."""
+    mesh, index = files.mesh, folder / f"{MODEL}{INDEX}"
+    on_all_ranks(mesh, lambda: _for_all(own, FileWriter.begin))
+    gatherer = _Gatherer()
+    for file, name in _round_robin({file: files.all[file] for file in files.writers}):
+        for sub_shard in gatherer.sub_shards(files.tensors[name], files.writers[file]):
+            own[file].write(name, sub_shard)
+    on_all_ranks(mesh, lambda: _for_all(own, FileWriter.check))
+    on_all_ranks(mesh, lambda: _check_shared(folder, files.all))
+    if len(files.all) > 1:
+        # It names what the next save removes if this one ends here.
+        on_first_rank(mesh, lambda: write_unfinished(index, _index_text(files.all)))
+    on_all_ranks(mesh, lambda: finish(folder / file for file in own))
+    if len(files.all) > 1:
+        on_first_rank(mesh, lambda: finish([index]))
+
+
+def _mesh_of(model: nn.Module, tensors: Sequence[ModelTensor]) -> DeviceMesh | None:
+    """The mesh of all ranks with tensors of a model; None for a model without shards."""
+    if isinstance(model, Pipelined):
+        return model.devices.whole
+    shared = (one.tensor for one in tensors)
+    return next((t.device_mesh for t in shared if isinstance(t, DTensor)), None)
 
 
 @dataclass(frozen=True)
@@ -92,57 +153,114 @@ class _Files:
         all: all files.
         writers: the rank that writes each file, of the files with tensors of this rank.
         mesh: all ranks; None for a model without shards.
-        first: the rank that writes the index.
     """
 
     tensors: Mapping[str, torch.Tensor]
     all: Division
     writers: Mapping[str, int]
     mesh: DeviceMesh | None
-    first: int
 
     @classmethod
-    def of(cls, model: nn.Module, max_file_bytes: int) -> "_Files":
+    def of(
+        cls,
+        tensors: Sequence[ModelTensor],
+        mesh: DeviceMesh | None,
+        max_file_bytes: int,
+        number: int,
+    ) -> "_Files":
         """The files of a model whose tensors are on all ranks."""
-        tensors = {one.names[0]: one.tensor.detach() for one in model_tensors(model)}
-        mesh = next((t.device_mesh for t in tensors.values() if isinstance(t, DTensor)), None)
-        ranks = [_own_rank()] if mesh is None else mesh.mesh.flatten().tolist()
-        files = _named(_divide(tensors, max_file_bytes))
-        writers = {file: ranks[number % len(ranks)] for number, file in enumerate(files)}
-        return cls(tensors, files, writers, mesh, ranks[0])
+        saved = {one.names[0]: one.tensor.detach() for one in tensors}
+        ranks = [own_rank()] if mesh is None else mesh.mesh.flatten().tolist()
+        files = _named(_divide(saved, max_file_bytes), number)
+        writers = {file: ranks[position % len(ranks)] for position, file in enumerate(files)}
+        return cls(saved, files, writers, mesh)
 
     @classmethod
-    def of_stages(cls, model: Pipelined, max_file_bytes: int) -> "_Files":
+    def of_stages(
+        cls,
+        model: Pipelined,
+        tensors: Sequence[ModelTensor],
+        max_file_bytes: int,
+        number: int,
+    ) -> "_Files":
         """The files of a model with pipeline stages: the ranks of a stage write its own."""
-        assert isinstance(model, nn.Module)
         devices = model.devices
-        tensors = {name: one.tensor.detach() for one in model_tensors(model) for name in one.names}
+        known = {name: one.tensor.detach() for one in tensors for name in one.names}
         groups = [
             (position, group)
             for position, saved in enumerate(model.saved_tensors)
             for group in _divide(saved, max_file_bytes)
             if group
         ]
-        files = _named([group for _, group in groups])
+        files = _named([group for _, group in groups], number)
         ranks = devices.ranks[devices.own_stages[0]]
         own = [f for f, (place, _) in zip(files, groups, strict=True) if place == devices.position]
         return cls(
-            tensors={name: tensors[name] for name in model.saved_tensors[devices.position]},
+            tensors={name: known[name] for name in model.saved_tensors[devices.position]},
             all=files,
-            writers={file: ranks[number % len(ranks)] for number, file in enumerate(own)},
+            writers={file: ranks[position % len(ranks)] for position, file in enumerate(own)},
             mesh=devices.whole,
-            first=int(devices.whole.mesh.flatten()[0]),
         )
 
 
-def _check(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
-    empty = [name for name, tensor in tensors.items() if local_tensor(tensor).is_meta]
+def _check(model: nn.Module, tensors: Sequence[ModelTensor], folder: Path) -> None:
+    for name, value in other_state(model).items():
+        raise CheckpointError(
+            f"safetensors files have only tensors, and {name!r} of the state dict is a "
+            f"{type(value).__name__}: return a tensor from get_extra_state, or save "
+            f"dcp_state_dict(model.state_dict()) with torch.distributed.checkpoint"
+        )
+    empty = [one.names[0] for one in tensors if one.is_meta]
     if empty:
         raise CheckpointError(f"{empty[0]!r} is on the meta device, so there is nothing to save")
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
+
+
+def _prepare(folder: Path, *, replaces: bool) -> None:
+    """Remove what an interrupted save has left, and check that nothing else is there."""
+    _remove_unfinished(folder)
     existing = sorted(path.name for path in folder.glob(f"*{SAFETENSORS}*"))
-    if existing:
+    if existing and not replaces:
         raise CheckpointError(f"{folder} already has {existing[0]}; save into another folder")
+
+
+def _remove_unfinished(folder: Path) -> None:
+    """Remove the files of a save that did not come to its end; those of a checkpoint stay."""
+    index = folder / f"{MODEL}{INDEX}"
+    for name in _files_of(unfinished(index)) - _files_of(index):
+        (folder / name).unlink(missing_ok=True)
+    for path in folder.glob(unfinished(Path(f"*{SAFETENSORS}")).name):
+        path.unlink(missing_ok=True)
+    unfinished(index).unlink(missing_ok=True)
+
+
+def _remove_former(folder: Path, division: Division) -> None:
+    """Remove the files of an earlier checkpoint, first the one that readers look for."""
+    index = f"{MODEL}{INDEX}"
+    kept = {*division, *([index] if len(division) > 1 else [])}
+    former = {path.name for path in folder.glob(f"model*{SAFETENSORS}*")} - kept
+    for name in sorted(former, key=lambda name: name not in (index, MODEL)):
+        (folder / name).unlink(missing_ok=True)
+    sync(folder)
+
+
+def _files_of(index: Path) -> set[str]:
+    """The files that an index names; none if it was not written to its end."""
+    try:
+        names = json.loads(index.read_bytes())["weight_map"].values()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return set()
+    return {name for name in names if Path(name).name == name}
+
+
+def _free_number(folder: Path) -> int:
+    """The lowest number of a save whose files have names that no file in the folder has."""
+    taken = [path.name for path in folder.glob(f"model-*{SAFETENSORS}")]
+    return next(n for n in count(1) if not any(name.startswith(_prefix(n)) for name in taken))
+
+
+def _prefix(number: int) -> str:
+    return "model-0" if number == 1 else f"model-{number}-0"
 
 
 def _divide(
@@ -161,12 +279,14 @@ def _divide(
     return groups
 
 
-def _named(groups: Sequence[Mapping[str, TensorInfo]]) -> Division:
+def _named(groups: Sequence[Mapping[str, TensorInfo]], number: int) -> Division:
+    """The files by name, of the save with a number."""
     if len(groups) == 1:
         return {MODEL: groups[0]}
+    begin = _prefix(number).removesuffix("0")
     return {
-        f"model-{number:05}-of-{len(groups):05}{SAFETENSORS}": group
-        for number, group in enumerate(groups, start=1)
+        f"{begin}{position:05}-of-{len(groups):05}{SAFETENSORS}": group
+        for position, group in enumerate(groups, start=1)
     }
 
 
@@ -181,60 +301,26 @@ def _for_all(own: Mapping[str, "FileWriter"], step: Callable[["FileWriter"], Non
         step(writer)
 
 
-def _on_all_ranks(mesh: DeviceMesh | None, step: Callable[[], None]) -> None:
-    """Run a step on all ranks; if it fails on one, all of them raise `CheckpointError`."""
-    failure: Exception | None = None
-    try:
-        step()
-    except Exception as error:  # noqa: BLE001  the other ranks must not wait for this one
-        failure = error
-    failed = failure is not None
-    if mesh is not None:
-        flag = torch.tensor(int(failed), device=mesh.device_type)
-        for axis in range(mesh.ndim):
-            dist.all_reduce(flag, dist.ReduceOp.MAX, mesh.get_group(axis))
-        failed = bool(flag)
-    if isinstance(failure, CheckpointError):
-        raise failure
-    if failure is not None:
-        raise CheckpointError(f"saving failed: {failure}") from failure
-    if failed:
-        raise CheckpointError("saving failed on another rank; see its error")
-
-
 def _check_shared(folder: Path, division: Division) -> None:
     for file in division:
-        if not _unfinished(folder / file).exists():
+        if not unfinished(folder / file).exists():
             raise CheckpointError(
                 f"{folder} is not the same folder on all ranks: {file}, which another rank has "
                 f"written, does not exist"
             )
 
 
-def _write_index(folder: Path, division: Division, *, is_first: bool) -> None:
-    """Write the index on the first rank, if there are several files."""
-    if not is_first or len(division) == 1:
-        return
+def _index_text(division: Division) -> str:
     tensors = [info for group in division.values() for info in group.values()]
     index = {
         "metadata": {"total_size": sum(info.nbytes for info in tensors)},
         "weight_map": {name: file for file, names in division.items() for name in names},
     }
-    (folder / f"{MODEL}{INDEX}").write_text(json.dumps(index, indent=2) + "\n")
-
-
-def _own_rank() -> int:
-    """Global rank of this process; 0 without process groups."""
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _unfinished(path: Path) -> Path:
-    """The temporary path of a file that is being written."""
-    return path.with_name(f"{path.name}.unfinished")
+    return json.dumps(index, indent=2) + "\n"
 
 
 class FileWriter:
-    """Writes a safetensors file in slices, under a temporary name until it is complete.
+    """Writes a safetensors file in slices, under a temporary name.
 
     Args:
         path: final path of the file.
@@ -242,11 +328,10 @@ class FileWriter:
     """
 
     def __init__(self, path: Path, tensors: Mapping[str, TensorInfo]) -> None:
-        self._path = path
-        self._unfinished = _unfinished(path)
+        self._unfinished = unfinished(path)
         self._tensors = tensors
         self._stored: Mapping[str, StoredTensor] = {}
-        self._failure: OSError | None = None
+        self._failure: Exception | None = None
 
     def begin(self) -> None:
         """Create the file.
@@ -265,25 +350,28 @@ class FileWriter:
         """
         if self._failure is not None:
             return
-        values = sub_shard.local.detach().cpu().contiguous()
         try:
+            values = sub_shard.local.detach().cpu().contiguous()
             with FileIO(self._unfinished, "r+") as file:
                 write_slice(file, self._stored[name], sub_shard.index, values)
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001  a lack of memory, too
             self._failure = error
 
     def check(self) -> None:
-        """Raise the first failure of `write`, an `OSError`."""
+        """Wait until the file is on the disk.
+
+        Raises:
+            Exception: the first failure of `write`.
+            OSError: the file cannot be synced.
+        """
         if self._failure is not None:
             raise self._failure
-
-    def finish(self) -> None:
-        """Rename the complete file to its final path; may raise an `OSError`."""
-        self._unfinished.rename(self._path)
+        sync(self._unfinished)
 
     def discard(self) -> None:
-        """Remove the file if it is not finished."""
-        self._unfinished.unlink(missing_ok=True)
+        """Remove the file if it is there; where that fails, the next save does."""
+        with suppress(OSError):
+            self._unfinished.unlink(missing_ok=True)
 
 
 class _Gatherer:
@@ -307,17 +395,17 @@ class _Gatherer:
             on other ranks, nothing.
         """
         if not isinstance(tensor, DTensor):
-            if _own_rank() == writer:
+            if own_rank() == writer:
                 yield from local_sub_shards(tensor)
             return
         local = tensor.to_local()
         for owner, coordinate in _owners(tensor, writer):
             slices = dtensor_slices(tensor, coordinate)
-            if _own_rank() == owner == writer:
+            if own_rank() == owner == writer:
                 yield from sub_shards(local, slices)
-            elif _own_rank() == owner:
+            elif own_rank() == owner:
                 dist.send(local.contiguous().reshape(-1).view(torch.uint8), writer)
-            elif _own_rank() == writer:
+            elif own_rank() == writer:
                 shape = shape_of(slices)
                 received = self._receive(prod(shape) * local.itemsize, local.device, owner)
                 yield from sub_shards(received.view(local.dtype).view(shape), slices)

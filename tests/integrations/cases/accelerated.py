@@ -1,21 +1,26 @@
 """`PlannedAccelerator`: the numbers of `Accelerator` in one process."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.utils import ProjectConfiguration
 from safetensors.torch import load_file
 from support.comparison import close, device_mesh
 from support.language_models import BATCH, MESHES, Texts, language_model, plans_of
 from support.processes import launched_process
 from support.shared_folder import shared_folder
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
-from autoshard.errors import PlanError
+from autoshard.errors import CheckpointError, PlanError
 from autoshard.integrations.accelerate import PlannedAccelerator
 from autoshard.runtime import full_tensor, parallelize
 
@@ -146,6 +151,102 @@ class Accelerated:
                 close(tensors[name], parameter, name)
 
 
+@dataclass
+class Kept:
+    """What is saved twice, fails, is mixed or is registered: the former state stays whole."""
+
+    mesh: str
+
+    def prepare(self) -> None:
+        for mesh in MESHES:
+            plans_of(mesh, counts=False)
+
+    def __call__(self) -> None:
+        (other,) = set(MESHES) - {self.mesh}
+        with launched_process(), shared_folder() as folder:
+            accelerator, model, average = self.prepared(self.mesh, folder)
+            first = self.saved(accelerator, model, average, 1.0)
+            self.saved(accelerator, model, average, 2.0)
+            self.check_failing(accelerator, model, average)
+            assert [path.name for path in first.parent.iterdir()] == ["checkpoint_1"]
+            # On the other mesh, from the state that was saved last.
+            accelerator, model, average = self.prepared(other, folder)
+            accelerator.load_state()
+            self.check(model, average, 2.0)
+            self.check_mixed(accelerator, folder)
+
+    def prepared(self, mesh: str, folder: str) -> tuple[Accelerator, nn.Module, nn.Module]:
+        plans = plans_of(mesh, counts=False)
+        model = parallelize(language_model(), plans, device_mesh(plans["train"]))
+        names = {"automatic_checkpoint_naming": True, "total_limit": 1}
+        settings = ProjectConfiguration(folder, **names)
+        accelerator = PlannedAccelerator(project_config=settings)
+        average = AveragedModel(model)
+        accelerator.prepare(model)
+        accelerator.register_for_checkpointing(average)
+        return accelerator, model, average
+
+    def become(self, model: nn.Module, average: nn.Module, number: float) -> None:
+        with torch.no_grad():
+            for parameter, averaged in zip(
+                model.parameters(), average.module.parameters(), strict=True
+            ):
+                rows = torch.arange(len(parameter), dtype=parameter.dtype)
+                whole = rows.view(-1, *[1] * (parameter.ndim - 1)).expand(parameter.shape)
+                parameter.copy_(whole + number)
+                averaged.copy_(whole - number)
+
+    def saved(
+        self, accelerator: Accelerator, model: nn.Module, average: nn.Module, number: float
+    ) -> Path:
+        self.become(model, average, number)
+        return Path(accelerator.save_state())
+
+    def check(self, model: nn.Module, average: nn.Module, number: float) -> None:
+        for one, sign in ((model, 1), (average.module, -1)):
+            for name, parameter in one.named_parameters():
+                full = full_tensor(parameter.detach())
+                rows = torch.arange(len(full), dtype=full.dtype) + sign * number
+                assert torch.equal(full.flatten(1)[:, 0] if full.ndim > 1 else full, rows), name
+
+    def check_failing(self, accelerator: Accelerator, model: nn.Module, average: nn.Module) -> None:
+        """A rank that cannot write is an error on all, and the former state is loaded."""
+        is_first = accelerator.is_main_process
+        match = "No space left" if is_first else "on another rank: see the error of rank 0"
+        for function in ("torch.save", "autoshard.runtime.weights.saving.write_header"):
+            full_disk = OSError(28, "No space left on device")
+            fails = mock.patch(function, side_effect=full_disk) if is_first else nullcontext()
+            with fails, pytest.raises(CheckpointError, match=match):
+                self.saved(accelerator, model, average, 3.0)
+            accelerator.load_state()
+            self.check(model, average, 2.0)
+
+    def check_mixed(self, accelerator: Accelerator, folder: str) -> None:
+        """Files of two states are refused, whichever they are."""
+        (state,) = Path(folder, "checkpoints").glob("*/planned-save-*")
+        files = [path for path in sorted(state.rglob("*")) if path.is_file()]
+        for path in (files[0], next(path for path in files if path.suffix == ".safetensors")):
+            torch.distributed.barrier()
+            contents = path.read_bytes()
+            torch.distributed.barrier()
+            if accelerator.is_main_process:
+                path.write_bytes(contents[:-1] + bytes([contents[-1] ^ 1]))
+            torch.distributed.barrier()
+            with pytest.raises(CheckpointError, match=rf"{path.name}' has other contents"):
+                accelerator.load_state()
+            torch.distributed.barrier()
+            if accelerator.is_main_process:
+                path.unlink()
+            torch.distributed.barrier()
+            with pytest.raises(CheckpointError, match=rf"{path.name}' is missing"):
+                accelerator.load_state()
+            torch.distributed.barrier()
+            if accelerator.is_main_process:
+                path.write_bytes(contents)
+        torch.distributed.barrier()
+        accelerator.load_state()
+
+
 def check_refused() -> None:
     """Processes that are not those of the plan, and loaders of other batches."""
     plans = plans_of("4", counts=False)
@@ -160,5 +261,6 @@ def check_refused() -> None:
 
 CASES: dict[str, Callable[[], None]] = {
     **{f"accelerated, {mesh}": Accelerated(mesh) for mesh in MESHES},
+    **{f"kept, {mesh}": Kept(mesh) for mesh in MESHES},
     "refused": check_refused,
 }

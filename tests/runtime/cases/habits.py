@@ -127,7 +127,8 @@ def _plan_of(
 ) -> Plan:
     graph = graph_of((build().double(), example()))
     options = PlanOptions.model_validate({"pins": {kind: dict(items) for kind, items in pins}})
-    plan = make_plan(graph, slow_devices(**MESHES[mesh]), options)
+    axes = {"a": 2} if mesh == "2" else MESHES[mesh]
+    plan = make_plan(graph, slow_devices(**axes), options)
     assert plan.found, plan.reason
     assert any("S" in placed.layout for placed in plan.stages[0].parameters)
     assert plan.collectives
@@ -139,7 +140,7 @@ class Habit:
     """A loop that has the same numbers with a planned model.
 
     Attributes:
-        mesh: its name.
+        mesh: its name; "2" has two ranks, and the pins of "4".
         loop: the habit.
         build: makes the model.
         example: makes the keyword arguments that the model is exported with.
@@ -162,7 +163,8 @@ class Habit:
     @property
     def plan(self) -> Plan:
         """A plan that shards parameters; made once for all cases with this model."""
-        pins = tuple((kind, tuple(items.items())) for kind, items in self.pins[self.mesh].items())
+        given = self.pins["4" if self.mesh == "2" else self.mesh]
+        pins = tuple((kind, tuple(items.items())) for kind, items in given.items())
         return _plan_of(self.mesh, self.build, self.example, pins)
 
     def models(self) -> tuple[nn.Module, nn.Module]:

@@ -16,6 +16,7 @@ from support.live_memory import LiveMemory
 from support.meshes import slow_devices
 from support.models import Case, gpt2, graph_of
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from autoshard.costs import GATHERED_ONCE, Frequency
 from autoshard.errors import PlanError
@@ -185,7 +186,7 @@ class PlannedMicroBatches:
         self.check_memory(planned, batches)
         if self.frequencies & GATHERED_ONCE:
             self.check_changed(reference, planned, batches)
-            self.check_replaced(planned, batches)
+            self.check_changed_shards(planned, batches)
 
     def compare_gradients(self, reference: nn.Module, planned: nn.Module) -> None:
         pairs = zip(planned.named_parameters(), reference.parameters(), strict=True)
@@ -238,16 +239,21 @@ class PlannedMicroBatches:
         self.compare_gradients(reference, planned)
         planned.zero_grad()
 
-    def check_replaced(self, planned: nn.Module, batches: Sequence[dict[str, Any]]) -> None:
-        """What changes past all that can be noticed is an error, and the next call runs."""
-        with planned.no_sync():
-            planned(**batches[0])["loss"].backward()
-            for parameter in planned.parameters():
-                parameter.to_local().data.mul_(0.5)
-            with pytest.raises(PlanError, match="changed since the first micro-batch"):
-                planned(**batches[1])
-        planned(**batches[1])["loss"].backward()
-        planned.zero_grad()
+    def check_changed_shards(self, planned: nn.Module, batches: Sequence[dict[str, Any]]) -> None:
+        """Writes into shards, which other ranks do not see, are an error; the next call runs."""
+        for shard in (DTensor.to_local, lambda p: DTensor.to_local(p).data):
+            with planned.no_sync(), torch.no_grad():
+                with torch.enable_grad():
+                    planned(**batches[0])["loss"].backward()
+                for parameter in planned.parameters():
+                    shard(parameter).mul_(0.5)
+                with (
+                    torch.enable_grad(),
+                    pytest.raises(PlanError, match="shards of parameters have changed since"),
+                ):
+                    planned(**batches[1])
+            planned(**batches[1])["loss"].backward()
+            planned.zero_grad()
 
 
 MICRO_BATCH, REDUCE_STEP, GATHER_STEP, STEP = Frequency

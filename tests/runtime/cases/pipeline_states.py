@@ -17,11 +17,13 @@ from support.shared_folder import shared_folder
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
+    get_model_state_dict,
     get_optimizer_state_dict,
+    set_model_state_dict,
     set_optimizer_state_dict,
 )
 
-from autoshard.errors import PlanError
+from autoshard.errors import CheckpointError, PlanError
 from autoshard.plan import Plan, PlanOptions
 from autoshard.planner import make_plan
 from autoshard.runtime import (
@@ -115,6 +117,29 @@ def check_state_dicts(case: States) -> None:
     planned.load_state_dict(full)
     for name, tensor in planned.state_dict().items():
         close(whole(tensor), full[name], name, 0)
+
+
+def check_full_states(case: States) -> None:
+    """`full_state_dict` gives the tensors of all stages, and takes them."""
+    full = case.reference.state_dict()
+    first = dist.get_rank() == 0
+    whole_states = StateDictOptions(full_state_dict=True)
+    broadcast = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    for options, given in ((whole_states, dict(full)), (broadcast, dict(full) if first else {})):
+        planned = case.planned()
+        set_model_state_dict(planned, given, options=options)
+        for offload in (False, True):
+            found = get_model_state_dict(
+                planned, options=StateDictOptions(full_state_dict=True, cpu_offload=offload)
+            )
+            assert list(found) == (list(full) if first or not offload else [])
+            assert all(torch.equal(tensor, full[name]) for name, tensor in found.items())
+    optimizer = torch.optim.AdamW(planned.parameters())
+    with pytest.raises(CheckpointError, match=r"this rank's pipeline stages only: save"):
+        get_optimizer_state_dict(planned, optimizer, options=whole_states)
+    own = StateDictOptions(full_state_dict=True, ignore_frozen_params=True)
+    with pytest.raises(CheckpointError, match="leave out ignore_frozen_params"):
+        get_model_state_dict(planned, options=own)
 
 
 def check_resharding(case: States) -> None:
@@ -235,6 +260,8 @@ PP2_DP2 = {"pp": 2, "dp": 2}
 CASES = {
     "lazily loaded, pp2 dp2": States(check_lazy_loading, PP2_DP2, 2),
     "state dicts": States(check_state_dicts, PP2_DP2, 2),
+    "full state dicts": States(check_full_states, PP2_DP2, 2),
+    "full state dicts, several stages per rank": States(check_full_states, {"pp": 2, "dp": 2}, 4),
     "checkpoint resharded, pp2 dp2": States(check_resharding, PP2_DP2, 2),
     "checkpoint resharded, several stages per rank": States(check_resharding, {"pp": 4}, 4),
     "norms, pp2 dp2": States(check_norms, PP2_DP2, 2),
