@@ -1,10 +1,11 @@
 """Saves of checkpoints that are killed, whose disk is full, or of which one system call fails.
 
 `python -m benchmarks.interrupted_saves` saves with planned models on two ranks, over a checkpoint
-that is there, and writes the result into docs/reliability.md and benchmarks/results. It first lists the system calls with which a save changes files. Then strace kills a
-rank at one of them, or lets it fail. New ranks load what is left: it must be the former checkpoint
-or the new one, whole; and all ranks must have ended, each of those that live with an error, or each
-without. The next save must succeed, and leave nothing behind.
+that is there, and writes the result into docs/reliability.md and benchmarks/results. It first lists
+the system calls with which a save changes files. Then strace kills a rank at one of them, or lets
+it fail. New ranks load what is left: it must be the former checkpoint or the new one, whole; and
+all ranks must have ended, each of those that live with an error, or each without. The next save
+must succeed, and leave nothing behind.
 """
 
 import argparse

@@ -71,6 +71,7 @@ class PlannedTrainer(Trainer):
 
     args: Any
     _staging: Path | None = None
+    _is_pushed = False
     label_names: list[str]
     model_accepts_loss_kwargs: bool
 
@@ -159,8 +160,8 @@ class PlannedTrainer(Trainer):
                 self._name_best(place)
         finally:
             self._staging = None
-        if self.args.push_to_hub:
-            super()._push_from_checkpoint(str(place))
+        if self._is_pushed:
+            self._push_from_checkpoint(str(place))
         if self.args.should_save:
             rotate_checkpoints(
                 output_dir=str(place.parent),
@@ -182,8 +183,9 @@ class PlannedTrainer(Trainer):
         return super()._get_output_dir(trial) if self._staging is None else str(self._staging)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Push to the hub, but not while a checkpoint is made."""
-        if self._staging is None:
+        """Upload a checkpoint; one that is made is uploaded when it is in its place."""
+        self._is_pushed = self._staging is not None
+        if not self._is_pushed:
             super()._push_from_checkpoint(checkpoint_folder)
 
     @property
