@@ -3,7 +3,8 @@
 wrapped = TorchExportableModuleWithStaticCache(model, batch_size=2, max_cache_len=128)
 one = {"input_ids": ids[:, :1], "cache_position": torch.tensor([0])}
 decode = make_plan(load_graph(export_model(wrapped, (), one)), mesh, inference)
-generator = PlannedGenerator(parallelize(wrapped, decode, device_mesh))
+planned = parallelize(wrapped, decode, device_mesh)
+generator = PlannedGenerator(planned)
 tokens = generator.generate(prompt, max_new_tokens=32, do_sample=False)
 """
 

@@ -1,6 +1,6 @@
 """The classes of models that run as planned: subclasses with the names of the former classes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import wraps
 from inspect import Parameter, Signature, signature
@@ -52,8 +52,29 @@ def class_as_before(
 
     named = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
     members = {**named, "forward": forward, "planned_forward": forward}
+    saves = getattr(original, "save_pretrained", None)
+    if callable(saves):
+        members["save_pretrained"] = _saved_whole(saves)
     made: type[ModelT] = type(original.__name__, (mixin, original), members)
     return made
+
+
+def _saved_whole(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """`save_pretrained` of transformers or PEFT, of tensors that are passed."""
+
+    @wraps(plain)
+    def save_pretrained(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not any(isinstance(x, Mapping) for x in (*args, kwargs.get("state_dict"))):
+            raise CheckpointError(
+                "save_pretrained of a planned model would save this rank's shards: call "
+                "save_checkpoint(model, folder) on every rank and model.config.save_pretrained("
+                "folder) on one, which from_pretrained reads; for adapters of PEFT, call "
+                "autoshard.integrations.transformers.save_adapters(model, folder); or pass full "
+                "tensors as state_dict"
+            )
+        return plain(self, *args, **kwargs)
+
+    return save_pretrained
 
 
 class NotPickled:

@@ -1,15 +1,23 @@
-"""Pipelines of two stages, compiled models, and habits around checkpoints, on 2 ranks."""
+"""Pipelines, compiled models, training libraries, and habits around checkpoints, on 2 ranks."""
 
 from collections.abc import Callable
 
 import pytest
+from integrations.cases import adapters, generated, trainer_settings
 from runtime.cases import checkpoint_habits, compiled, pipeline_cuts
 from runtime.cases.pipelines import LOOPED, ON_2
 from support.long_cases import with_long
 from support.ranks import joined
 
 NUM_RANKS = 2
-CASES = {**ON_2, **pipeline_cuts.CASES, **checkpoint_habits.ON_2, **joined(compiled)}
+LIBRARIES = (adapters, generated, trainer_settings)
+CASES = {
+    **ON_2,
+    **pipeline_cuts.CASES,
+    **checkpoint_habits.ON_2,
+    **joined(compiled),
+    **{name: case for module in LIBRARIES for name, case in module.ON_2.items()},
+}
 LONG = [
     *(f"t5, {schedule}" for schedule in LOOPED[1:]),
     *("gpt2, 1F1B", "llama, GPipe", "t5, GPipe", "resnet, 1F1B"),

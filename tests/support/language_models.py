@@ -15,6 +15,8 @@ from autoshard.planner import make_plan
 
 BATCH, LENGTH, VOCABULARY = 8, 8, 64
 MESHES = {"4": {"a": 4}, "2x2": {"a": 2, "b": 2}}
+"""On 4 ranks."""
+SHAPES = {**MESHES, "2": {"a": 2}}
 
 
 class Texts(Dataset[dict[str, torch.Tensor]]):
@@ -38,6 +40,19 @@ def language_model(dropout: float = 0.0) -> nn.Module:
     model, _ = gpt2(layers=1, dropout=dropout)
     model.config.use_cache = False
     return model
+
+
+def with_settings(**changed: Any) -> dict[str, Any]:
+    """Arguments of `TrainingArguments` for a short run on CPUs, and others."""
+    return {
+        "per_device_train_batch_size": BATCH,
+        "per_device_eval_batch_size": BATCH,
+        "learning_rate": 1e-3,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        **changed,
+    }
 
 
 @cache
@@ -65,7 +80,7 @@ def plans_of(
             model.train(name == "train"), (), batch, mixed_precision=mixed_precision
         )
         graph = load_graph(archive)
-        plan = make_plan(graph, slow_devices(**MESHES[mesh]), PlanOptions(mode=mode, pins=pins))
+        plan = make_plan(graph, slow_devices(**SHAPES[mesh]), PlanOptions(mode=mode, pins=pins))
         assert plan.found
         assert plan.collectives
         plans[name] = plan

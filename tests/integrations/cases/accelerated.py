@@ -137,7 +137,22 @@ class Accelerated:
         count = torch.tensor(BATCH)
         assert loop.accelerator.reduce(count) == loop.accelerator.gather(count) == BATCH
         assert loop.accelerator.pad_across_processes(logits, dim=1).shape == expected.shape
+        self.check_last_batch(loop.accelerator)
         loop.model.train()
+
+    @staticmethod
+    def check_last_batch(accelerator: Accelerator) -> None:
+        """Of a last smaller batch, as many rows as it has, also of objects and repeated losses."""
+        rows = BATCH // 2 + 1
+        loader = accelerator.prepare(DataLoader(Texts(BATCH + rows), BATCH))
+        sizes = []
+        for batch in loader:
+            loss, ids = accelerator.gather_for_metrics((torch.ones(BATCH), batch["input_ids"]))
+            objects = accelerator.gather_for_metrics(list("abcdefgh"), use_gather_object=True)
+            sizes.append(
+                (len(loss), len(ids), len(objects), len(accelerator.gather(torch.ones(8))))
+            )
+        assert sizes == [(BATCH, BATCH, BATCH, 8), (rows, rows, rows, 8)]
 
     def check_saved(self, loop: Loop, folder: str) -> None:
         """Full weights, in files and in memory; saving again replaces them."""

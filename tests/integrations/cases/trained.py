@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 import torch
 from support.comparison import close, device_mesh
-from support.language_models import BATCH, LENGTH, MESHES, Texts, language_model, plans_of
+from support.language_models import (
+    BATCH,
+    LENGTH,
+    MESHES,
+    Texts,
+    language_model,
+    plans_of,
+    with_settings,
+)
 from support.processes import launched_process
 from support.shared_folder import shared_folder
 from torch import nn
@@ -27,11 +35,8 @@ ROWS = 5 * BATCH
 
 def settings(folder: str, **changed: Any) -> TrainingArguments:
     options: dict[str, Any] = {
-        "per_device_train_batch_size": BATCH,
-        "per_device_eval_batch_size": BATCH,
         "gradient_accumulation_steps": 2,
         "max_steps": STEPS,
-        "learning_rate": 1e-3,
         "lr_scheduler_type": "cosine",
         "warmup_steps": 2,
         "weight_decay": 0.1,
@@ -41,11 +46,8 @@ def settings(folder: str, **changed: Any) -> TrainingArguments:
         "eval_steps": 5,
         "save_steps": SAVED_AFTER,
         "save_strategy": "steps",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "use_cpu": True,
     }
-    return TrainingArguments(folder, **(options | changed))
+    return TrainingArguments(folder, **with_settings(**(options | changed)))
 
 
 def planned(mesh: str, dropout: float = 0.0, **options: Any) -> nn.Module:

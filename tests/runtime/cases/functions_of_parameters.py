@@ -60,6 +60,10 @@ READS: dict[str, Function] = {
         w[None].expand(2, -1, -1) * 1,
     ],
     "counted": lambda w: [(w > 0).nonzero(), (w > 0).count_nonzero(), torch.histc(w.detach(), 5)],
+    "looked up": lambda w: [
+        functional.embedding(torch.tensor([[0, 2], [1, 0]]), w) * 1,
+        torch.embedding(w, torch.tensor([[0, 2, 1]])).sum(1),
+    ],
     "similar": lambda w: [functional.cosine_similarity(w, w * 2 + 1), functional.normalize(w) * 1],
     "statistics": lambda w: [torch.cov(w), torch.corrcoef(w), torch.dist(w, w * 3)],
     "compared": lambda w: [

@@ -120,6 +120,7 @@ PRODUCTS: dict[str, Function] = {
     ],
     "outer": lambda o: [torch.outer(o.z[0], o.z[1]), torch.dot(o.z[0], o.p[0])],
     "cdist": lambda o: torch.cdist(o.z, o.w),
+    "embedding, table first": lambda o: torch.embedding(o.z, o.y % len(o.z)),
     "embedding": lambda o: functional.embedding((o.z > 0).long(), o.w),
     "one_hot": lambda o: functional.one_hot(o.z.argmax(1), o.z.shape[1]),
 }

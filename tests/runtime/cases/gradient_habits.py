@@ -209,13 +209,21 @@ def adapted(model: nn.Module) -> object:
 
 
 class Checkpointed(Net):
-    """Recomputes its block in backward, in one way of `torch.utils.checkpoint`."""
+    """Recomputes its blocks in backward, one inside of another, and a module."""
 
     reentrant = False
 
+    def recomputed(self, function: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = checkpoint(function, x, use_reentrant=self.reentrant)
+        return made
+
+    def both(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.recomputed(self.block, x)
+
     def hidden(self, ids: torch.Tensor) -> torch.Tensor:
         embedded = self.embed(ids)
-        return embedded + checkpoint(self.block, embedded, use_reentrant=self.reentrant)
+        embedded = embedded + self.recomputed(self.block, embedded)
+        return self.recomputed(self.norm, self.recomputed(self.both, embedded))
 
 
 class CheckpointedReentrant(Checkpointed):

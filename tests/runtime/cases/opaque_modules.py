@@ -12,6 +12,7 @@ from runtime.cases.updated_buffers import Stateful
 from support.comparison import check_training, device_mesh, whole
 from support.meshes import slow_devices
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from transformers.integrations.executorch import TorchExportableModuleWithStaticCache
 
@@ -59,6 +60,21 @@ class Halves(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = [(self.one if row.sum() > 0 else self.other)(row) for row in x]
         return torch.stack(rows)
+
+
+class Recomputed(nn.Module):
+    """Branches on its data, and recomputes its layer in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not bool(x.isfinite().all()):
+            return x
+        for use_reentrant in (False, True):
+            x = checkpoint(self.layer, x.relu(), use_reentrant=use_reentrant)
+        return x
 
 
 class Noise(nn.Module):
@@ -220,6 +236,7 @@ CASES: dict[str, Callable[[], None]] = {
                 export={"opaque": ["inner"]},
             ),
             "a class": Opaque(lambda: Around(Halves()), Halves, axes),
+            "recomputed": Opaque(lambda: Around(Recomputed()), "inner", axes),
             "along the batch": Opaque(
                 lambda: Around(Halves()), OpaqueModule("inner", along_batch=True), axes
             ),

@@ -9,6 +9,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from runtime.cases.gradient_habits import Checkpointed, CheckpointedReentrant
 from runtime.cases.habits import (
     FEATURES,
     LENGTH,
@@ -232,6 +233,8 @@ HABITS: dict[str, Callable[[str], Callable[[], None]]] = {
     "buffers and losses of logits": lambda mesh: Unsharded(
         mesh, logits, Averaging, lambda: {"ids": first_batch()["ids"]}, AVERAGING
     ),
+    "recomputed": lambda mesh: Unsharded(mesh, epoch, Checkpointed),
+    "recomputed, reentrant": lambda mesh: Unsharded(mesh, epoch, CheckpointedReentrant),
     "dropout": lambda mesh: Checked(mesh, epoch, Dropping, check=check_alike_on_ranks),
     "refused": lambda mesh: Checked(
         mesh, epoch, check=check_refused, options={"other_shapes": "error"}
