@@ -1,4 +1,4 @@
-"""A part of the interrupted saves of `benchmarks/interrupted_saves.py`: real ranks, real faults."""
+"""A part of the interrupted saves of `benchmarks/interrupted_saves`: real ranks, real faults."""
 
 import re
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.interrupted_saves import FAULTS, is_possible
+from benchmarks.interrupted_saves.trials import FAULTS, is_possible
 
 ROOT = Path(__file__).parents[2]
 SUBJECTS = ("save_state", "replace_weights, one file by several")
