@@ -95,7 +95,7 @@ def is_tested(name: str) -> bool:
         return name in CASES or all(f"{name}, {mesh}" in CASES for mesh in MESHES)
     area = (
         "integrations"
-        if module in {"accelerated", "adapters", "generated", "trained"}
+        if module in {"accelerated", "adapters", "generated", "trained", "trainer_settings"}
         else "runtime"
     )
     known = import_module(f"{area}.cases.{module}").CASES
