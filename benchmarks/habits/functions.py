@@ -204,9 +204,10 @@ RESULTS: dict[str, Function] = {
     "cosine_similarity": lambda s, z: z * functional.cosine_similarity(s.plain(), z)[:, None],
     "embedding": lambda s, z: functional.embedding(z.argmax(1), s.parts.square) * z,
     "one_hot": lambda _, z: z * functional.one_hot(z.argmax(1), z.shape[1]),
-    "noise like z": lambda _, z: z + 0.1 * torch.randn_like(z),
-    "dropout outside": lambda _, z: functional.dropout(z, 0.5),
-    "dropout module outside": lambda _, z: nn.Dropout(0.25)(z),
+    # Contiguous, since PyTorch draws in the order of memory.
+    "noise like z": lambda _, z: z + 0.1 * torch.randn_like(z.contiguous()),
+    "dropout outside": lambda _, z: functional.dropout(z.contiguous(), 0.5),
+    "dropout module outside": lambda _, z: nn.Dropout(0.25)(z.contiguous()),
     "full_tensor": lambda _, z: autoshard.full_tensor(z) * 2,
     "a plain layer": lambda s, z: nn.functional.linear(torch.relu(z), s.parts.square),
     "a checkpoint": lambda _, z: torch.utils.checkpoint.checkpoint(
@@ -277,7 +278,7 @@ WRITES: dict[str, Write] = {
     "a diagonal": lambda s, z: z.diagonal().mul_(s.parts.scale),
     "all of it": lambda s, z: z.mul_(s.parts.scale).add_(s.plain()).clamp_(-1, 1),
     "relu in place": lambda _, z: functional.relu(z, inplace=True),
-    "dropout in place": lambda _, z: functional.dropout(z, 0.5, inplace=True),
+    "dropout in place": lambda _, z: z.mul_(functional.dropout(torch.ones(z.shape), 0.5)),
     "index_fill_": lambda s, z: z.index_fill_(s.draw.choice((0, 1)), torch.tensor([0, 2]), 1.0),
     "index_add_": lambda s, z: z.index_add_(0, torch.tensor([0, 2]), s.plain()[:2]),
     "index_copy_": lambda s, z: z.index_copy_(0, torch.tensor([1, 0]), s.plain()[:2]),

@@ -14,18 +14,22 @@ from benchmarks.habits.functions import Step
 
 Parameters = Iterable[nn.Parameter]
 
+_EPS = 1e-4
+"""Of optimizers that divide by the size of gradients. With the usual 1e-8, gradients that are zero
+but for rounding, as of a bias before a mean is subtracted, would become numbers."""
+
 OPTIMIZERS: dict[str, Callable[[Parameters], Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, 0.05),
     "sgd, momentum": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, weight_decay=0.01),
     "sgd, loop": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, foreach=False),
     "sgd, fused": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, fused=True),
-    "adam": lambda p: torch.optim.Adam(p, 0.01),
-    "adam, foreach": lambda p: torch.optim.Adam(p, 0.01, foreach=True, amsgrad=True),
-    "adam, fused": lambda p: torch.optim.Adam(p, 0.01, fused=True),
-    "adamw, loop": lambda p: torch.optim.AdamW(p, 0.01, foreach=False),
+    "adam": lambda p: torch.optim.Adam(p, 0.01, eps=_EPS),
+    "adam, foreach": lambda p: torch.optim.Adam(p, 0.01, eps=_EPS, foreach=True, amsgrad=True),
+    "adam, fused": lambda p: torch.optim.Adam(p, 0.01, eps=_EPS, fused=True),
+    "adamw, loop": lambda p: torch.optim.AdamW(p, 0.01, eps=_EPS, foreach=False),
     "adafactor": lambda p: torch.optim.Adafactor(p, 0.01),
     "adagrad": lambda p: torch.optim.Adagrad(p, 0.01),
-    "rmsprop": lambda p: torch.optim.RMSprop(p, 0.01, momentum=0.9),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, 0.01, eps=_EPS, momentum=0.9),
     "groups": lambda p: _grouped(list(p)),
 }
 
@@ -35,7 +39,7 @@ def _grouped(parameters: list[nn.Parameter]) -> Optimizer:
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.1},
         {"params": [p for p in parameters if p.ndim <= 1], "lr": 0.02},
     ]
-    return torch.optim.AdamW([group for group in groups if group["params"]], lr=0.01)
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=0.01, eps=_EPS)
 
 
 State = Callable[[Step], Any]

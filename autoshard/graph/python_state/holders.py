@@ -1,6 +1,6 @@
 """The objects that forward may read, each with its path: modules, objects, classes, functions."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from functools import cached_property, partial
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
@@ -62,16 +62,16 @@ class Holders:
     ) -> None:
         self._on_object, self._on_class = on_object, on_class
         self._known: dict[int, tuple[Any, Path]] = {}
-        self._functions: dict[int, tuple[FunctionType, Path]] = {}
+        self._functions: dict[int, dict[int, tuple[FunctionType, Path]]] = {}  # by their code
         self._classes: dict[type, None] = {}
 
     def find(self, holder: Any) -> tuple[Any, Path] | None:
         """The object itself, and its path; None if it is unknown."""
         return self._known.get(identity(holder))
 
-    def function_of(self, code: CodeType) -> tuple[FunctionType, Path] | None:
-        """A function with this code, and its path; None if none is known."""
-        return self._functions.get(id(code))
+    def functions_of(self, code: CodeType) -> Iterable[tuple[FunctionType, Path]]:
+        """The functions with this code, and their paths; their free variables may differ."""
+        return self._functions.get(id(code), {}).values()
 
     @property
     def classes(self) -> tuple[type, ...]:
@@ -130,9 +130,10 @@ class Holders:
                         self.add(place.value, (*class_path(owner), name))
 
     def _add_function(self, function: FunctionType, path: Path) -> None:
-        if id(function.__code__) in self._functions:
+        alike = self._functions.setdefault(id(function.__code__), {})
+        if id(function) in alike:
             return
-        self._functions[id(function.__code__)] = function, path
+        alike[id(function)] = function, path
         for part, place in function_parts(function):
             self.add(place.value, (*path, *part))
 

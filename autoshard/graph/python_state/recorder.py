@@ -401,11 +401,10 @@ class Recorder:
                     query = query_of(place.value)
                     if query is not None:
                         self._queries.setdefault((id(code), line), []).append(query)
-        function = self._holders.function_of(code)
-        if function is not None:
-            self.changes.watch(*function)
-            for part in function_parts(function[0]):
-                self.changes.keep((*function[1], *part[0]), part[1])
+        for function, path in self._holders.functions_of(code):
+            self.changes.watch(function, path)
+            for part, place in function_parts(function):
+                self.changes.keep((*path, *part), place)
 
     def _on_line(self, code: CodeType, line: int) -> None:
         for query in self._queries.get((id(code), line), ()):
@@ -448,9 +447,8 @@ class Recorder:
             if names.has_class:
                 of_classes |= names.mentioned
             self._finish_globals(code, names)
-            found = self._holders.function_of(code)
-            if found is not None:
-                self._finish_function(*found, names.free)
+            for function, path in self._holders.functions_of(code):
+                self._finish_function(function, path, names.free)
         for holder, path in self._unwatched:
             fields = instance_dict(holder)
             for name in mentioned & fields.keys():

@@ -92,7 +92,7 @@ class Holding(Net):
         self.scales, self.names = [1.0, 2.0], {"a": 1.0}
         self.config, self.options = Config(), SimpleNamespace(power=1.0, unread=1)
         self.epoch = 0
-        self.curve = curve(1.0)
+        self.curve, self.second = curve(1.0), curve(1.0)
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -104,7 +104,7 @@ class Holding(Net):
         if self.shift is not None:
             h = h + self.shift
         h = h * sum(self.scales) * self.names["a"] * self.config.tau
-        h = self.curve(h) * self.options.power
+        h = self.second(self.curve(h)) * self.options.power
         return h if self.epoch < 2 else h * 0.5
 
 
@@ -613,6 +613,9 @@ def changes_of(mesh: str) -> dict[str, Callable[[], None]]:
         ),
         "a namespace": holding(match=r"'options\.power'", **attribute("options.power", 3.0, 1.0)),
         "a closure": holding(match="'curve", **attribute("curve", curve(0.2), curve(1.0))),
+        "a closure of the same code": holding(
+            match="'second", **attribute("second", curve(0.2), curve(1.0))
+        ),
         "a class": holding(
             lambda _: setattr(Holding, "limit", 0.5),
             r"'Holding\.limit', which is 0\.5 now",
