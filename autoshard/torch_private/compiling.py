@@ -1,5 +1,6 @@
 """Private parts of `torch.compile`."""
 
+import warnings
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any, ParamSpec, TypeVar
@@ -87,11 +88,16 @@ def compiled(function: Callable[..., T], tensors: Sequence[torch.Tensor], *args:
     """
     for tensor in tensors:
         mark_static(tensor)
-    set_eval_frame(_COMPILER.get())
-    try:
-        return function(tensors, *args)
-    finally:
-        set_eval_frame(None)
+    with warnings.catch_warnings():
+        # PyTorch warns of what its compiler does itself: it looks at `grad` of tensors that are no
+        # leaves, and makes objects of functions of autograd.
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+        warnings.filterwarnings("ignore", ".*autograd.function.Function", DeprecationWarning)
+        set_eval_frame(_COMPILER.get())
+        try:
+            return function(tensors, *args)
+        finally:
+            set_eval_frame(None)
 
 
 def note_uncompiled() -> None:

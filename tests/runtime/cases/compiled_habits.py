@@ -107,6 +107,8 @@ def loss_outside(model: nn.Module) -> object:
 
 def whole_step(model: nn.Module) -> object:
     """One compiled function of forward, loss and backward."""
+    # The compiler makes objects of functions of autograd in backward too.
+    warnings.filterwarnings("ignore", ".*autograd.function.Function", DeprecationWarning)
 
     def step(batch: Batch) -> torch.Tensor:
         loss = criterion(model(ids_of(batch)) * 2.0, batch)
