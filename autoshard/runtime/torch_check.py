@@ -19,6 +19,7 @@ from autoshard.torch_private import (
     checks_of_dtensors,
     checks_of_pipelines,
     checks_of_tensors,
+    leave_backward_uncompiled,
     operator_handlers,
     schema_of,
     stored_shard,
@@ -37,6 +38,7 @@ def prepare_torch(mesh: DeviceMesh) -> None:
             versions.
     """
     install_dtensor_handlers(mesh)
+    leave_backward_uncompiled()
     with not_recorded():
         # The first collective: where ranks cannot communicate, the error says so.
         _check_same_version(mesh)

@@ -1,5 +1,6 @@
 """Private parts of `torch.compile`."""
 
+import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
@@ -20,6 +21,9 @@ with expected_of_torch("functions that choose which Python frames are compiled")
 
 P = ParamSpec("P")
 T = TypeVar("T")
+_RUN = ("autoshard.", "spmd_types.", "torch.distributed.tensor.")
+"""Beginnings of the modules with these functions."""
+
 _COMPILER: ContextVar[Any] = ContextVar("compiler", default=None)
 
 
@@ -32,6 +36,23 @@ def not_compiled(function: Callable[P, T]) -> Callable[P, T]:
     skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT)
     set_code_exec_strategy(function.__code__, skip)
     return function
+
+
+def leave_backward_uncompiled() -> None:
+    """Let a compiler skip backward of functions of autograd that planned models run.
+
+    Where `loss.backward()` is called in a compiled function, it would compile each of them.
+
+    Relies on: as `not_compiled`, and for all that these functions call.
+    """
+    skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+    waiting: list[Any] = [torch.autograd.Function]
+    while waiting:
+        kind = waiting.pop()
+        waiting += kind.__subclasses__()
+        backward = inspect.unwrap(vars(kind).get("backward", _first))
+        if kind.__module__.startswith(_RUN) and hasattr(backward, "__code__"):
+            set_code_exec_strategy(backward.__code__, skip)
 
 
 def not_traced(tensors: type[T]) -> type[T]:
