@@ -293,7 +293,8 @@ def calls_of(subject: str, former: Path) -> list[Call]:
                 numbers[match[1]] += 1
                 reads = match[1] == "openat" and "O_RDONLY" in line
                 if str(folder) in line and not reads:
-                    text = line.replace(str(folder), "").partition(" = ")[0].strip()
+                    short = line.replace(str(folder), "").replace(f"<{Path.cwd()}>", "")
+                    text = short.partition(" = ")[0].strip()
                     found.append(Call(rank, match[1], numbers[match[1]], text))
     return found
 
