@@ -3,12 +3,19 @@
 from collections.abc import Callable
 
 import pytest
-from integrations.cases import accelerated, adapters, generated, trained, trainer_settings
+from integrations.cases import (
+    accelerated,
+    adapters,
+    checkpoint_matrix,
+    generated,
+    trained,
+    trainer_settings,
+)
 from support.long_cases import all_but_one, with_long
 from support.ranks import joined
 
 NUM_RANKS = 4
-CASES = joined(accelerated, adapters, generated, trained, trainer_settings)
+CASES = joined(*(accelerated, adapters, checkpoint_matrix, generated, trained, trainer_settings))
 LONG = set(all_but_one(CASES, ("4", "2x2")))
 
 

@@ -93,11 +93,8 @@ def is_tested(name: str) -> bool:
         return hasattr(import_module(f"runtime.{module}"), case)
     if module in {one.__name__.rpartition(".")[2] for one in MODULES}:
         return name in CASES or all(f"{name}, {mesh}" in CASES for mesh in MESHES)
-    area = (
-        "integrations"
-        if module in {"accelerated", "adapters", "generated", "trained", "trainer_settings"}
-        else "runtime"
-    )
+    cases = Path(__file__).parents[1] / "integrations" / "cases"
+    area = "integrations" if (cases / f"{module}.py").exists() else "runtime"
     known = import_module(f"{area}.cases.{module}").CASES
     return any(other.startswith(case) for other in known)
 
