@@ -112,6 +112,11 @@ def _another_call(s: Step, z: Tensor) -> Tensor:
     return z - 0.5 * again
 
 
+def _unit(z: Tensor, dim: int = 1) -> Tensor:
+    """Rows of length 1; of a row that is zero, the usual eps of 1e-12 makes numbers of rounding."""
+    return functional.normalize(z, dim=dim, eps=1e-2)
+
+
 RESULTS: dict[str, Function] = {
     "z * plain": lambda s, z: z * s.plain(),
     "plain - z": lambda s, z: s.plain() - z,
@@ -142,7 +147,7 @@ RESULTS: dict[str, Function] = {
     "gelu": lambda _, z: functional.gelu(z),
     "softmax": lambda s, z: z.softmax(s.draw.choice((-1, 0, 1))),
     "log_softmax": lambda s, z: functional.log_softmax(z, dim=s.draw.choice((-1, -2))),
-    "normalize": lambda s, z: functional.normalize(z, dim=s.draw.choice((0, 1))),
+    "normalize": lambda s, z: _unit(z, s.draw.choice((0, 1))),
     "layer_norm": lambda s, z: functional.layer_norm(z, z.shape[1:], s.parts.row, s.weight(z)),
     "temperature": lambda s, z: z / s.draw.choice((0.5, 2, z.shape[0], z.shape[1] ** 0.5)),
     "z - its mean": lambda s, z: z - z.mean(s.draw.choice((0, 1)), keepdim=True),
@@ -199,7 +204,7 @@ RESULTS: dict[str, Function] = {
     "cdist": lambda s, z: torch.cdist(z, s.parts.square) + z,
     "outer": lambda _, z: torch.outer(z[:, 0], z[0]),
     "similarity": lambda s, z: functional.linear(
-        functional.normalize(z), functional.normalize(s.parts.square.detach())
+        _unit(z), functional.normalize(s.parts.square.detach())
     ),
     "cosine_similarity": lambda s, z: z * functional.cosine_similarity(s.plain(), z)[:, None],
     "embedding": lambda s, z: functional.embedding(z.argmax(1), s.parts.square) * z,
@@ -388,11 +393,12 @@ LOSSES: dict[str, Function] = {
     "poisson": lambda s, z: functional.poisson_nll_loss(z, s.noise(*z.shape).abs()),
     "gaussian": lambda s, z: functional.gaussian_nll_loss(z, s.plain(), z.square() + 0.1),
     "contrast": lambda s, z: functional.cross_entropy(
-        functional.normalize(z) @ functional.normalize(s.two()).T * s.parts.scale.exp(),
+        _unit(z) @ functional.normalize(s.two()).T * s.parts.scale.exp(),
         torch.arange(len(s.y)),
     ),
     "contrast with a plain tower": lambda s, z: functional.cross_entropy(
-        functional.normalize(s.plain()) @ functional.normalize(z).T, torch.arange(len(s.y))
+        functional.normalize(s.plain()) @ _unit(z).T,
+        torch.arange(len(s.y)),
     ),
     "square, mean": lambda _, z: z.square().mean(),
     "sum": lambda _, z: z.sum(),
