@@ -5,7 +5,6 @@ from copy import copy, deepcopy
 from dataclasses import dataclass
 from functools import lru_cache
 from inspect import Signature
-from math import prod
 from types import MethodType
 from typing import Any, TypeVar
 
@@ -15,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.errors import GraphError, LayoutError, PlanError
 from autoshard.graph import Graph, graph_to_json, resized
-from autoshard.layouts import Layout, parse_type
+from autoshard.layouts import Layout
 from autoshard.plan import PlacedInput, PlacedOutput, Stage
 from autoshard.runtime.accumulation import GradientAccumulation
 from autoshard.runtime.call_checks import (
@@ -455,7 +454,6 @@ def _check_divisible(
 
     Not every operator supports uneven shards, and rules were evaluated for the planned sizes.
     """
-    _check_steps(stage, planned, resized)
     for node in stage.nodes:
         call = planned.nodes[planned.numbers[node.name]]
         layouts = zip((*call.inputs, *call.outputs), (*node.inputs, *node.outputs), strict=True)
@@ -470,22 +468,6 @@ def _check_divisible(
                     f"layout {text} of {value!r} does not divide shape {now} over axes of "
                     f"{tuple(axis_sizes)}"
                 )
-
-
-def _check_steps(stage: Stage, planned: Graph, resized: Graph) -> None:
-    """Likewise for what is between the layouts of a resharding, which may shard other dims."""
-    by_name = dict(stage.axes)
-    for resharding in stage.reshardings:
-        before = planned.values[resharding.value].shape
-        now = resized.values[resharding.value].shape
-        for step in resharding.steps:
-            parts = prod(by_name[axis] for axis in step.axis.split("+"))
-            for kind in map(parse_type, (step.source, step.target)):
-                if kind.is_shard and now[kind.dim] % parts and not before[kind.dim] % parts:
-                    raise PlanError(
-                        f"resharding {resharding.value!r} divides its dim {kind.dim} over "
-                        f"{parts} devices, which does not divide {now[kind.dim]}"
-                    )
 
 
 def _resized(placed: PlacedT, graph: Graph, axis_sizes: Sequence[int]) -> PlacedT:

@@ -85,11 +85,7 @@ def bind_step(
         group: process group of its axes.
         shape: global shape of the tensor.
     """
-    uneven = [
-        _UnevenDim(t.dim, shape[t.dim], group.size(), group.rank())
-        for t in (source, target)
-        if t.is_shard and shape[t.dim] % group.size()
-    ]
+    uneven = _uneven_dims(source, target, group, shape)
     even = _bind_even(source, target, group)
     if not uneven:
         return even
@@ -102,7 +98,7 @@ def bind_step(
 
     def run(tensor: torch.Tensor) -> torch.Tensor:
         for dim in uneven:
-            tensor = dim.padded(tensor)
+            tensor = dim.padded(tensor, is_whole=dim.index != source.dim)
         tensor = even(tensor)
         for dim in uneven:
             tensor = dim.trimmed(tensor, is_whole=dim.index != target.dim)
@@ -138,14 +134,8 @@ def bind_with_casts(
         if step.num_ranks(sizes) > 1:
             source, target = parse_type(step.source), parse_type(step.target)
             group = process_group(mesh, step.axis)
-            num_ranks, rank = group.size(), group.rank()
-            uneven = tuple(
-                _UnevenDim(t.dim, shape[t.dim], num_ranks, rank)
-                for t in (source, target)
-                if t.is_shard and shape[t.dim] % num_ranks
-            )
             even = _FunctionalStep.of(source, target, group)
-            bound.append(_UnevenStep(even, uneven))
+            bound.append(_UnevenStep(even, _uneven_dims(source, target, group, shape)))
     return _CastSteps(dtypes, tuple(bound))
 
 
@@ -173,7 +163,7 @@ class _UnevenStep:
             if new.kind is Kind.REPLICATE:
                 return self.uneven[0].in_zeros(tensor)
         for dim in self.uneven:
-            tensor = dim.padded(tensor)
+            tensor = dim.padded(tensor, is_whole=dim.index != old.dim)
         tensor = self.even.run(tensor, backward=backward)
         for dim in self.uneven:
             tensor = dim.trimmed(tensor, is_whole=dim.index != new.dim)
@@ -221,7 +211,9 @@ class _Cast(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class _UnevenDim:
-    """A dim that is sharded into slices of unequal length.
+    """A dim that is sharded into slices of unequal length; those of the last ranks may be empty.
+
+    No layout has empty slices, but what a resharding passes through may, with other dynamic sizes.
 
     Attributes:
         index: index of the dim in the tensor.
@@ -239,10 +231,17 @@ class _UnevenDim:
     def _share(self) -> int:
         return largest_shard(self.size, self.num_ranks)
 
+    @property
+    def _start(self) -> int:
+        return min(self.rank * self._share, self.size)
+
+    @property
+    def _own(self) -> int:
+        return min(self._share, self.size - self._start)
+
     def own_slice(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy the rank's slice of a whole tensor; backward pads the gradient with zeros."""
-        start = self.rank * self._share
-        view = tensor.narrow(self.index, start, min(self._share, self.size - start))
+        view = tensor.narrow(self.index, self._start, self._own)
         # A view would keep the whole tensor alive.
         return view.clone(memory_format=torch.contiguous_format)
 
@@ -251,13 +250,12 @@ class _UnevenDim:
         shape = list(tensor.shape)
         shape[self.index] = self.size
         whole = tensor.new_zeros(shape)
-        whole.narrow(self.index, self.rank * self._share, tensor.shape[self.index]).copy_(tensor)
+        whole.narrow(self.index, self._start, self._own).copy_(tensor)
         return whole
 
-    def padded(self, tensor: torch.Tensor) -> torch.Tensor:
+    def padded(self, tensor: torch.Tensor, *, is_whole: bool) -> torch.Tensor:
         """Pad a slice or the whole tensor to the next size that the number of ranks divides."""
-        length = tensor.shape[self.index]
-        missing = self._share * (self.num_ranks if length == self.size else 1) - length
+        missing = self._share * (self.num_ranks if is_whole else 1) - tensor.shape[self.index]
         if not missing:
             return tensor
         later_dims = (0, 0) * (tensor.ndim - 1 - self.index)
@@ -265,8 +263,18 @@ class _UnevenDim:
 
     def trimmed(self, tensor: torch.Tensor, *, is_whole: bool) -> torch.Tensor:
         """Remove the padding of a slice, or of the whole tensor."""
-        own = min(self._share, self.size - self.rank * self._share)
-        return tensor.narrow(self.index, 0, self.size if is_whole else own).contiguous()
+        return tensor.narrow(self.index, 0, self.size if is_whole else self._own).contiguous()
+
+
+def _uneven_dims(
+    source: AxisType, target: AxisType, group: ProcessGroup, shape: Sequence[int]
+) -> tuple[_UnevenDim, ...]:
+    """The dims of a tensor that a step shards into slices of unequal length, before or after it."""
+    return tuple(
+        _UnevenDim(t.dim, shape[t.dim], group.size(), group.rank())
+        for t in (source, target)
+        if t.is_shard and shape[t.dim] % group.size()
+    )
 
 
 class _Slice(torch.autograd.Function):
@@ -282,7 +290,7 @@ class _Slice(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        whole = ctx.gather(ctx.dim.padded(gradient))
+        whole = ctx.gather(ctx.dim.padded(gradient, is_whole=False))
         return ctx.dim.trimmed(whole, is_whole=True), None, None
 
 

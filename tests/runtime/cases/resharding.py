@@ -67,6 +67,8 @@ EVEN_JOINT = Setting(SHAPE, (2, 2), JOINT)
 EVEN_ON_4 = Setting(SHAPE, (4,), "a")
 UNEVEN = Setting((10, 8, 7), (4,), "a")
 """Four ranks hold 3, 3, 3 and 1 of dim 0, two each of dim 1, and 2, 2, 2 and 1 of dim 2."""
+EMPTY = Setting((5, 1, 6), (4,), "a")
+"""Four ranks hold 2, 2, 1 and none of dim 0, 1 and none of dim 1, and 2, 2, 2 and none of dim 2."""
 GRADIENT = {"I": "I", "R": "P", "P": "I"}
 """Type of the gradient of a value of each type, a gradient seen as a value."""
 
@@ -106,8 +108,14 @@ def cut(value: torch.Tensor, kind: str, group: dist.ProcessGroup) -> torch.Tenso
         weights[-1] -= weights.sum() - 1
         return value * weights[rank]
     cut = parse_type(kind)
-    slices = [chunk.chunk(size, cut.dim)[rank] for chunk in sub_shards_of(value, cut)]
+    slices = [chunks_of(chunk, size, cut.dim)[rank] for chunk in sub_shards_of(value, cut)]
     return torch.cat(slices, cut.dim)
+
+
+def chunks_of(value: torch.Tensor, size: int, dim: int) -> list[torch.Tensor]:
+    """As many chunks as ranks; the last ones may be empty."""
+    chunks = list(value.chunk(size, dim))
+    return chunks + [value.narrow(dim, 0, 0)] * (size - len(chunks))
 
 
 def sub_shards_of(value: torch.Tensor, cut: AxisType) -> tuple[torch.Tensor, ...]:
@@ -185,7 +193,7 @@ def check_step(
     torch.testing.assert_close(merge(after.detach(), target, group), value)
     gradient = merge(before.grad, GRADIENT.get(source, source), group)
     torch.testing.assert_close(gradient, cotangent)
-    assert setting is UNEVEN or nbytes == max(before.nbytes, after.nbytes)
+    assert setting in (UNEVEN, EMPTY) or nbytes == max(before.nbytes, after.nbytes)
     assert recorder.records == [
         CollectiveRecord(str(action), setting.axis, nbytes, direction)
         for action, direction in ((planned.forward, "forward"), (planned.backward, "backward"))
@@ -348,6 +356,10 @@ CASES: dict[str, Callable[[], None]] = {
         if name != "bool" or "P" not in (s, t)
     },
     **{f"{s}->{t}, uneven": partial(check_uneven_step, s, t) for s, t in CUTTING},
+    **{
+        f"{s}->{t}, a rank without elements": partial(check_step, s, t, torch.float64, EMPTY)
+        for s, t in CUTTING
+    },
     **{
         f"{s}->{t} of bool without gradient, uneven": partial(
             check_without_gradient, s, t, torch.bool, UNEVEN
