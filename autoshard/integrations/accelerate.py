@@ -32,7 +32,6 @@ from autoshard.integrations.checkpoints import (
     load_optimizers,
     mesh_of,
     new_version,
-    raised_as_one,
     replace_weights,
     whole_version,
     write_optimizers,
@@ -41,7 +40,7 @@ from autoshard.runtime import full_tensor, load_checkpoint
 from autoshard.runtime.agreement import broadcast_text
 from autoshard.runtime.parallelize import Planned, planned_forward
 from autoshard.runtime.state_dicts import placed_like
-from autoshard.runtime.weights.files import on_first_rank
+from autoshard.runtime.weights.files import on_first_rank, raised_as_one
 from autoshard.torch_private import pytree
 
 with from_extra("transformers"):

@@ -35,6 +35,7 @@ from autoshard.runtime.weights.files import (
     on_all_ranks,
     on_first_rank,
     own_rank,
+    raised_as_one,
     sync,
 )
 from autoshard.runtime.weights.manifest import check_manifest, read_manifest, write_manifest
@@ -244,22 +245,6 @@ def move_files(source: Path, target: Path) -> None:
         make_folder(place.parent)
         path.replace(place)
         sync(place.parent)
-
-
-@contextmanager
-def raised_as_one(mesh: DeviceMesh) -> Iterator[None]:
-    """A context in which an error on one rank becomes one on all, when all have left it."""
-    failure: Exception | None = None
-    try:
-        yield
-    except Exception as error:  # noqa: BLE001  the other ranks must not wait for this one
-        failure = error
-
-    def tell() -> None:
-        if failure is not None:
-            raise failure
-
-    on_all_ranks(mesh, tell)
 
 
 def settle(folder: Path) -> None:

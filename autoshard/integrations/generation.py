@@ -203,7 +203,7 @@ class PlannedGenerator(GenerationMixin):
 
 
 def _without_cache(model: nn.Module) -> str:
-    """What to do with a model that has no static cache."""
+    """The advice for a model that has no static cache."""
     name = type(model).__name__
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return (

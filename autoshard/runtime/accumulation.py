@@ -100,7 +100,9 @@ class PendingGradient(DeferredShard):
         """Put one without sums into the `grad` of a parameter."""
         shard = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
         made = cls.deferred(shard, spec_of(parameter))
-        made.base, made.sums = parameter.grad, {}  # type: ignore[assignment]  # of DTensors
+        base = parameter.grad
+        assert base is None or isinstance(base, DTensor)
+        made.base, made.sums = base, {}
         parameter.grad = made
         return made
 
@@ -196,7 +198,7 @@ def owner_of(shard: torch.Tensor) -> Owner | None:
 
 
 class GradientAccumulation:
-    """What one planned model keeps between micro-batches: gradients, and gathered parameters.
+    """Gradients and gathered parameters that one planned model keeps between micro-batches.
 
     Args:
         dtype: element type of the sums; that of the gradients if None.

@@ -187,7 +187,7 @@ def _tensor_shard(self: DTensor, index: MetadataIndex) -> torch.Tensor:
 def write_items(
     fqn: str, size: torch.Size, pieces: Mapping[torch.Size, torch.Tensor]
 ) -> list[WriteItem]:
-    """What a rank writes of a tensor: each of its slices.
+    """The items that a rank writes of a tensor: each of its slices.
 
     Args:
         fqn: name of the tensor.

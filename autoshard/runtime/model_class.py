@@ -81,7 +81,7 @@ class NotPickled:
     """Mixin class of models that can be copied, but not pickled."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """How to copy the model; an error if it is pickled."""
+        """Reduce the model for `copy`; `pickle` gets an error."""
         reduced: Any = super().__reduce_ex__(protocol)
         function, *rest = reduced
         return (_Copying(function), *rest)

@@ -112,7 +112,7 @@ def model_tensors(model: nn.Module) -> list[ModelTensor]:
 
 
 def other_state(model: nn.Module) -> dict[str, object]:
-    """What a model's state dict has besides tensors, by name: extra state of modules."""
+    """Entries of a model's state dict that are no tensors, by name: extra state of modules."""
     state = model.state_dict(keep_vars=True)
     return {
         name: value

@@ -42,14 +42,10 @@ _CACHED_PROGRAMS = 8
 
 
 class RngStep:
-    """Index of the next step of a planned model, stateful for `torch.distributed.checkpoint`.
-
-    Attributes:
-        index: the index as a tensor without dims, changed in place.
-    """
+    """Index of the next step of a planned model, stateful for `torch.distributed.checkpoint`."""
 
     def __init__(self) -> None:
-        self.index = torch.zeros((), dtype=torch.int64)
+        self._value = 0
 
     @property
     def value(self) -> int:
@@ -60,14 +56,14 @@ class RngStep:
         Raises:
             PlanError: it is set to anything but a non-negative int.
         """
-        return int(self.index)
+        return self._value
 
     @value.setter
     def value(self, step: int) -> None:
         # The seed is a hash of the number's text, so 1.0 would be another seed than 1.
         if not isinstance(step, int) or isinstance(step, bool) or step < 0:
             raise PlanError(f"the step cannot be {step!r}; it must be a non-negative int")
-        self.index.fill_(step)
+        self._value = step
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The index as a tensor, which checkpoints store without pickle."""
@@ -312,16 +308,15 @@ class PlannedForward:
         return iter(inputs)
 
     def _run(self, call: "_Call", given: dict[int, torch.Tensor]) -> tuple[Any, ...]:
-        index = self._steps.index
+        step = self._steps.value
         with self._accumulation.forward():
             if has_compiler():
-                # A tensor, since a compiler would compile again for each value of an int; a copy,
-                # since backward reads it again.
+                # A tensor, since a compiler would compile again for each value of an int.
                 inputs = tuple(self._inputs(call, given))
-                outputs = compiled(call.program.run_compiled, inputs, index.clone())
+                outputs = compiled(call.program.run_compiled, inputs, torch.tensor(step))
             else:
-                outputs = call.program(self._inputs(call, given), step=int(index))
-        index.add_(1)
+                outputs = call.program(self._inputs(call, given), step=step)
+        self._steps.value = step + 1
         return outputs
 
     def _check_arguments(self, call: "_Call", leaves: Sequence[Any]) -> None:

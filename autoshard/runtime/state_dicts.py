@@ -173,7 +173,7 @@ def _place_loaded_state(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 _NUMBERS = frozenset({"step", "eta", "mu", "mu_product"})
-"""What optimizers of torch keep once for a parameter, and not for each of its elements.
+"""States of torch's optimizers that are one number for a parameter, not one for each element.
 
 Those of other optimizers are known by the parameters that have dims.
 """

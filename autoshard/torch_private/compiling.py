@@ -22,7 +22,7 @@ with expected_of_torch("functions that choose which Python frames are compiled")
 P = ParamSpec("P")
 T = TypeVar("T")
 _RUN = ("autoshard.", "spmd_types.", "torch.distributed.tensor.")
-"""Beginnings of the modules with these functions."""
+"""Beginnings of the modules whose functions of autograd planned models run."""
 
 _COMPILER: ContextVar[Any] = ContextVar("compiler", default=None)
 

@@ -34,10 +34,10 @@ torch_distribute_tensors: Callable[..., None] = _distribute_tensors
 
 
 torch_model_state_dict: Callable[..., Any] = _get_model_state_dict
-"""What `get_model_state_dict` returns, from a model and options, as torch makes it."""
+"""Makes the result of `get_model_state_dict` from a model and options, as torch does."""
 
 torch_optimizer_state_dict: Callable[..., Any] = _get_optim_state_dict
-"""What `get_optimizer_state_dict` returns, from a model, optimizers and options, likewise."""
+"""Makes the result of `get_optimizer_state_dict` from a model, optimizers and options."""
 
 
 def default_store() -> Any:

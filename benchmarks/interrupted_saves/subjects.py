@@ -1,4 +1,4 @@
-"""What saves and loads: planned models whose numbers all follow from that of a checkpoint."""
+"""Planned models that save and load; all their numbers follow from that of a checkpoint."""
 
 from collections.abc import Callable, Mapping
 from functools import cache

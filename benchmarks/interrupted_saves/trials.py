@@ -137,7 +137,7 @@ class Trial:
         return f"inject={call.name}:error=EIO:when={call.number}"
 
     def _judged_ranks(self, texts: str) -> str:
-        """What is wrong with how the ranks have ended."""
+        """The fault of how the ranks have ended; empty if there is none."""
         if "waits" in self.ended:
             return f"a rank waits for ever: {texts}"
         others = {kind for rank, kind in enumerate(self.ended) if rank != self.call.rank}
@@ -161,7 +161,7 @@ def _as_launched(rank: int) -> Iterator[None]:
 def _life(
     rank: int, subject: str, folder: Path, store: str, number: int, *, loads: bool, stops: bool
 ) -> tuple[str, str]:
-    """What a rank does: save; or load, and save again. How it ends, and what it says."""
+    """Save on a rank, or load and save again; tell how it ends, and what it says."""
     warnings.simplefilter("ignore")
     with _as_launched(rank):
         rendezvous = dist.FileStore(store, NUM_RANKS)

@@ -5,7 +5,8 @@ A step that fails on one rank is an error on all ranks, so that none waits for t
 
 import errno
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -29,6 +30,31 @@ def first_rank(mesh: DeviceMesh | None) -> int:
     return own_rank() if mesh is None else int(mesh.mesh.flatten()[0])
 
 
+@contextmanager
+def raised_as_one(mesh: DeviceMesh | None, what: str = "saving") -> Iterator[None]:
+    """A context in which an error on one rank becomes one on all, when all have left it.
+
+    Args:
+        mesh: of the ranks that take part; None for this process alone.
+        what: fails, for the message.
+
+    Raises:
+        CheckpointError: a rank has failed.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001  the other ranks must not wait for this one
+        failure = error
+    failed = None if mesh is None else first_failed(mesh, failed=failure is not None)
+    if isinstance(failure, CheckpointError):
+        raise failure
+    if failure is not None:
+        raise CheckpointError(f"{what} failed: {failure}") from failure
+    if failed is not None:
+        raise CheckpointError(f"{what} failed on another rank: see the error of rank {failed}")
+
+
 def on_all_ranks(mesh: DeviceMesh | None, step: Callable[[], T], what: str = "saving") -> T:
     """Run a step on all ranks; if it fails on one, all of them raise `CheckpointError`.
 
@@ -40,19 +66,8 @@ def on_all_ranks(mesh: DeviceMesh | None, step: Callable[[], T], what: str = "sa
     Returns:
         The result of this rank.
     """
-    failure: Exception | None = None
-    try:
-        result = step()
-    except Exception as error:  # noqa: BLE001  the other ranks must not wait for this one
-        failure = error
-    failed = None if mesh is None else first_failed(mesh, failed=failure is not None)
-    if isinstance(failure, CheckpointError):
-        raise failure
-    if failure is not None:
-        raise CheckpointError(f"{what} failed: {failure}") from failure
-    if failed is not None:
-        raise CheckpointError(f"{what} failed on another rank: see the error of rank {failed}")
-    return result
+    with raised_as_one(mesh, what):
+        return step()
 
 
 def on_first_rank(

@@ -168,7 +168,7 @@ class Accelerated:
 
 @dataclass
 class Kept:
-    """What is saved twice, fails, is mixed or is registered: the former state stays whole."""
+    """States that are saved twice, fail, are mixed or registered: the former one stays whole."""
 
     mesh: str
 

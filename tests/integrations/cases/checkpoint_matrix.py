@@ -176,7 +176,7 @@ class Resumed:
             assert_same(resumed.state_dict(), reference.state_dict(), f"{name}: state")
 
     def run(self, model: nn.Module) -> nn.Module:
-        """What is called in training."""
+        """The model that training calls."""
         return torch.compile(model, backend="aot_eager") if self.compiles else model
 
 

@@ -147,7 +147,7 @@ class Generated:
 
 
 def with_full_weights(made: Any, planned: nn.Module) -> Any:
-    """What errors advise: another model that has the full weights."""
+    """Another model that has the full weights, as errors advise."""
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.zero_()

@@ -96,7 +96,7 @@ def overriding(kind: type[Trainer]) -> type[Trainer]:
 
 
 def metrics(found: Any) -> dict[str, float]:
-    """What is computed from gathered logits and labels."""
+    """Metrics of gathered logits and labels."""
     logits, labels = found.predictions, found.label_ids
     assert logits.shape[:2] == labels.shape == (ROWS, LENGTH)
     return {
@@ -204,7 +204,7 @@ class Named:
             self.check_saved(found, expected, folder)
 
     def check_saved(self, found: Any, expected: nn.Module, folder: str) -> None:
-        """What the error of `save_pretrained` says is what `from_pretrained` reads."""
+        """`from_pretrained` reads what the error of `save_pretrained` advises."""
         with pytest.raises(CheckpointError, match=r"shards: call save_checkpoint\(model, folder\)"):
             found.save_pretrained(folder)
         save_checkpoint(found, f"{folder}/one")

@@ -19,6 +19,7 @@ from runtime.cases.habits import (
     adam,
     assert_same,
     batches,
+    is_planned,
     step,
     train,
 )
@@ -30,7 +31,6 @@ from support.comparison import device_mesh, whole
 from support.shared_folder import shared_folder
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.nn.utils import prune
 from torch.optim import swa_utils
@@ -42,10 +42,6 @@ from autoshard.runtime import (
     parallelize,
     save_checkpoint,
 )
-
-
-def is_planned(model: nn.Module) -> bool:
-    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 def zeroed(model: nn.Module) -> None:
@@ -67,7 +63,7 @@ def tied_assigned(model: nn.Module, *, shares_memory: bool) -> object:
 
 
 def tied_assigned_shards(model: nn.Module) -> object:
-    """Likewise from DTensors."""
+    """Loaded from DTensors with `assign=True`, tied weights stay tied too."""
     state = deepcopy(model.state_dict())
     train(model, 1)
     model.load_state_dict(state, assign=is_planned(model))

@@ -1,8 +1,7 @@
-"""What surrounds a compiled planned model: losses, batches and modes as without a compiler."""
+"""Losses, batches and modes around a compiled planned model, as without a compiler."""
 
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +19,8 @@ from runtime.cases.habits import (
     assert_same,
     batches,
     gradients,
+    is_planned,
+    unreduced,
 )
 from support.comparison import device_mesh, whole
 from support.meshes import slow_devices
@@ -36,14 +37,10 @@ Function = Callable[..., Any]
 
 
 def compiled(model: nn.Module, function: Function, *, fullgraph: bool = False) -> Function:
-    """What uses a planned model, or is one, compiled; on one device the function itself."""
+    """A function that uses a planned model, or is one, compiled; unchanged on one device."""
     if not is_planned(model):
         return function
     return torch.compile(function, backend="aot_eager", fullgraph=fullgraph)
-
-
-def is_planned(model: nn.Module) -> bool:
-    return hasattr(model, "no_sync")
 
 
 class Logits(Net):
@@ -148,7 +145,7 @@ def compiled_in_place(model: nn.Module) -> object:
     if is_planned(model):
         model.compile(backend="aot_eager", fullgraph=True)
     first, second = batches(2)
-    with getattr(model, "no_sync", nullcontext)():
+    with unreduced(model):
         criterion(model(ids_of(first)), first).backward()
     criterion(model(ids_of(second)), second).backward()
     found = [{name: whole(x).clone() for name, x in gradients(model).items()}]

@@ -5,6 +5,7 @@ model on one device; what it returns, and the state of both models in the end, a
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cache
@@ -17,6 +18,7 @@ from support.comparison import device_mesh, whole
 from support.meshes import slow_devices
 from support.models import graph_of
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
@@ -179,6 +181,15 @@ class Habit:
         expected, found = self.loop(reference), self.loop(planned)
         assert_same(found, expected, "result", self.tolerance)
         assert_same(planned.state_dict(), reference.state_dict(), "state", self.tolerance)
+
+
+def is_planned(model: nn.Module) -> bool:
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def unreduced(model: nn.Module) -> AbstractContextManager[None]:
+    """`no_sync()` of a planned model; nothing on one device."""
+    return getattr(model, "no_sync", nullcontext)()
 
 
 def assert_same(found: object, expected: object, what: str, tolerance: float = EXACT) -> None:

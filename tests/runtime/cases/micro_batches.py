@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from runtime.cases.habits import unreduced
 from runtime.cases.timeline import PEAK, TURN
 from runtime.cases.updated_buffers import MESHES
 from support.comparison import check_collectives, close, device_mesh
@@ -227,12 +228,12 @@ class PlannedMicroBatches:
         reference.zero_grad()
         for model, optimizer in zip((reference, planned), optimizers, strict=True):
             for batch in batches[:2]:
-                with getattr(model, "no_sync", nullcontext)():
+                with unreduced(model):
                     model(**batch)["loss"].backward()
                 with torch.no_grad():
                     for parameter in model.parameters():
                         parameter.mul_(0.9)
-            with getattr(model, "no_sync", nullcontext)():
+            with unreduced(model):
                 model(**batches[2])["loss"].backward()
             optimizer.step()
             model(**batches[3])["loss"].backward()

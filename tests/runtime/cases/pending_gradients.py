@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 
 import torch
 from runtime.cases.habits import (
@@ -15,16 +15,12 @@ from runtime.cases.habits import (
     adam,
     batches,
     gradients,
+    unreduced,
 )
 from runtime.cases.updated_buffers import MESHES
 from support.comparison import whole
 from torch import nn
 from torch.nn import functional
-
-
-def unreduced(model: nn.Module) -> AbstractContextManager[None]:
-    """`no_sync()` of a planned model; nothing on one device."""
-    return getattr(model, "no_sync", nullcontext)()
 
 
 def pend(model: nn.Module, batch: Batch) -> None:
