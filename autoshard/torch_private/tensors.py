@@ -207,21 +207,24 @@ def _checkpoints(reentrant: Function, other: Function) -> Iterator[None]:
     """A context in which `torch.utils.checkpoint` calls other functions in place of its two parts.
 
     Relies on: it looks up both parts in its module, and passes them the checkpointed function
-    first. Public are only contexts that the caller of `checkpoint` passes, which may be a library.
+    first; the generator's name has the suffix `_impl` since PyTorch 2.15. Public are only contexts
+    that the caller of `checkpoint` passes, which may be a library.
 
     Args:
         reentrant: makes the part that calls the function and returns its result from that part.
         other: makes the part that is a generator, and waits while the function is called.
     """
     module: Any = torch.utils.checkpoint
-    kind, before = module.CheckpointFunction, module._checkpoint_without_reentrant_generator
+    named = "_checkpoint_without_reentrant_generator"
+    generator = f"{named}_impl" if hasattr(module, f"{named}_impl") else named
+    kind, before = module.CheckpointFunction, getattr(module, generator)
     apply, is_replaced = kind.apply, "apply" in vars(kind)
     kind.apply = reentrant(apply)
-    module._checkpoint_without_reentrant_generator = other(before)
+    setattr(module, generator, other(before))
     try:
         yield
     finally:
-        module._checkpoint_without_reentrant_generator = before
+        setattr(module, generator, before)
         if is_replaced:
             kind.apply = apply
         else:
