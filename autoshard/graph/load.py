@@ -8,6 +8,7 @@ from autoshard.graph.archive import (
     ArchiveLimits,
     read_archive,
     with_contents,
+    with_paths,
     with_precision,
 )
 from autoshard.graph.dynamic_shapes import find_dynamic
@@ -43,7 +44,8 @@ def load_graph(source: str | Path | bytes, *, limits: ArchiveLimits | None = Non
         graph = normalise(program, ties=export.ties if export else None)
         if export is not None:
             graph = with_precision(replace(graph, model=export.model), export)
-        return with_contents(graph, archive.constants)
+        graph = with_contents(graph, archive.constants)
+        return with_paths(graph, export.constants) if export is not None else graph
 
     numbers = SymbolicNumbers(archive.model)
     graph = read()

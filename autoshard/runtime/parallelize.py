@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.errors import ArgumentTypeError, AutoshardError, PlanError
 from autoshard.graph import DType
-from autoshard.graph.buffers import HeldBuffers
+from autoshard.graph.held_state import HeldState
 from autoshard.plan import Plan, Stage
 from autoshard.runtime.accumulation import GradientAccumulation
 from autoshard.runtime.agreement import raised_on_all_ranks
@@ -156,7 +156,7 @@ def parallelize(
         for forward in forwards.values():
             forward.attach(model)
     programs = Programs(forwards, state)
-    held = HeldBuffers(model)
+    held = HeldState(model)
     distribute_state(model, stages.values(), device_mesh, programs.first.program.place)
     held.follow()
     if not any(device_mesh.get_coordinate() or ()):
