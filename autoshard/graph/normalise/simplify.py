@@ -12,7 +12,7 @@ from autoshard.errors import SchemaError
 from autoshard.graph.dims import with_explicit_dims, within
 from autoshard.graph.ir import Argument, Graph, InputKind, Node, Ref, Tensor, Token, TokenKind
 from autoshard.graph.normalise.functional import is_same
-from autoshard.graph.normalise.rewriting import integer, required, rewire
+from autoshard.graph.normalise.rewriting import integer, required, rewire, sizes
 
 
 def drop_dead_code(graph: Graph) -> Graph:
@@ -280,6 +280,10 @@ def _canonical(node: Node, values: Mapping[str, Tensor]) -> Node:
         return replace(node, arguments=kept)
     if node.operator in _JOINS:
         return replace(node, operator="aten.cat.default")
+    if node.operator == "aten.tile.default":
+        dims, rank = sizes(node, "dims"), len(values[node.inputs[0]].shape)
+        repeats = (1,) * (rank - len(dims)) + dims
+        return _call(node, "aten.repeat.default", ("repeats", repeats))
     if node.operator == "aten.outer.default":
         factors = tuple(map(Ref, node.inputs))
         return replace(
