@@ -32,6 +32,7 @@ from autoshard.graph.python_state.record import record_of
 from autoshard.graph.python_state.recorder import Recorder
 from autoshard.graph.python_state.values import Value
 from autoshard.graph.python_state.wording import check_patterns, is_ignored
+from autoshard.graph.structured_types import register_types
 from autoshard.graph.tracing import (
     OnMeta,
     check_no_autocast,
@@ -258,6 +259,8 @@ def _export(
         whole.measure(twin, meta_args, meta_kwargs)
     whole.replace_in(twin)
     follow_state(twin)
+    register_types(example)
+    twin.register_forward_hook(lambda _, __, result: register_types(result))
 
     def trace(*, strict: bool) -> ExportedProgram:
         # Dynamo (strict tracing) would trace into these modes instead of running them.

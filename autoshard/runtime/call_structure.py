@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from autoshard.errors import PlanError
+from autoshard.graph.structured_types import register_type
 from autoshard.torch_private import pytree
 
 _IMPORTING_TYPES = frozenset({"collections.defaultdict"})
@@ -149,10 +150,14 @@ def read_spec(text: str) -> pytree.TreeSpec:
                     f"the plan's arguments or results nest in {node['type']}, which cannot be "
                     f"read safely; export the model with plain dicts instead"
                 )
+            register_type(str(node["type"]))
+            if isinstance(node["context"], str):  # of a named tuple
+                register_type(node["context"])
         return pytree.treespec_loads(text)
     except NotImplementedError as error:
         raise PlanError(
-            f"{error}; import the module that defines this type before applying the plan"
+            f"{error}; import the module that defines this type, not inside of a function, before "
+            f"applying the plan"
         ) from None
     except (ValueError, TypeError, KeyError) as error:
         if isinstance(error, PlanError):

@@ -12,7 +12,7 @@ from support.meshes import slow_devices
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from autoshard.graph import InputKind, export_model, load_graph
+from autoshard.graph import export_model, load_graph
 from autoshard.plan import Plan
 from autoshard.planner import make_plan
 from benchmarks.zoo.families import FAMILIES

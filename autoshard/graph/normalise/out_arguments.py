@@ -90,7 +90,8 @@ def without_out_arguments(graph: Graph) -> Graph:
         results = tuple(value_names.fresh(f"{output}_result") for output in node.outputs)
         if len(outs) != len(node.outputs):
             raise UnsupportedError(
-                f"node {node.name!r}: {node.operator} writes into several tensors; leave out=... out"
+                f"node {node.name!r}: {node.operator} writes into several tensors; leave out=... "
+                f"away"
             )
         call = _functional(node, operator, names, results, values)
         for name, out, output, result in zip(names, outs, node.outputs, results, strict=True):
@@ -149,7 +150,7 @@ def _check_shape(node: Node, out: Tensor, result: Tensor) -> None:
     if out.shape != result.shape:
         raise UnsupportedError(
             f"node {node.name!r} ({node.operator}) resizes its argument out from "
-            f"{list(out.shape)} to {list(result.shape)}; leave out=... out"
+            f"{list(out.shape)} to {list(result.shape)}; leave out=... away"
         )
 
 
@@ -170,7 +171,7 @@ def _dtype(node: Node, call: Node, name: str, out: DType, values: Mapping[str, T
         return out
     raise UnsupportedError(
         f"node {node.name!r} ({node.operator}) writes into {out.value} what it computes of "
-        f"{', '.join(sorted(dtypes))}; leave out=... out, and convert the result with .to()"
+        f"{', '.join(sorted(dtypes))}; leave out=... away, and convert the result with .to()"
     )
 
 
