@@ -18,6 +18,7 @@ from torch.export import ExportedProgram
 
 from autoshard.errors import ExportError, GraphError
 from autoshard.graph.archive import EXPORT_FILE, ExportRecord
+from autoshard.graph.batch_norms import average_with_tensors
 from autoshard.graph.captured import constant_paths, held_tensors
 from autoshard.graph.casting import cast_parameters, with_casts
 from autoshard.graph.held_state import follow_state
@@ -258,6 +259,7 @@ def _export(
     with torch.set_grad_enabled(gradients), torch.device("meta"), OnMeta():
         whole.measure(twin, meta_args, meta_kwargs)
     whole.replace_in(twin)
+    average_with_tensors(twin)
     follow_state(twin)
     register_types(example)
     twin.register_forward_hook(lambda _, __, result: register_types(result))
