@@ -17,6 +17,7 @@ from autoshard.graph.normalise import normalise
 from autoshard.graph.parse import parse_program
 from autoshard.graph.serialise import graph_to_json
 from autoshard.graph.symbolic_numbers import SymbolicNumbers
+from autoshard.graph.tree_specs import spec_nodes
 
 
 @collection_paused()
@@ -42,6 +43,8 @@ def load_graph(source: str | Path | bytes, *, limits: ArchiveLimits | None = Non
     def read() -> Graph:
         program = parse_program(archive.model, max_nodes=limits.nodes)
         graph = normalise(program, ties=export.ties if export else None)
+        for spec in (graph.in_spec, graph.out_spec):
+            spec_nodes(spec)
         if export is not None:
             graph = with_precision(replace(graph, model=export.model), export)
         graph = with_contents(graph, archive.constants)

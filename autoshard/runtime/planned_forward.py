@@ -255,15 +255,7 @@ class PlannedForward:
             value = self._constants[placed.target].to(device)
             return lambda: value
         if placed.kind == "constant":
-            held = HeldConstant.of(model, placed, device)
-            known = constant_value(self.program.graph, placed.name, device) if not held else None
-            if held is None and known is None:
-                raise PlanError(
-                    f"the model has no constant {placed.target!r}; pass its value to parallelize, "
-                    f"constants={{{placed.target!r}: tensor}}, as exported_program.constants has "
-                    f"it, or export the model with export_model, which finds or keeps it"
-                )
-            return held.get if held else lambda: known
+            return self._find_constant(model, placed)
         try:
             attribute = ModuleAttribute.of(model, placed.target)
             buffer = attribute.get()
@@ -273,6 +265,20 @@ class PlannedForward:
         if not buffer.is_meta:
             setattr(attribute.module, attribute.name, buffer.to(device))
         return StoredBuffer(attribute).get
+
+    def _find_constant(self, model: nn.Module, placed: PlacedInput) -> Callable[[], torch.Tensor]:
+        device = self.program.place.device
+        held = HeldConstant.of(model, placed, device)
+        if held is not None:
+            return held.get
+        known = constant_value(self.program.graph, placed.name, device)
+        if known is None:
+            raise PlanError(
+                f"the model has no constant {placed.target!r}; pass its value to parallelize, "
+                f"constants={{{placed.target!r}: tensor}}, as exported_program.constants has it, "
+                f"or export the model with export_model, which finds or keeps it"
+            )
+        return lambda: known
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run one step on this rank.

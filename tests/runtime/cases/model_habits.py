@@ -508,7 +508,9 @@ HABITS: dict[str, Callable[[str], Callable[[], None]]] = {
     "named tuples and dataclasses": lambda mesh: Habit(mesh, structured, Structured),
     "sparse gradients, averaged statistics": lambda mesh: Habit(mesh, trained_by_sgd, Sparse),
     "a largest norm, by hand": lambda mesh: Habit(mesh, with_a_largest_norm),
-    "a largest norm": lambda _: RefusedByExport(LargestNorm, r"weight\.mul_\(torch\.where\(norm > max_norm"),
+    "a largest norm": lambda _: RefusedByExport(
+        LargestNorm, r"weight\.mul_\(torch\.where\(norm > max_norm"
+    ),
     "a GAN": lambda mesh: Gan(MESHES[mesh]),
 }
 CASES: dict[str, Callable[[], None]] = {
