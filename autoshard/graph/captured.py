@@ -71,7 +71,10 @@ def constant_paths(program: ExportedProgram, model: nn.Module, what: str) -> dic
     Raises:
         ExportError: the value of a constant is lost, or its gradient.
     """
-    paths = {id(place.value): path_text(path) for path, place in held_tensors(model)}
+    held = [(path_text(path), place) for path, place in held_tensors(model)]
+    paths = {id(place.value): path for path, place in held}
+    in_tuples = {path: place.value for path, place in held if isinstance(place.holder, tuple)}
+    parameters = {path: x for path, x in in_tuples.items() if isinstance(x, nn.Parameter)}
     constants = {
         str(spec.target): (spec.arg.name, program.constants[str(spec.target)])
         for spec in program.graph_signature.input_specs
@@ -83,17 +86,23 @@ def constant_paths(program: ExportedProgram, model: nn.Module, what: str) -> dic
         if not isinstance(tensor, torch.Tensor) or not used[node].users:
             continue
         path = paths.get(id(tensor))
-        if tensor.requires_grad or isinstance(tensor, nn.Parameter):
+        if path is None and tensor.is_meta:  # tracing has replaced parameters by other tensors
+            path = next((p for p, x in parameters.items() if _are_alike(x, tensor)), None)
+            if path is None:
+                raise ExportError(_lost(what, next(iter(used[node].users)), tensor))
+        if tensor.requires_grad or path in parameters:
             raise ExportError(
-                f"forward of {what} reads {path or 'a tensor of a tuple'!r}, whose gradient would "
-                f"be lost: make it a parameter, and read it as an attribute of its module or in a "
-                f"list or dict; or call requires_grad_(False)"
+                f"forward of {what} reads {path!r}, whose gradient would be lost: make it a "
+                f"parameter of a module, and read it as its attribute or in a list or dict, not "
+                f"in a tuple; or call requires_grad_(False)"
             )
-        if path is None and tensor.is_meta:
-            raise ExportError(_lost(what, next(iter(used[node].users)), tensor))
         if path is not None:
             found[name] = path
     return found
+
+
+def _are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return (one.shape, one.dtype) == (other.shape, other.dtype)
 
 
 def _lost(what: str, user: torch.fx.Node, tensor: torch.Tensor) -> str:

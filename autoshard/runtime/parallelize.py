@@ -95,7 +95,7 @@ def parallelize(
         other_shapes: what a call does whose tensors have shapes that no plan is for, such as the
             last smaller batch of an epoch. With "replicate" every rank runs the unsharded model on
             the whole batch, with all parameters gathered, and a warning says so once; with "error"
-            it raises `PlanError`.
+            it raises `PlanError`, and so it always does with pipeline stages.
         ignore_state: patterns of Python state on which no result depends, and which is therefore
             not compared with the export, such as `["layers.0.tau", "*.p", "*._forward_hooks"]`.
 

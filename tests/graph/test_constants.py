@@ -94,6 +94,18 @@ class Trained(nn.Module):
         return self.free[0] * x
 
 
+class InTuple(nn.Module):
+    """A parameter that forward reads in a tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.weights = (self.layer.weight,)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weights[0]
+
+
 def test_a_models_own_constants_are_named_by_their_paths() -> None:
     graph = load_graph(export_model(Held(), (torch.ones(4),)))
     names = [i.target for i in graph.inputs if i.kind == "constant"]
@@ -107,9 +119,10 @@ def test_a_models_own_constants_are_named_by_their_paths() -> None:
     ("model", "message"),
     [
         (Many(), r"a tensor \[16388\] of data that an export on the meta device does not have"),
+        (InTuple(), r"reads 'weights\[0\]', whose gradient would be lost.*not in a tuple"),
         (Trained(), r"reads 'free\[0\]', whose gradient would be lost: make it a parameter"),
     ],
-    ids=["many numbers", "a gradient"],
+    ids=["many numbers", "a parameter in a tuple", "a gradient"],
 )
 def test_constants_that_would_be_lost_are_refused(model: nn.Module, message: str) -> None:
     with pytest.raises(ExportError, match=message):

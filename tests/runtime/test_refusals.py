@@ -139,7 +139,7 @@ def test_planning_refuses(name: str) -> None:
 
 SAID: dict[str, tuple[Callable[[], Plan], str]] = {
     "operators of the model": (
-        lambda: plan_of(shifted),
+        lambda: plan_of(lambda x: shifted(x) * 2.0),
         r"custom_operators=\['refused::shifted'\]",
     ),
     "constants": (

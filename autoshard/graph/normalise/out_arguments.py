@@ -31,6 +31,7 @@ _OTHER_NAMES: Mapping[str, str] = {
     "bernoulli.float_out": "p",
     "div.out_mode": "Tensor_mode",
     "divide.out_mode": "Tensor_mode",
+    "linalg_pinv.out_rcond_tensor": "rcond_tensor",
     "nansum.out": "default",
     "norm.out": "ScalarOpt_dim",
     "prod.int_out": "dim_int",
@@ -74,13 +75,13 @@ def without_out_arguments(graph: Graph) -> Graph:
     Raises:
         UnsupportedError: the argument has another shape or element type than the result.
     """
-    if not any(_form(node) for node in graph.nodes):
+    if not any(functional_overload(node) for node in graph.nodes):
         return graph
     values = dict(graph.values)
     value_names, node_names = Names(values), Names(node.name for node in graph.nodes)
     nodes: list[Node] = []
     for node in graph.nodes:
-        form = _form(node)
+        form = functional_overload(node)
         if form is None:
             nodes.append(node)
             continue
@@ -103,7 +104,7 @@ def without_out_arguments(graph: Graph) -> Graph:
     return replace(graph, nodes=tuple(nodes), values=values)
 
 
-def _form(node: Node) -> tuple[str, tuple[str, ...]] | None:
+def functional_overload(node: Node) -> tuple[str, tuple[str, ...]] | None:
     """The functional operator, and names of arguments that are written; None without any."""
     namespace, _, rest = node.operator.partition(".")
     if namespace != "aten":
