@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from autoshard.torch_private import BatchNormBase
+from autoshard.torch_private import BatchNormBase, check_input_dim
 
 
 def average_with_tensors(model: nn.Module) -> None:
@@ -42,7 +42,7 @@ def _counts(module: nn.Module) -> bool:
 def _forward(self: Any, x: torch.Tensor) -> torch.Tensor:
     assert self.training, "the mode is recorded"
     assert self.momentum is None
-    self._check_input_dim(x)
+    check_input_dim(self, x)
     self.num_batches_tracked.add_(1)
     dims = [dim for dim in range(x.dim()) if dim != 1]
     with torch.no_grad():
