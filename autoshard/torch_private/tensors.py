@@ -58,7 +58,7 @@ def check_input_dim(norm: _BatchNorm, x: torch.Tensor) -> None:
 
     Relies on: `_check_input_dim`, which each class defines; there is no public check.
     """
-    norm._check_input_dim(x)
+    norm._check_input_dim(x)  # type: ignore[no-untyped-call]  # torch
 
 
 def register_named_tuple(kind: type, name: str) -> None:
