@@ -47,6 +47,7 @@ def auto_parallelize(
     constants: Mapping[str, torch.Tensor] | None = None,
     custom_operators: Collection[str] = (),
     seed: int = 0,
+    other_shapes: Literal["replicate", "error"] = "replicate",
     ignore_state: Collection[str] = (),
     **single_options: Any,
 ) -> ModelT:
@@ -79,6 +80,7 @@ def auto_parallelize(
         constants: as in `parallelize`.
         custom_operators: as in `parallelize`.
         seed: as in `parallelize`.
+        other_shapes: as in `parallelize`.
         ignore_state: as in `export_model` and `parallelize`.
         **single_options: members of `PlanOptions`, such as `micro_batches`, which replace those of
             `options`.
@@ -124,6 +126,7 @@ def auto_parallelize(
             constants=constants,
             custom_operators=custom_operators,
             seed=seed,
+            other_shapes=other_shapes,
             ignore_state=ignore_state,
         )
     return model

@@ -141,6 +141,16 @@ def with_contents(graph: Graph, constants: Mapping[str, Constant]) -> Graph:
     return replace(graph, inputs=tuple(map(known, graph.inputs))) if constants else graph
 
 
+def with_paths(graph: Graph, paths: Mapping[str, str]) -> Graph:
+    """Return the graph with the constants that the model holds named by their paths."""
+
+    def named(source: Input) -> Input:
+        path = paths.get(source.target) if source.kind is InputKind.CONSTANT else None
+        return source if path is None else replace(source, target=path)
+
+    return replace(graph, inputs=tuple(map(named, graph.inputs))) if paths else graph
+
+
 def with_precision(graph: Graph, export: "ExportRecord") -> Graph:
     """Return the graph with the element types at rest and of reductions of its parameters."""
     policy = export.model.mixed_precision if export.model else None
@@ -209,6 +219,8 @@ class ExportRecord:
         ties: groups of parameter names that are one tensor each.
         model: the exported model.
         stored: element type at rest of the parameters that the program reads converted, by name.
+        constants: where the model holds tensors that are neither parameters nor buffers, by their
+            names in the program (`autoshard.graph.python_state.paths`).
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
@@ -216,6 +228,7 @@ class ExportRecord:
     ties: tuple[tuple[str, ...], ...]
     model: ExportedModel | None = None
     stored: Mapping[str, DType] = field(default_factory=dict)
+    constants: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self) -> bytes:
         """The content of the extra file."""

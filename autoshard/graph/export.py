@@ -18,8 +18,10 @@ from torch.export import ExportedProgram
 
 from autoshard.errors import ExportError, GraphError
 from autoshard.graph.archive import EXPORT_FILE, ExportRecord
-from autoshard.graph.buffers import follow_buffers
+from autoshard.graph.batch_norms import average_with_tensors
+from autoshard.graph.captured import constant_paths, held_tensors
 from autoshard.graph.casting import cast_parameters, with_casts
+from autoshard.graph.held_state import follow_state
 from autoshard.graph.ir import ExportedModel
 from autoshard.graph.mixed_precision import MixedPrecision
 from autoshard.graph.opaque import OpaqueModules
@@ -31,6 +33,7 @@ from autoshard.graph.python_state.record import record_of
 from autoshard.graph.python_state.recorder import Recorder
 from autoshard.graph.python_state.values import Value
 from autoshard.graph.python_state.wording import check_patterns, is_ignored
+from autoshard.graph.structured_types import register_types
 from autoshard.graph.tracing import (
     OnMeta,
     check_no_autocast,
@@ -256,7 +259,10 @@ def _export(
     with torch.set_grad_enabled(gradients), torch.device("meta"), OnMeta():
         whole.measure(twin, meta_args, meta_kwargs)
     whole.replace_in(twin)
-    follow_buffers(twin)
+    average_with_tensors(twin)
+    follow_state(twin)
+    register_types(example)
+    twin.register_forward_hook(lambda _, __, result: register_types(result))
 
     def trace(*, strict: bool) -> ExportedProgram:
         # Dynamo (strict tracing) would trace into these modes instead of running them.
@@ -273,6 +279,7 @@ def _export(
         program = trace(strict=strict)
     check_sizes(program, what)
     check_products(program, what)
+    held = constant_paths(program, twin, what)
     if found:
         raise GraphError(
             f"{what} has custom gradients ({', '.join(sorted(found))}), which an exported graph "
@@ -284,7 +291,7 @@ def _export(
             trace(strict=False)
     with torch.set_grad_enabled(gradients):
         state = record_of(recorder, twin, what, ignored)
-    record = replace(record, model=replace(record.model, state=state))
+    record = replace(record, model=replace(record.model, state=state), constants=held)
     buffer = BytesIO()
     with _named(f"the exported {what} cannot be saved"):
         torch.export.save(program, buffer, extra_files={EXPORT_FILE: record.to_json().decode()})
@@ -351,9 +358,10 @@ def _meta_copy(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def _tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Yield parameters, buffers, and tensors in attributes and containers of modules."""
-    for module in model.modules():
-        yield from (v for v in pytree.tree_leaves(vars(module)) if isinstance(v, torch.Tensor))
+    """Yield parameters, buffers, and tensors in attributes, containers and objects of modules."""
+    yield from model.parameters()
+    yield from model.buffers()
+    yield from (place.value for _, place in held_tensors(model))
 
 
 def _to_meta(value: Any) -> Any:

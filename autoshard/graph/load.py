@@ -8,6 +8,7 @@ from autoshard.graph.archive import (
     ArchiveLimits,
     read_archive,
     with_contents,
+    with_paths,
     with_precision,
 )
 from autoshard.graph.dynamic_shapes import find_dynamic
@@ -16,6 +17,7 @@ from autoshard.graph.normalise import normalise
 from autoshard.graph.parse import parse_program
 from autoshard.graph.serialise import graph_to_json
 from autoshard.graph.symbolic_numbers import SymbolicNumbers
+from autoshard.graph.tree_specs import spec_nodes
 
 
 @collection_paused()
@@ -41,9 +43,12 @@ def load_graph(source: str | Path | bytes, *, limits: ArchiveLimits | None = Non
     def read() -> Graph:
         program = parse_program(archive.model, max_nodes=limits.nodes)
         graph = normalise(program, ties=export.ties if export else None)
+        for spec in (graph.in_spec, graph.out_spec):
+            spec_nodes(spec)
         if export is not None:
             graph = with_precision(replace(graph, model=export.model), export)
-        return with_contents(graph, archive.constants)
+        graph = with_contents(graph, archive.constants)
+        return with_paths(graph, export.constants) if export is not None else graph
 
     numbers = SymbolicNumbers(archive.model)
     graph = read()

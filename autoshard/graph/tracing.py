@@ -10,6 +10,7 @@ from traceback import StackSummary
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.autograd import Function
@@ -83,8 +84,12 @@ class OnMeta(TorchFunctionMode):
         args = tuple(_META if isinstance(arg, torch.device) else arg for arg in args)
         if func in _MOVES:
             return args[0]
+        if func in _INDEXING:
+            args = (args[0], _index(args[1]), *args[2:])
         if func is torch.Tensor.to and len(args) > 1 and _is_device(args[1]):
             args = (args[0], _META, *args[2:])
+        if func is torch.Tensor.new_tensor and _is_of_small_numbers(args[1:], given):
+            func, args, given = torch.tensor, args[1:], {"dtype": args[0].dtype, **given}
         if func in _OF_NUMBERS and _is_of_small_numbers(args, given):
             return func(*args, **{**given, "device": "cpu"}).to("meta")
         made = _of_sizes(func, args, given) if func in _AS_CONSTANTS else None
@@ -93,7 +98,33 @@ class OnMeta(TorchFunctionMode):
 
 _META = torch.device("meta")
 _MOVES = (torch.Tensor.cpu, torch.Tensor.cuda)
-_OF_NUMBERS = (torch.tensor, torch.as_tensor)
+_OF_NUMBERS = (torch.tensor, torch.as_tensor, torch.asarray)
+_INDEXING = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
+
+
+def _index(index: Any) -> Any:
+    """An index with tensors in place of lists, which indexing would make on the meta device."""
+    if isinstance(index, tuple):
+        return tuple(_indices(item) for item in index)
+    if isinstance(index, list) and not all(isinstance(item, int | torch.SymInt) for item in index):
+        return [_indices(item) for item in index]  # as a tuple
+    return _indices(index)
+
+
+def _indices(item: Any) -> Any:
+    """The tensor of the integers or flags of a list in an index; other items as they are."""
+    listed = item.tolist() if isinstance(item, np.ndarray) else item
+    if not isinstance(listed, list | tuple | range):
+        return item
+    if all(isinstance(flag, bool) for flag in listed):  # positions of a fixed number
+        listed = [position for position, flag in enumerate(listed) if flag]
+    leaves = pytree.tree_leaves(list(listed))
+    kinds = (int, np.integer, torch.SymInt)
+    if any(isinstance(leaf, bool) or not isinstance(leaf, kinds) for leaf in leaves):
+        return item
+    if any(isinstance(leaf, torch.SymInt) for leaf in leaves):
+        return _stacked(list(listed), torch.int64)
+    return torch.tensor(listed, dtype=torch.int64, device="cpu").to("meta")
 
 
 _AS_CONSTANTS = (torch.as_tensor, torch.asarray, torch.Tensor.new_tensor)

@@ -17,6 +17,7 @@ from autoshard.plan.document import Plan
 from autoshard.plan.performance import plan_performance
 from autoshard.plan.plain_words import parallelism_sentences
 from autoshard.plan.predictions import step_time, three_digits
+from autoshard.plan.requirements import requirements
 from autoshard.plan.restriction_cost import restriction_sentences
 from autoshard.plan.throughput import batch_of
 from autoshard.quantities import format_bytes
@@ -49,6 +50,7 @@ def summarise(plan: Plan, *, width: int | None = None, commands: Sequence[str] =
     words = list(parallelism_sentences(plan, roles))
     axes = [line for use in roles.axes for line in _wrapped(_axis(use), width)]
     remarks = [*(use.remark for use in roles.axes if use.remark), *_idle_remarks(plan)]
+    remarks += requirements(plan)
     rest = [
         *(line for text in remarks for line in _wrapped(f"Remark: {text}", width)),
         *(line for text in _predictions(plan) for line in _wrapped(text, width)),

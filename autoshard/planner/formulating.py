@@ -2,6 +2,7 @@
 
 import re
 import time
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from math import inf, prod
 
@@ -11,6 +12,7 @@ from autoshard.errors import GraphError, OptionError
 from autoshard.graph import Graph, InputKind, check_total_bytes, find_blocks, module_paths
 from autoshard.limits import CancelToken, LimitReached, Limits, limited
 from autoshard.mesh import Mesh
+from autoshard.ops import has_rule
 from autoshard.outcome import SolveStatus
 from autoshard.plan.gradients import Gradients
 from autoshard.plan.options import PlanOptions
@@ -90,6 +92,7 @@ def check_mode(graph: Graph, options: PlanOptions) -> None:
         OptionError: micro-batches contradict the mode or each other, or activation checkpointing
             does not find what the options ask for.
     """
+    check_runs(graph)
     check_checkpointing(graph, options)
     if options.mode == "training":
         check_trainable(graph)
@@ -103,6 +106,19 @@ def check_mode(graph: Graph, options: PlanOptions) -> None:
             f"in_flight is {options.in_flight}, but a step has {options.micro_batches} "
             f"micro-batches; give at most as many"
         )
+
+
+def check_runs(graph: Graph) -> None:
+    """Check that ranks will run all operators of a graph, as far as this process knows them.
+
+    Raises:
+        UnsupportedError: they will not.
+    """
+    if any(not has_rule(node.operator) for node in graph.nodes):
+        with suppress(ModuleNotFoundError):  # without torch, operators are not known
+            from autoshard.ops.calls import check_callable  # noqa: PLC0415  torch is slow to import
+
+            check_callable(graph)
 
 
 def check_checkpointing(graph: Graph, options: PlanOptions) -> None:

@@ -1,20 +1,15 @@
 """Structure of forward's arguments: their nesting in positional and named arguments."""
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from inspect import Parameter, Signature
 from typing import Any
 
 import torch
 
-from autoshard.errors import PlanError
+from autoshard.errors import GraphError, PlanError
+from autoshard.graph.structured_types import register_type
+from autoshard.graph.tree_specs import spec_nodes
 from autoshard.torch_private import pytree
-
-_IMPORTING_TYPES = frozenset({"collections.defaultdict"})
-_IMPORTING_CONTEXT = "__enum__"
-"""Tree specs with these make PyTorch import modules by name. A plan may come from a server, so
-it must not choose what is imported."""
-
 
 _ARGUMENTS = (
     "pass those arguments, or plan an export with these too, and pass both plans together, as in "
@@ -141,26 +136,17 @@ def read_spec(text: str) -> pytree.TreeSpec:
         PlanError: it is malformed, or names a type that is not registered as a pytree node.
     """
     try:
-        _, schema = json.loads(text)
-        for node in _nodes(schema):
-            context = json.dumps(node["context"])
-            if node["type"] in _IMPORTING_TYPES or _IMPORTING_CONTEXT in context:
-                raise PlanError(
-                    f"the plan's arguments or results nest in {node['type']}, which cannot be "
-                    f"read safely; export the model with plain dicts instead"
-                )
+        for node in spec_nodes(text):
+            register_type(str(node["type"]))
+            if isinstance(node["context"], str):  # of a named tuple
+                register_type(node["context"])
         return pytree.treespec_loads(text)
     except NotImplementedError as error:
         raise PlanError(
-            f"{error}; import the module that defines this type before applying the plan"
+            f"{error}; import the module that defines this type, not inside of a function, before "
+            f"applying the plan"
         ) from None
+    except GraphError as error:
+        raise PlanError(f"the plan: {error}") from None
     except (ValueError, TypeError, KeyError) as error:
-        if isinstance(error, PlanError):
-            raise
         raise PlanError(f"the plan's tree spec cannot be read: {error}") from None
-
-
-def _nodes(schema: Any) -> Iterator[dict[str, Any]]:
-    yield schema
-    for child in schema["children_spec"]:
-        yield from _nodes(child)

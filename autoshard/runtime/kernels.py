@@ -10,9 +10,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from autoshard.layouts import Kind
 from autoshard.ops import Kernel, draws_random_numbers, spec_for
+from autoshard.ops.calls import check_call
 from autoshard.runtime.local_node import LocalKernel, LocalNode, Step
 from autoshard.runtime.opaque import bind_module
-from autoshard.runtime.operators import OperatorCall, check_call
+from autoshard.runtime.operators import OperatorCall
 from autoshard.runtime.random_numbers import seeded
 from autoshard.runtime.sharded_kernels import bind_sharded_kernel
 from autoshard.runtime.sharded_kernels.experts import bind_experts

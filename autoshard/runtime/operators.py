@@ -9,66 +9,11 @@ from typing import Any
 
 import torch
 
-from autoshard.errors import PlanError
-from autoshard.graph import Argument, DType, Node, Ref, Token, TokenKind, references
-from autoshard.ops import has_rule
+from autoshard.graph import Argument, Node, Ref, Token, TokenKind, references
+from autoshard.ops.calls import check_token, resolve_operator
+from autoshard.ops.schema_checks import check_arguments
 from autoshard.runtime.local_node import Step
-from autoshard.runtime.schema_checks import check_arguments
-from autoshard.torch_private import OpOverload, schema_of
-
-_REFUSED = frozenset({"aten.from_file"})
-"""ATen operators that access files: a plan may come from a server, and must not choose files."""
-
-_MEMORY_FORMATS = frozenset(
-    {"contiguous_format", "channels_last", "channels_last_3d", "preserve_format"}
-)
-
-
-def resolve_operator(name: str, *, custom: Collection[str] = ()) -> OpOverload:
-    """The PyTorch operator with a name such as `aten.add.Tensor`.
-
-    Args:
-        name: qualified name with the overload.
-        custom: names of operators outside ATen that may be called.
-
-    Raises:
-        PlanError: there is no such operator, or a plan may not call it: it must be in ATen, have
-            a sharding rule or be listed in `custom`, and it must not change its inputs.
-    """
-    namespace, _, rest = name.partition(".")
-    packet, _, overload = rest.partition(".")
-    allowed = namespace == "aten" or has_rule(name) or name in custom
-    if not allowed or f"{namespace}.{packet}" in _REFUSED:
-        raise PlanError(
-            f"the plan calls {name}, which is not an operator that plans may call; if it is one "
-            f"of the model's own, pass custom_operators=['{namespace}::{packet}']"
-        )
-    found: Any = torch.ops
-    for part in (namespace, packet, overload):
-        found = getattr(found, part, None)
-    if not overload or not isinstance(found, OpOverload):
-        raise PlanError(
-            f"the plan calls {name}, which torch {torch.__version__} does not have; use the "
-            f"version that exported the model, or export it again"
-        )
-    schema = schema_of(found)
-    if schema.is_mutable or not schema.returns:
-        raise PlanError(f"the plan calls {name}, which writes into its inputs or returns nothing")
-    return found
-
-
-def check_call(node: Node, *, custom: Collection[str] = ()) -> None:
-    """Check that plans may call the operator of a node, and that its schema takes the arguments.
-
-    Args:
-        node: the call.
-        custom: names of operators outside ATen that may be called.
-
-    Raises:
-        PlanError: they may not, or it does not.
-    """
-    schema = schema_of(resolve_operator(node.operator, custom=custom))
-    check_arguments(node, schema)
+from autoshard.torch_private import schema_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,17 +108,8 @@ def _template(
 
 def _object_of(token: Token, device: torch.device, node: Node) -> object:
     """The torch object of a token; any device becomes this rank's device."""
-    if token.kind is TokenKind.DEVICE:
-        return device
-    if token.kind is TokenKind.DTYPE and token.value in set(DType):
-        return getattr(torch, token.value)
-    if token.kind is TokenKind.MEMORY_FORMAT and token.value in _MEMORY_FORMATS:
-        return getattr(torch, token.value)
-    if token.kind is TokenKind.LAYOUT and token.value == "strided":
-        return torch.strided
-    raise PlanError(
-        f"node {node.name!r} uses the {token.kind} {token.value!r}, which cannot run in a plan"
-    )
+    check_token(node, token)
+    return device if token.kind is TokenKind.DEVICE else getattr(torch, token.value)
 
 
 def _fill(template: Any, tensors: Sequence[torch.Tensor]) -> Any:

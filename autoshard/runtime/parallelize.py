@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.errors import ArgumentTypeError, AutoshardError, PlanError
 from autoshard.graph import DType
-from autoshard.graph.buffers import HeldBuffers
+from autoshard.graph.held_state import HeldState
 from autoshard.plan import Plan, Stage
 from autoshard.runtime.accumulation import GradientAccumulation
 from autoshard.runtime.agreement import raised_on_all_ranks
@@ -95,7 +95,7 @@ def parallelize(
         other_shapes: what a call does whose tensors have shapes that no plan is for, such as the
             last smaller batch of an epoch. With "replicate" every rank runs the unsharded model on
             the whole batch, with all parameters gathered, and a warning says so once; with "error"
-            it raises `PlanError`.
+            it raises `PlanError`, and so it always does with pipeline stages.
         ignore_state: patterns of Python state on which no result depends, and which is therefore
             not compared with the export, such as `["layers.0.tau", "*.p", "*._forward_hooks"]`.
 
@@ -156,7 +156,7 @@ def parallelize(
         for forward in forwards.values():
             forward.attach(model)
     programs = Programs(forwards, state)
-    held = HeldBuffers(model)
+    held = HeldState(model)
     distribute_state(model, stages.values(), device_mesh, programs.first.program.place)
     held.follow()
     if not any(device_mesh.get_coordinate() or ()):

@@ -22,7 +22,7 @@ from autoshard.runtime.call_checks import (
     check_no_transform,
     compare_over_ranks,
 )
-from autoshard.runtime.constants import constant_value, prepared_inputs
+from autoshard.runtime.constants import HeldConstant, check_held, constant_value, prepared_inputs
 from autoshard.runtime.local_parameters import (
     LocalParameters,
     gradients_to_copy,
@@ -254,24 +254,31 @@ class PlannedForward:
         if placed.target in self._constants:
             value = self._constants[placed.target].to(device)
             return lambda: value
+        if placed.kind == "constant":
+            return self._find_constant(model, placed)
         try:
             attribute = ModuleAttribute.of(model, placed.target)
-            value = attribute.get()
+            buffer = attribute.get()
         except AttributeError:
-            known = constant_value(self.program.graph, placed.name, device)
-            if known is not None:
-                return lambda: known
-            raise PlanError(
-                f"the model has no {placed.kind} {placed.target!r}; pass its value in "
-                f"`constants`, as in exported_program.constants"
-            ) from None
-        if not isinstance(value, torch.Tensor) or value.shape != placed.shape:
-            raise PlanError(
-                f"{placed.target!r} is not a tensor of shape {placed.shape} in the model"
-            )
-        if not value.is_meta:
-            setattr(attribute.module, attribute.name, value.to(device))
+            raise PlanError(f"the model has no buffer {placed.target!r}") from None
+        check_held(buffer, placed)
+        if not buffer.is_meta:
+            setattr(attribute.module, attribute.name, buffer.to(device))
         return StoredBuffer(attribute).get
+
+    def _find_constant(self, model: nn.Module, placed: PlacedInput) -> Callable[[], torch.Tensor]:
+        device = self.program.place.device
+        held = HeldConstant.of(model, placed, device)
+        if held is not None:
+            return held.get
+        known = constant_value(self.program.graph, placed.name, device)
+        if known is None:
+            raise PlanError(
+                f"the model has no constant {placed.target!r}; pass its value to parallelize, "
+                f"constants={{{placed.target!r}: tensor}}, as exported_program.constants has it, "
+                f"or export the model with export_model, which finds or keeps it"
+            )
+        return lambda: known
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run one step on this rank.

@@ -77,7 +77,7 @@ def run_steps(steps: Sequence[LocalFunction], tensor: torch.Tensor) -> torch.Ten
 def bind_step(
     source: AxisType, target: AxisType, group: ProcessGroup, shape: Sequence[int]
 ) -> LocalFunction:
-    """The function that runs one step.
+    """The function that runs one step; element types that collectives lack travel as others.
 
     Args:
         source: type of its axes before the step.
@@ -85,6 +85,23 @@ def bind_step(
         group: process group of its axes.
         shape: global shape of the tensor.
     """
+    run = _bind_plain(source, target, group, shape)
+
+    def run_any(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_complex():
+            # The last dim is that of real and imaginary parts; dims are counted from the first.
+            moved = run(torch.view_as_real(tensor.resolve_conj()))
+            return torch.view_as_complex(moved.contiguous())
+        if tensor.dtype is torch.bool:
+            return run(tensor.view(torch.uint8)).view(torch.bool)
+        return run(tensor)
+
+    return run_any
+
+
+def _bind_plain(
+    source: AxisType, target: AxisType, group: ProcessGroup, shape: Sequence[int]
+) -> LocalFunction:
     uneven = _uneven_dims(source, target, group, shape)
     even = _bind_even(source, target, group)
     if not uneven:

@@ -30,16 +30,18 @@ class ShapeError(PlanError):
 
     Args:
         reason: says which.
+        may_be_dynamic: False if the export has dynamic sizes already, which do not help.
 
     Attributes:
         reason: as given; the message adds the ways out.
     """
 
-    def __init__(self, reason: str) -> None:
+    def __init__(self, reason: str, *, may_be_dynamic: bool = True) -> None:
         self.reason = reason
+        dynamic = "export with dynamic_shapes, " if may_be_dynamic else ""
         super().__init__(
-            f"{reason}: leave the last smaller batch out (drop_last=True), pad it, export with "
-            f"dynamic_shapes, or make a plan for these shapes too"
+            f"{reason}: leave the last smaller batch out (drop_last=True), pad it, {dynamic}or "
+            f"make a plan for these shapes too"
         )
 
 
@@ -290,7 +292,8 @@ class _TensorArgument:
             raise ShapeError(
                 f"argument {name!r} has shape {shape}; "
                 f"the plan is for the global shape {self.shape}"
-                f"{'. Its dynamic sizes are fixed: ' * bool(fixed)}{fixed}"
+                f"{'. Its dynamic sizes are fixed: ' * bool(fixed)}{fixed}",
+                may_be_dynamic=not fixed,
             )
 
     def localize(self, value: Any) -> torch.Tensor:

@@ -103,7 +103,8 @@ class UnshardedForward:
         if is_first:
             warnings.warn(
                 f"{why.reason}. Such calls run the unsharded model on every rank, with all "
-                f"parameters gathered; parallelize(..., other_shapes='error') refuses them",
+                f"parameters gathered; other_shapes='error', an argument of parallelize and "
+                f"auto_parallelize, refuses them",
                 stacklevel=4,
             )
         return self._run(model, *given, step=step)

@@ -53,6 +53,22 @@ TensorT = TypeVar("TensorT", bound=torch.Tensor)
 Function = Callable[..., Any]
 
 
+def check_input_dim(norm: _BatchNorm, x: torch.Tensor) -> None:
+    """Check the number of dims of a batch norm's input, as its forward does.
+
+    Relies on: `_check_input_dim`, which each class defines; there is no public check.
+    """
+    norm._check_input_dim(x)  # type: ignore[no-untyped-call]  # torch
+
+
+def register_named_tuple(kind: type, name: str) -> None:
+    """Register a named tuple as a node of pytrees, under the name that archives have for it.
+
+    Relies on: `_register_namedtuple`, which the error of `torch.export.save` tells users to call.
+    """
+    pytree._register_namedtuple(kind, serialized_type_name=name)
+
+
 def version_counter(tensor: torch.Tensor) -> int:
     """Number of writes into a tensor and its views; 0 where they are not counted.
 

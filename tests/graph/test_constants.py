@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from autoshard.errors import SchemaError
+from autoshard.errors import ExportError, SchemaError
 from autoshard.graph import Graph, export_model, graph_from_json, graph_to_json, load_graph
 from autoshard.graph.archive import CONSTANT_BYTES, CONSTANTS_BYTES, read_constants
 from autoshard.runtime.constants import constant_value
@@ -65,22 +65,68 @@ def test_numbers_that_forward_writes_keep_their_values(
         torch.testing.assert_close(value, expected, rtol=0, atol=0)
 
 
-class Others(nn.Module):
-    """Constants without a value: one that is large, and one of the model."""
+class Held(nn.Module):
+    """Constants of the model: in an attribute, and in a list of a dict of an inner module."""
 
     def __init__(self) -> None:
         super().__init__()
         self.table = torch.arange(4.0)
+        self.inner = nn.Identity()
+        self.inner.tables = {"of": [torch.ones(4), torch.arange(4.0)]}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        many = torch.tensor([1.0] * (CONSTANT_BYTES // 4 + 4)).view(-1, 4)
-        return (many * self.table * x).sum(0)
+        return self.table * x + self.inner.tables["of"][1] * x
 
 
-def test_large_constants_have_no_value_and_a_models_own_only_in_its_archive() -> None:
-    assert values(load_graph(export_model(Others(), (torch.ones(4),)))) == [None] * 2
-    by_torch = values(load_graph(saved(Others(), torch.ones(4))))
-    assert [value.tolist() for value in by_torch if value is not None] == [[0, 1, 2, 3]]
+class Many(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tensor([1.0] * (CONSTANT_BYTES // 4 + 4)).view(-1, 4) * x
+
+
+class Trained(nn.Module):
+    """A tensor with a gradient that is no parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.free = [torch.ones(4, requires_grad=True)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.free[0] * x
+
+
+class InTuple(nn.Module):
+    """A parameter that forward reads in a tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.weights = (self.layer.weight,)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weights[0]
+
+
+def test_a_models_own_constants_are_named_by_their_paths() -> None:
+    graph = load_graph(export_model(Held(), (torch.ones(4),)))
+    names = [i.target for i in graph.inputs if i.kind == "constant"]
+    assert names == ["table", 'inner.tables["of"][1]']
+    assert values(graph) == [None] * 2
+    by_torch = values(load_graph(saved(Held(), torch.ones(4))))
+    assert [None if x is None else x.tolist() for x in by_torch] == [[0, 1, 2, 3]] * 2
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (Many(), r"a tensor \[16388\] of data that an export on the meta device does not have"),
+        (InTuple(), r"reads 'weights\[0\]', whose gradient would be lost.*not in a tuple"),
+        (Trained(), r"reads 'free\[0\]', whose gradient would be lost: make it a parameter"),
+    ],
+    ids=["many numbers", "a parameter in a tuple", "a gradient"],
+)
+def test_constants_that_would_be_lost_are_refused(model: nn.Module, message: str) -> None:
+    with pytest.raises(ExportError, match=message):
+        export_model(model, (torch.ones(4),))
 
 
 CONFIG = "data/constants/model_constants_config.json"

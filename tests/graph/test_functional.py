@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from autoshard.errors import UnsupportedError
-from autoshard.graph import Graph, export_model, load_graph
+from autoshard.graph import Graph, Node, Ref, export_model, load_graph
+from autoshard.graph.normalise.out_arguments import functional_overload
+from autoshard.torch_private import schema_of
 
 Check = Callable[..., Graph]
 Forward = Callable[[torch.Tensor], object]
@@ -254,3 +256,32 @@ def test_any_mix_of_views_and_writes_gives_what_pytorch_gives(
         return pool
 
     check_equal(Calls(forward), x=torch.arange(24.0).view(2, 3, 4) - 9)
+
+
+def test_out_arguments_have_the_overloads_of_torch() -> None:
+    """Every operator of torch with `out` arguments has its functional overload, or is left."""
+    left = set()
+    for packet in dir(torch.ops.aten):
+        overloads = getattr(getattr(torch.ops.aten, packet), "overloads", list)()
+        for overload in overloads:
+            schema = schema_of(getattr(getattr(torch.ops.aten, packet), overload))
+            outs = [x.name for x in schema.arguments if x.is_out]
+            wanted = {x.name for x in schema.arguments if not x.is_out}
+            arguments = tuple((name, Ref(name)) for name in outs)
+            call = Node("call", f"aten.{packet}.{overload}", arguments, tuple(outs))
+            form = functional_overload(call)
+            if not outs or packet.startswith("_"):
+                continue
+            if form is None or len(form[1]) < len(outs):
+                left.add(packet)  # refused
+                continue
+            functional = form[0].split(".")[2]
+            if functional not in overloads:
+                left.add(packet)  # refused when a call is checked
+                continue
+            found = schema_of(getattr(getattr(torch.ops.aten, packet), functional)).arguments
+            assert list(form[1]) == outs
+            assert wanted <= {x.name for x in found}
+            assert {x.name for x in found if not x.has_default_value()} <= wanted
+    common = "add all any arange div eye matmul max mean min mul sort sub sum topk where xlogy"
+    assert left.isdisjoint(common.split())

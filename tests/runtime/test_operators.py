@@ -5,7 +5,8 @@ import torch
 
 from autoshard.errors import PlanError
 from autoshard.graph import Argument, Node, Ref, Token, TokenKind, references
-from autoshard.runtime.operators import OperatorCall, resolve_operator
+from autoshard.ops.calls import resolve_operator
+from autoshard.runtime.operators import OperatorCall
 
 CPU = torch.device("cpu")
 

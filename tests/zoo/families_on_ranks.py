@@ -12,7 +12,7 @@ from support.meshes import slow_devices
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from autoshard.graph import InputKind, export_model, load_graph
+from autoshard.graph import export_model, load_graph
 from autoshard.plan import Plan
 from autoshard.planner import make_plan
 from benchmarks.zoo.families import FAMILIES
@@ -28,17 +28,12 @@ class Case:
     dtype: torch.dtype
     axes: dict[str, int]
     plan: Plan = field(init=False)
-    constants: dict[str, torch.Tensor] = field(init=False, default_factory=dict)
 
     def prepare(self) -> None:
         torch.manual_seed(0)
         with precision(self.dtype):
             model, inputs = FAMILIES[self.family].build_small(self.dtype)
             graph = load_graph(export_model(model, (), inputs))
-            if any(i.kind is InputKind.CONSTANT for i in graph.inputs):
-                # Numbers in the model's code, which only an export with weights knows.
-                program = torch.export.export(model, (), inputs, strict=False)
-                self.constants = dict(program.constants)
         plan = make_plan(graph, slow_devices(**self.axes))
         assert plan.found, plan.reason
         # A plan that needs no other rank would show nothing.
@@ -53,7 +48,6 @@ class Case:
                 model,
                 self.plan,
                 kwargs=inputs,
-                constants=self.constants,
                 tolerance=TOLERANCES[self.dtype],
             )
 

@@ -2,7 +2,7 @@
 
 Properties of a normalised graph:
 
-* no sub-graphs, no assertions, no in-place operators;
+* no sub-graphs, no assertions, no in-place operators, no `out` arguments;
 * no no-ops, no dead code;
 * `view`, `flatten` and `unflatten` are `aten.reshape.default`, every change of element type
   is `aten.to.dtype`, and no size or dim argument is negative (see `autoshard.graph.dims`);
@@ -22,6 +22,7 @@ from autoshard.graph.normalise.functional import make_functional
 from autoshard.graph.normalise.gradients import propagate_gradients
 from autoshard.graph.normalise.inline import inline_regions
 from autoshard.graph.normalise.loss import split_mean_losses
+from autoshard.graph.normalise.out_arguments import without_out_arguments
 from autoshard.graph.normalise.prepare import prepare
 from autoshard.graph.normalise.simplify import drop_dead_code, make_explicit, simplify
 from autoshard.graph.normalise.ties import merge_ties
@@ -41,7 +42,7 @@ def normalise(program: Program, *, ties: Sequence[Sequence[str]] | None = None) 
     """
     graph = inline_regions(program)
     check_wiring(graph)
-    graph = make_explicit(graph)
+    graph = make_explicit(without_out_arguments(graph))
     graph = drop_dead_code(make_functional(graph))
     graph = merge_ties(graph, ties)
     graph = simplify(propagate_gradients(graph))

@@ -98,6 +98,21 @@ def functional_form(node: Node) -> str:
     )
 
 
+def _check_no_renorm(node: Node) -> None:
+    """Check that a call is not that of an embedding that scales its own rows.
+
+    Raises:
+        UnsupportedError: it is.
+    """
+    if node.operator == "aten.embedding_renorm_.default":
+        raise UnsupportedError(
+            f"node {node.name!r}: an embedding with max_norm overwrites rows of its weight in "
+            f"forward, and a plan updates buffers only; leave max_norm out, and scale the rows "
+            f"before each step, under torch.no_grad(): norm = weight.norm(dim=1, keepdim=True); "
+            f"weight.mul_(torch.where(norm > max_norm, max_norm / (norm + 1e-7), 1.0))"
+        )
+
+
 def _packet(operator: str) -> str:
     parts = operator.split(".")
     return parts[1] if len(parts) > 1 else ""
@@ -430,6 +445,7 @@ class _Memory:
 
     def write(self, node: Node) -> None:
         """Add an in-place operator."""
+        _check_no_renorm(node)
         name = required(node, "self", Ref).name
         base = self._base[name]
         self._refuse_state(node, base)

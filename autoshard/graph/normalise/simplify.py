@@ -12,7 +12,7 @@ from autoshard.errors import SchemaError
 from autoshard.graph.dims import with_explicit_dims, within
 from autoshard.graph.ir import Argument, Graph, InputKind, Node, Ref, Tensor, Token, TokenKind
 from autoshard.graph.normalise.functional import is_same
-from autoshard.graph.normalise.rewriting import integer, required, rewire
+from autoshard.graph.normalise.rewriting import integer, required, rewire, sizes
 
 
 def drop_dead_code(graph: Graph) -> Graph:
@@ -156,6 +156,15 @@ _CASTS = frozenset(
     }
 )
 _JOINS = {"aten.concat.default", "aten.concatenate.default"}
+_EMBEDDINGS = frozenset(
+    {
+        "aten._embedding_bag.default",
+        "aten._embedding_bag_forward_only.default",
+        "aten.embedding.default",
+        "aten.embedding_bag.default",
+        "aten.embedding_bag.padding_idx",
+    }
+)
 _RESHAPES = frozenset(
     {
         "aten._unsafe_view.default",
@@ -272,6 +281,9 @@ def _is_noop(node: Node, values: Mapping[str, Tensor]) -> bool:
 
 def _canonical(node: Node, values: Mapping[str, Tensor]) -> Node:
     """Canonical form of a call with several equivalent forms."""
+    if node.operator in _EMBEDDINGS and node.argument("sparse"):
+        # The same gradient, as a dense tensor, which collectives reduce.
+        return replace(node, arguments=tuple({**dict(node.arguments), "sparse": False}.items()))
     if not node.inputs or len(node.outputs) != 1:
         return node
     if node.operator == "aten.repeat_interleave.self_int":
@@ -297,6 +309,10 @@ def _canonical_of_one(node: Node, values: Mapping[str, Tensor]) -> Node:
     if node.operator in _CASTS:
         dtype = Token(TokenKind.DTYPE, values[node.outputs[0]].dtype.value)
         return _call(node, "aten.to.dtype", ("dtype", dtype))
+    if node.operator == "aten.tile.default":
+        dims, rank = sizes(node, "dims"), len(values[node.inputs[0]].shape)
+        repeats = (1,) * (rank - len(dims)) + dims
+        return _call(node, "aten.repeat.default", ("repeats", repeats))
     if node.operator == "aten.expand_as.default":
         return _call(node, "aten.expand.default", ("size", values[node.outputs[0]].shape))
     return node

@@ -24,7 +24,7 @@ from autoshard.plan.stage_options import on_sub_mesh, stage_options, with_pinned
 from autoshard.plan.sub_meshes import num_pipeline_ranks, sub_mesh
 from autoshard.plan.throughput import program_work
 from autoshard.planner.baselines import ComparisonLimits, with_comparisons
-from autoshard.planner.formulating import check_checkpointing, check_trainable
+from autoshard.planner.formulating import check_checkpointing, check_runs, check_trainable
 from autoshard.planner.least_memory import LeastMemory
 from autoshard.planner.pipeline.equal_stages import LEAST_TIME_LIMIT, EqualStages
 from autoshard.planner.pipeline.limits import SearchLimits, Stopped
@@ -160,6 +160,7 @@ def _plan(graph: Graph, mesh: Mesh, options: PlanOptions, given: ComparisonLimit
     number = num_stages(options, cutter)
     if number == 1:
         return plan_stage(graph, mesh, options, given.on_progress)
+    check_runs(graph)
     check_checkpointing(graph, options)
     if options.mode == "training":
         check_trainable(graph)

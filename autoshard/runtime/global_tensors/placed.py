@@ -99,16 +99,9 @@ class Placed:
 def _moved(
     local: torch.Tensor, step: tuple[int, AxisType, AxisType], mesh: DeviceMesh, shape: Shape
 ) -> torch.Tensor:
-    """The result of one step; element types that collectives lack travel as others."""
+    """The result of one step."""
     axis, source, target = step
-    if local.is_complex():
-        # The last dim is that of real and imaginary parts; dims are counted from the first.
-        run = bind_step(source, target, mesh.get_group(axis), (*shape, 2))
-        return torch.view_as_complex(run(torch.view_as_real(local.resolve_conj())).contiguous())
-    run = bind_step(source, target, mesh.get_group(axis), shape)
-    if local.dtype is torch.bool:
-        return run(local.view(torch.uint8)).view(torch.bool)
-    return run(local)
+    return bind_step(source, target, mesh.get_group(axis), shape)(local)
 
 
 @lru_cache(maxsize=1 << 12)

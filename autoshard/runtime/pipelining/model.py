@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.errors import PlanError
-from autoshard.graph.buffers import HeldBuffers
+from autoshard.graph.held_state import HeldState
 from autoshard.plan import Plan, Stage
 from autoshard.runtime.accumulation import GradientAccumulation
 from autoshard.runtime.agreement import raised_on_all_ranks
@@ -311,7 +311,7 @@ def pipeline(
         forward.attach(model)
         if deferred_batch_norm:
             forward.norms = DeferredBatchNorms(model, forward.program.graph)
-    held = HeldBuffers(model)
+    held = HeldState(model)
     own = next(iter(devices.values()))
     saved, names = saved_tensors(model, first, own), saved_names(model)
     keep_own_part(model, first, own, next(iter(forwards.values())))

@@ -11,6 +11,7 @@ from torch import nn
 from autoshard.errors import PlanError
 from autoshard.plan import Plan
 from autoshard.plan.document import Transfer
+from autoshard.plan.requirements import loss_positions, several_losses
 from autoshard.runtime.call_checks import check_no_transform, compare_over_ranks
 from autoshard.runtime.dtensors import full_tensor
 from autoshard.runtime.pipelining.devices import StageDevices
@@ -99,14 +100,9 @@ class PipelineRunner:
         if self._last is None:
             return -1
         graph = self._last.forward_program.program.graph
-        named = [(i, o.name) for i, o in enumerate(graph.outputs[: graph.num_results]) if o.name]
-        tensors = [(i, graph.values[name]) for i, name in named]
-        found = [i for i, tensor in tensors if tensor.requires_grad and not tensor.shape]
+        found = loss_positions(graph)
         if len(found) != 1:
-            raise PlanError(
-                f"forward returns {len(found)} scalars with gradients, so it is not known which "
-                f"one is the loss: pass loss_fn to autoshard.pipeline"
-            )
+            raise PlanError(several_losses(len(found)))
         return found[0]
 
     def _loss(self, results: Sequence[Any], number: torch.Tensor) -> torch.Tensor:

@@ -5,13 +5,16 @@ from collections.abc import Callable
 from copy import copy, deepcopy
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from runtime.cases.habits import (
     FEATURES,
     SHARDED,
+    TOKENS,
     Habit,
     Net,
     Refused,
@@ -19,6 +22,8 @@ from runtime.cases.habits import (
     assert_same,
     batches,
     first_batch,
+    gradients,
+    is_planned,
     step,
     train,
 )
@@ -30,7 +35,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from autoshard.errors import ExportError
+from autoshard.errors import ExportError, UnsupportedError
 from autoshard.plan import Plan, PlanOptions
 from autoshard.planner import make_plan
 from autoshard.runtime import parallelize
@@ -168,7 +173,7 @@ class RefusedByExport:
     match: str
 
     def __call__(self) -> None:
-        with pytest.raises(ExportError, match=self.match):
+        with pytest.raises((ExportError, UnsupportedError), match=self.match):
             graph_of((self.build(), first_batch()))
 
 
@@ -322,6 +327,158 @@ class Gan:
         return found
 
 
+class Held:
+    """An object that holds a tensor."""
+
+    def __init__(self) -> None:
+        self.shift = torch.linspace(0, 1, FEATURES, dtype=torch.float64)
+
+
+class Constants(Net):
+    """Numbers in indices and calls, and tensors in containers and objects of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        tables = [torch.linspace(-1, 1, FEATURES, dtype=torch.float64) * i for i in range(3)]
+        self.tables = {"of": [tables[0], (tables[1], tables[2])]}
+        self.weights = [self.up.weight, {"bias": self.up.bias}]
+        self.held = Held()
+        self.norm.scale = [1.5 * tables[2]]
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = self.hidden(ids) * self.norm.scale[0] + self.held.shift
+        hidden = hidden + self.tables["of"][0] * self.tables["of"][1][0]
+        wide = hidden @ self.weights[0].T + self.weights[1]["bias"]
+        wide = wide[..., [0, 3, -1]] * wide.new_tensor([1.0, 2.0, 3.0])
+        wide = wide + torch.asarray([0.5] * 3) + wide[..., np.array([2, 1, 0])]
+        wide[..., [1]] = 0.25
+        last = self.head(hidden[:, [-1], :]).tile(2)
+        flags = wide[:, [True, False, True, False]].square().mean()
+        return functional.cross_entropy(last[:, 0], labels[:, 0]) + wide.sum() / 99 + flags
+
+
+FEWER = {
+    mesh: {
+        kind: {name: pin for name, pin in pins.items() if not name.startswith(("up", "down"))}
+        for kind, pins in kinds.items()
+    }
+    for mesh, kinds in SHARDED.items()
+}
+"""Without those of parameters that a parametrization renames."""
+
+
+class Outs(Net):
+    """`out` arguments: of fresh tensors, of a buffer, of a part of a tensor, by libraries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("doubled", torch.zeros(FEATURES))
+        self.down = nn.utils.spectral_norm(self.down)
+        self.up = nn.utils.parametrizations.spectral_norm(self.up)
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        weight, bias = self.head.weight, self.down.bias
+        with torch.no_grad():
+            torch.mul(bias, 2.0, out=self.doubled)
+            flags, rows = torch.empty_like(weight), torch.empty_like(weight[:, 0])
+            torch.gt(weight, 0.0, out=flags)
+            places = torch.empty(TOKENS, dtype=torch.int64)
+            torch.max(weight, dim=1, out=(rows, places))
+            squares = torch.zeros(2, FEATURES, FEATURES, dtype=weight.dtype)
+            torch.matmul(weight.T, weight, out=squares[1])
+        eye = torch.empty_like(squares[0])
+        torch.eye(FEATURES, out=eye)
+        hidden = self.hidden(ids) + self.doubled + squares[1, 0] + flags[0]
+        penalty = (weight.T @ weight - eye).square().mean() + (rows * places).mean()
+        logits = self.head(hidden)
+        return functional.cross_entropy(logits.flatten(0, 1), labels.flatten()) + penalty
+
+
+class Pair(NamedTuple):
+    """A loss and logits."""
+
+    loss: torch.Tensor
+    logits: torch.Tensor
+
+
+@dataclass
+class Output:
+    """A result of which a member may be missing."""
+
+    pair: Pair
+    number: int = 3
+    hidden: torch.Tensor | None = None
+
+
+class Structured(Net):
+    """A result in classes of its own."""
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> Output:
+        logits = self.head(self.hidden(ids))
+        loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return Output(Pair(loss, logits))
+
+
+def structured(model: nn.Module) -> object:
+    """A step with a result in classes."""
+    output = model(**first_batch())
+    assert type(output) is Output
+    assert type(output.pair) is Pair
+    assert (output.number, output.hidden) == (3, None)
+    output.pair.loss.backward()
+    return [*output.pair, gradients(model)]
+
+
+class Sparse(Net):
+    """Sparse gradients of embeddings, and a batch norm that averages over all batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(TOKENS, FEATURES, sparse=True)
+        self.bag = nn.EmbeddingBag(TOKENS, FEATURES, sparse=True, mode="sum")
+        self.average = nn.BatchNorm1d(FEATURES, momentum=None)
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = self.average(self.bag(ids)).unsqueeze(1) + self.hidden(ids)
+        logits = self.head(hidden)
+        return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def trained_by_sgd(model: nn.Module) -> list[float]:
+    """Steps of an optimizer that takes sparse gradients."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    return [step(model, optimizer, batch) for batch in batches(3)]
+
+
+def with_a_largest_norm(model: nn.Module) -> list[float]:
+    """Training as with `Embedding(max_norm=1.0)`, of a planned model as its error says."""
+    weight, optimizer = model.embed.weight, torch.optim.SGD(model.parameters(), 0.5)
+
+    @torch.no_grad()
+    def scale() -> None:
+        norm = weight.norm(dim=1, keepdim=True)
+        weight.mul_(torch.where(norm > 1.0, 1.0 / (norm + 1e-7), 1.0))
+
+    if not is_planned(model):
+        model.embed.max_norm = 1.0
+    losses = []
+    for batch in batches(3):
+        if is_planned(model):
+            scale()
+        losses.append(step(model, optimizer, batch))
+    scale()
+    model.embed.max_norm = None
+    return losses
+
+
+class LargestNorm(Net):
+    """An embedding that scales its own rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed.max_norm = 1.0
+
+
 HABITS: dict[str, Callable[[str], Callable[[], None]]] = {
     "writes into weights": lambda mesh: Habit(mesh, written),
     "a plain tensor copied into a weight": lambda mesh: Habit(mesh, copied_plain),
@@ -346,6 +503,14 @@ HABITS: dict[str, Callable[[str], Callable[[], None]]] = {
         mesh, nested, Nested, lambda: {"batch": first_batch()}, SHARDED
     ),
     "seeds": lambda mesh: Seeded(mesh, train, Dropping),
+    "constants": lambda mesh: Habit(mesh, train, Constants),
+    "out arguments": lambda mesh: Habit(mesh, train, Outs, pins=FEWER),
+    "named tuples and dataclasses": lambda mesh: Habit(mesh, structured, Structured),
+    "sparse gradients, averaged statistics": lambda mesh: Habit(mesh, trained_by_sgd, Sparse),
+    "a largest norm, by hand": lambda mesh: Habit(mesh, with_a_largest_norm),
+    "a largest norm": lambda _: RefusedByExport(
+        LargestNorm, r"weight\.mul_\(torch\.where\(norm > max_norm"
+    ),
     "a GAN": lambda mesh: Gan(MESHES[mesh]),
 }
 CASES: dict[str, Callable[[], None]] = {

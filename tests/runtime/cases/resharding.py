@@ -142,7 +142,7 @@ def logical(seed: int, dtype: torch.dtype, shape: tuple[int, ...] = SHAPE) -> to
     generator = torch.Generator().manual_seed(seed)
     if dtype is torch.bool:
         return torch.rand(shape, generator=generator) < 0.5
-    if dtype is torch.float64:
+    if dtype in (torch.float64, torch.complex64):
         return torch.randn(shape, generator=generator, dtype=dtype)
     return torch.randint(-8, 8, shape, generator=generator).to(dtype)
 
@@ -354,6 +354,10 @@ CASES: dict[str, Callable[[], None]] = {
         for s, t in UNDIFFERENTIATED
         for name, dtype in FREE_DTYPES.items()
         if name != "bool" or "P" not in (s, t)
+    },
+    **{
+        f"{s}->{t} of complex numbers": partial(check_step, s, t, torch.complex64, UNEVEN)
+        for s, t in CUTTING
     },
     **{f"{s}->{t}, uneven": partial(check_uneven_step, s, t) for s, t in CUTTING},
     **{
