@@ -13,7 +13,7 @@ GPU_PYTHON ?= $(if $(filter cpu,$(DEVICE)),$(BIN)/python,$(PYTHON))
 # `make gpu-wheels PYTHON=3.12` names a version, not an interpreter.
 INTERPRETER := $(if $(filter 3.%,$(PYTHON)),python3,$(PYTHON))
 
-.PHONY: help install demo test test-all gpu gpu-wheels test-torch test-torchs check serve generated examples bench faults hostile upgrade prove prove-pipelines prove-loading prove-image load scale conformance fuzz habits interrupted-saves zoo zoo-ranks published image audit format clean
+.PHONY: help install demo test test-all gpu gpu-wheels test-torch test-torchs check serve generated examples bench faults hostile upgrade prove prove-pipelines prove-layouts prove-loading prove-image load scale conformance fuzz habits interrupted-saves zoo zoo-ranks published image audit format clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 16
@@ -86,6 +86,9 @@ prove: $(INSTALLED)  ## Compare 100,000 random problems with brute force
 
 prove-pipelines: $(INSTALLED)  ## Compare the pipeline search of 200 random models with brute force
 	$(BIN)/python -m benchmarks.random_pipelines --count 200
+
+prove-layouts: $(INSTALLED)  ## Pin random layouts in 100 random models: none may be faster than the free plan
+	$(BIN)/python -m benchmarks.random_pins --count 100
 
 prove-loading: $(INSTALLED)  ## Load 1.1 billion parameters onto 4 ranks: bytes read, and memory
 	$(BIN)/python -m benchmarks.loading

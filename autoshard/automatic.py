@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autoshard import errors
+from autoshard.arguments import Seed, check_arguments
 from autoshard.client import Client
 from autoshard.client.variables import SERVER_VARIABLE
 from autoshard.errors import AutoshardError, MeshError
@@ -27,6 +28,7 @@ _PLAN, _ERROR = "plan ", "error "
 """First words of what the planning rank tells the others."""
 
 
+@check_arguments
 def auto_parallelize(
     model: ModelT,
     args: tuple[Any, ...] = (),
@@ -46,7 +48,7 @@ def auto_parallelize(
     cache: bool | str | Path = True,
     constants: Mapping[str, torch.Tensor] | None = None,
     custom_operators: Collection[str] = (),
-    seed: int = 0,
+    seed: Seed = 0,
     other_shapes: Literal["replicate", "error"] = "replicate",
     ignore_state: Collection[str] = (),
     **single_options: Any,
@@ -95,12 +97,12 @@ def auto_parallelize(
     Example:
         >>> model = auto_parallelize(model, (), {"input_ids": ids, "labels": ids}, memory="70GB")
     """
-    device_mesh = _device_mesh(mesh, device_type)
     if memory is not None:
         single_options["memory_budget"] = memory
+    merged = to_options(options, single_options)
+    device_mesh = _device_mesh(mesh, device_type)
 
     def make_plan() -> Plan:
-        merged = to_options(options, single_options)
         archive = export_model(
             model,
             args,

@@ -19,6 +19,9 @@ from autoshard.integers import MAX_BYTES, format_integer, has_64_bits
 MIN_PLAUSIBLE_BYTES = 10**6
 """A smaller amount of memory of a device was probably meant in another unit."""
 
+MIN_PLAUSIBLE_RATE = 10**6
+"""A slower link, in bytes per second, was probably meant in another unit."""
+
 _MAX_GB, _MAX_MB = 4096, 300_000
 """Largest numbers of gigabytes and of megabytes that a device may have."""
 
@@ -73,6 +76,8 @@ def parse_rate(value: str | float) -> float:
     if not isinstance(value, str):
         if isinstance(value, int) and not has_64_bits(value):
             raise InputError(f"{format_integer(value)} is not a bandwidth of any link")
+        if not isfinite(value):
+            raise InputError(f"{value} is not a bandwidth of any link")
         return float(value)
     text = value.strip()
     if re.fullmatch(_RATE_PATTERN, text):
@@ -163,6 +168,8 @@ T = TypeVar("T")
 
 
 def _from_text(parse: Callable[[str], T], value: Any) -> Any:
+    if isinstance(value, bool):
+        raise InputError(f"Input should be a number or a text, not {value}")
     return parse(value) if isinstance(value, str) else value
 
 

@@ -12,6 +12,7 @@ from copy import copy
 from dataclasses import dataclass, fields, is_dataclass
 from functools import wraps
 from importlib import import_module
+from math import isnan
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args, get_type_hints
 from urllib.parse import urlsplit
@@ -19,6 +20,7 @@ from urllib.parse import urlsplit
 import typer
 from httpx2 import codes
 
+from autoshard.arguments import MAX_SECONDS
 from autoshard.cli.output import check_output
 from autoshard.cli.tables import Format
 from autoshard.cli.wording import in_flags
@@ -28,6 +30,7 @@ from autoshard.client.variables import SERVER_VARIABLE
 from autoshard.costs import Optimizer
 from autoshard.errors import InputError, MeshError, OptionError, PlanError, RequestRejectedError
 from autoshard.files import explain_topology_error, read_file
+from autoshard.integers import MAX_INT32
 from autoshard.layouts import Notation
 from autoshard.mesh import Topology as MeshTopology
 from autoshard.mesh import parse_shape, topology_from_json
@@ -51,8 +54,32 @@ _PIN_KINDS = {
     "buffer": "buffers",
     "node": "nodes",
 }
+_MAX_DURATION = 100_000
+"""Most hours or days of an option."""
 _PLAN_ID = re.compile(r"[0-9a-f]{64}")
 _PLAN_URL = re.compile(r"(?P<server>https?://.+?)/v1/plans/(?P<id>[0-9a-f]{64})/?")
+
+
+def count(*flags: str, help: str, least: int = 1) -> Any:  # noqa: A002  as typer.Option names it
+    """An option that is a whole number of things."""
+    return typer.Option(*flags, min=least, max=MAX_INT32, help=help)
+
+
+def duration(*flags: str, help: str, unit: str) -> Any:  # noqa: A002  as typer.Option names it
+    """An option that is a time, in a unit such as days."""
+    largest = MAX_SECONDS if unit == "seconds" else _MAX_DURATION
+    metavar = unit.upper()
+    return typer.Option(
+        *flags, min=0, max=largest, metavar=metavar, callback=_check_number, help=help
+    )
+
+
+def _check_number(value: float | None) -> float | None:
+    """Refuse what is not a number: it is within any range."""
+    if value is not None and isnan(value):
+        raise typer.BadParameter("nan is not a number")
+    return value
+
 
 Archive = Annotated[Path, typer.Argument(help="A .pt2 archive, or its model.json.")]
 PlanSource = Annotated[
@@ -75,11 +102,11 @@ Quiet = Annotated[
 ]
 Nodes = Annotated[
     int | None,
-    typer.Option(help="Number of nodes; default: as many as the topology's node size gives."),
+    count(help="Number of nodes; default: as many as the topology's node size gives."),
 ]
 GpusPerNode = Annotated[
     int | None,
-    typer.Option(
+    count(
         "--gpus-per-node",
         help="Number of devices of a node, instead of --nodes; not more than the topology has.",
     ),
@@ -119,6 +146,8 @@ _PIPELINE, _CONSTRAINTS, _SOLVER = "Pipelines", "Constraints on the plan", "Solv
 def _described(name: str, panel: str, **settings: Any) -> Any:
     """An option of planning, described as in `PlanOptions`."""
     field = PlanOptions.model_fields[name]
+    if field.annotation is int:
+        settings |= {"min": 1, "max": MAX_INT32}
     flags = (f"--{name.replace('_', '-')}",) if field.annotation is bool else ()
     text = str(field.description).removeprefix("whether ").removeprefix("to ")
     text = text.replace("if null", "by default").replace("If null", "By default")
@@ -303,8 +332,11 @@ class Planning:
         for name in ("cut", "checkpointed_module", "eager_module", "float8_module"):
             given[f"{name}s"] = given.pop(name) or ()
         numbers = (self.balance or "").split(",")
-        if all(number.isdigit() for number in numbers):
+        if all(number.isdecimal() for number in numbers):
             given["balance"] = [int(number) for number in numbers]
+        for name in ("stages", "stages_per_rank"):
+            if str(given[name]).isdecimal():
+                given[name] = int(given[name])
         return validate_options(given)
 
 
@@ -488,8 +520,8 @@ def import_modules(modules: Sequence[str]) -> None:
     for module in modules:
         try:
             import_module(module)
-        except ImportError as error:
-            raise OptionError(f"--import {module}: {error}") from error
+        except (ImportError, ValueError, TypeError) as error:  # the latter two: no name of a module
+            raise OptionError(f"--import {module!r}: {error}") from error
 
 
 def read_memory(text: str) -> int:

@@ -18,6 +18,7 @@ from autoshard.cli.options import (
     PlanOutput,
     Quiet,
     Topology,
+    count,
     read_topology,
 )
 from autoshard.cli.output import (
@@ -140,13 +141,13 @@ def _laid_out(like: str, devices: Mesh, options: PlanOptions) -> tuple[Mesh, Pla
 def search(
     graph: Archive,
     *,
-    devices: Annotated[int, typer.Option(help="Number of devices of the mesh.")],
+    devices: Annotated[int, count(help="Number of devices of the mesh.")],
     topology: Topology = None,
     nodes: Nodes = None,
     gpus_per_node: GpusPerNode = None,
-    max_axes: Annotated[int, typer.Option(help="Largest number of mesh axes.")] = 3,
+    max_axes: Annotated[int, count(help="Largest number of mesh axes.")] = 3,
     workers: Annotated[
-        int, typer.Option(help="Number of meshes planned at the same time, without a service.")
+        int, count(help="Number of meshes planned at the same time, without a service.")
     ] = 2,
     planning: Planning,
     custom: CustomOperators,

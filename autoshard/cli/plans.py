@@ -13,6 +13,8 @@ from autoshard.cli.options import (
     Output,
     PlanSource,
     Quiet,
+    count,
+    duration,
     expand_groups,
     read_sizes,
 )
@@ -109,7 +111,7 @@ def check(
         ),
     ] = PLAIN_SOLVER,
     time_limit: Annotated[
-        float, typer.Option(metavar="SECONDS", help="Time limit of the plain solver.")
+        float, duration(help="Time limit of the plain solver.", unit="seconds")
     ] = 600.0,
     output: Output,
     connection: Connection,
@@ -142,9 +144,10 @@ def explain(
     value: Annotated[
         bool, typer.Option("--value", help="Explain the value, if a node shares its name.")
     ] = False,
-    limit: Annotated[int, typer.Option(help="Maximum rows.")] = 20,
+    limit: Annotated[int, count(help="Maximum rows.")] = 20,
     time_limit: Annotated[
-        float, typer.Option(help="Seconds for alternatives that must be planned anew.")
+        float,
+        duration(help="Seconds for alternatives that must be planned anew.", unit="seconds"),
     ] = 60.0,
     quiet: Quiet = False,
     notation: Notated = "dtensor",

@@ -13,6 +13,7 @@ from autoshard.cli.options import (
     Import,
     Output,
     PlanSource,
+    count,
     environment_connection,
     import_modules,
     read_sizes,
@@ -48,7 +49,7 @@ Trace = Annotated[
         help="File for the trace, for Perfetto or chrome://tracing.",
     ),
 ]
-Limit = Annotated[int, typer.Option(help="Maximum rows.")]
+Limit = Annotated[int, count(help="Maximum rows.")]
 
 
 Picture = Annotated[
@@ -61,10 +62,11 @@ Picture = Annotated[
 
 OneStage = Annotated[
     int | None,
-    typer.Option(
+    count(
         "--stage",
         help="Show the operators and collectives of this stage of a pipeline, as if it had nothing "
         "to wait for.",
+        least=0,
     ),
 ]
 
@@ -145,7 +147,7 @@ def calibrate(
     name: Annotated[str, typer.Option(help="Name of the topology.")] = "calibrated",
     nproc: Annotated[
         int | None,
-        typer.Option(help="Number of ranks to start here; without it, use torchrun."),
+        count(help="Number of ranks to start here; without it, use torchrun."),
     ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Measure fewer sizes, and each less often.")
@@ -207,7 +209,7 @@ def profile(
     plan: PlanSource,
     *,
     output: Trace = None,
-    steps: Annotated[int, typer.Option(help="Number of steps; medians are shown.")] = 5,
+    steps: Annotated[int, count(help="Number of steps; medians are shown.")] = 5,
     limit: Limit = 30,
     modules: Import = None,
     custom: CustomOperator = None,

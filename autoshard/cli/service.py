@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from autoshard.cli.options import count
 from autoshard.cli.output import console
 from autoshard.extras import from_extra
 
@@ -80,7 +81,7 @@ def worker(
     ] = None,
     workers: Annotated[
         int | None,
-        typer.Option(min=1, help="Number of jobs that run at once; default AUTOSHARD_NUM_WORKERS."),
+        count(help="Number of jobs that run at once; default AUTOSHARD_NUM_WORKERS."),
     ] = None,
     host: Annotated[
         str | None,

@@ -119,7 +119,8 @@ def collect(
         ),
     ] = None,
     max_days: Annotated[
-        float | None, typer.Option(help="Drop entries that were not used for this many days.")
+        float | None,
+        options.duration(help="Drop entries that were not used for this many days.", unit="days"),
     ] = None,
     cache: options.Cache = None,
     store: Store = None,
@@ -201,7 +202,9 @@ def create(
             "--scope", "-s", help="read, plan, metrics or admin; default: plan. Repeatable."
         ),
     ] = None,
-    days: Annotated[float | None, typer.Option(help="Days until the key expires.")] = None,
+    days: Annotated[
+        float | None, options.duration(help="Days until the key expires.", unit="days")
+    ] = None,
     store: KeyStore = None,
 ) -> None:
     """Make a key and print its secret, which is not stored and cannot be shown again.
@@ -262,7 +265,9 @@ def revoke(key: KeyId, *, store: KeyStore = None) -> None:
 def rotate(
     key: KeyId,
     *,
-    hours: Annotated[float, typer.Option(help="Hours until the old key expires.")] = 24.0,
+    hours: Annotated[
+        float, options.duration(help="Hours until the old key expires.", unit="hours")
+    ] = 24.0,
     store: KeyStore = None,
 ) -> None:
     """Replace a key by a new one with the same scopes; print the new secret."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Self, Ty
 
 from autoshard import plan as plans
 from autoshard import planner
+from autoshard.arguments import Count, Seconds, Share, check_methods
 from autoshard.client import core
 from autoshard.client.local import Local
 from autoshard.client.offline import Offline, OfflinePlans, open_folder
@@ -53,6 +54,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+@check_methods
 class _Base:
     """Construction of both clients."""
 
@@ -62,7 +64,7 @@ class _Base:
         self,
         url: str,
         *,
-        timeout: float = 30.0,
+        timeout: Seconds = 30.0,
         api_key: str | Literal[False] | None = None,
         retry: Retry | None = None,
         cache: bool | str | Path = True,
@@ -75,7 +77,7 @@ class _Base:
         self._backend: Local | Remote = Remote(transport, kept, local)
 
     @classmethod
-    def local(cls, *, cache: bool | str | Path = True, num_workers: int = 2) -> Self:
+    def local(cls, *, cache: bool | str | Path = True, num_workers: Count = 2) -> Self:
         """Make a client that works without a service: it runs requests in this process.
 
         Requests that a service would refuse raise the library's own errors, such as `MeshError`.
@@ -113,6 +115,7 @@ class _Base:
         return await self._transport.run(lambda: compute(*found))
 
 
+@check_methods
 class AsyncClient(_Base):
     """As `Client`, with coroutines; an asynchronous context manager."""
 
@@ -397,7 +400,7 @@ class AsyncClient(_Base):
         await self._backend.delete_graph(graph_sha256)
 
     async def explain(
-        self, plan: Plan | str, name: str, *, value: bool = False, time_limit: float = 60.0
+        self, plan: Plan | str, name: str, *, value: bool = False, time_limit: Seconds = 60.0
     ) -> "planner.Explanation":
         """Price every alternative of one choice of a plan; as `autoshard.explain`.
 
@@ -443,7 +446,7 @@ class AsyncClient(_Base):
         )
 
     async def export(
-        self, plan: Plan | str, target: str, *, min_expressed: float = MIN_EXPRESSED
+        self, plan: Plan | str, target: str, *, min_expressed: Share = MIN_EXPRESSED
     ) -> str:
         """Export a plan as code or settings of another framework; as `autoshard.export_plan`.
 
@@ -486,7 +489,7 @@ class AsyncClient(_Base):
         )
 
     async def list_plans(
-        self, *, graph_digest: str | None = None, limit: int = 100
+        self, *, graph_digest: str | None = None, limit: Count = 100
     ) -> tuple[PlanEntry, ...]:
         """List the plans that are stored, newest first.
 
@@ -500,7 +503,7 @@ class AsyncClient(_Base):
         return await self._backend.list_plans(graph_digest=graph_digest, limit=limit)
 
     async def list_jobs(
-        self, *, states: Sequence[str] = (), limit: int = 100
+        self, *, states: Sequence[str] = (), limit: Count = 100
     ) -> tuple[JobStatus, ...]:
         """List the jobs that are remembered, newest first, without their results.
 

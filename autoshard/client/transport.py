@@ -30,6 +30,7 @@ import anyio.to_thread
 import httpx2
 import platformdirs
 
+from autoshard.arguments import Count, Wait, check_methods
 from autoshard.client.results import JobProgress, OnProgress, rejected
 from autoshard.errors import (
     OptionError,
@@ -64,6 +65,7 @@ _CONNECTION_ERRORS = (httpx2.TransportError, httpx2.InvalidURL, httpx2.DecodingE
 _log = logging.getLogger(__name__)
 
 
+@check_methods
 @dataclass(frozen=True, slots=True)
 class Retry:
     """Retry policy for requests that fail, or are answered with "try again later".
@@ -80,10 +82,10 @@ class Retry:
         longest: largest delay in seconds, unless the service asks for more.
     """
 
-    attempts: int = 4
-    outage: float = 60.0
-    first: float = 0.25
-    longest: float = 8.0
+    attempts: Count = 4
+    outage: Wait = 60.0
+    first: Wait = 0.25
+    longest: Wait = 8.0
 
 
 class Failures:

@@ -11,6 +11,7 @@ from math import prod
 
 import torch
 
+from autoshard.arguments import Seconds, check_arguments
 from autoshard.discovery.probe import NotTriableError, RandomOperatorError, probe_of
 from autoshard.discovery.search import OutOfTimeError, RuleSearch
 from autoshard.discovery.shapes import integers_in
@@ -76,13 +77,14 @@ class Discovery:
         return all(finding.reason != _NO_TIME for finding in self.findings)
 
 
+@check_arguments
 def discover(
     graph: Graph,
     *,
     custom: bool = True,
     aten: bool = True,
     store: KeyValueStore | None = None,
-    time_limit: float = TIME_LIMIT,
+    time_limit: Seconds = TIME_LIMIT,
 ) -> Discovery:
     """Find rules for the operators of a program that have none, by running them.
 

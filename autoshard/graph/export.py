@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 from torch.export import ExportedProgram
 
+from autoshard.arguments import check_arguments
 from autoshard.errors import ExportError, GraphError
 from autoshard.graph.archive import EXPORT_FILE, ExportRecord
 from autoshard.graph.batch_norms import average_with_tensors
@@ -47,6 +48,7 @@ from autoshard.torch_private import pytree
 _log = logging.getLogger(__name__)
 
 
+@check_arguments
 def export_model(
     model: torch.nn.Module,
     args: tuple[Any, ...] = (),

@@ -5,6 +5,7 @@ from typing import Any, ClassVar, Self
 
 from pydantic import ConfigDict
 
+from autoshard.arguments import check_methods
 from autoshard.errors import OptionError
 from autoshard.graph.dtype import DType
 
@@ -21,6 +22,7 @@ _FLOATING = (DType.BFLOAT16, DType.FLOAT16, DType.FLOAT32, DType.FLOAT64)
 _FIELDS = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
 
 
+@check_methods
 @dataclass(frozen=True, init=False)
 class MixedPrecision:
     """A mixed-precision policy with the meaning of FSDP2's `MixedPrecisionPolicy`.

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from pydantic import ConfigDict, ValidationError
 
+from autoshard.arguments import Work, check_methods
 from autoshard.errors import SchemaError
 from autoshard.graph.dtype import DType
 from autoshard.graph.ir import Literal
@@ -19,6 +20,7 @@ OPAQUE_MODULE = "autoshard.opaque_module.default"
 of buffers[]."""
 
 
+@check_methods
 @dataclass(frozen=True)
 class OpaqueModule:
     """A module that `export_model` keeps whole instead of tracing it.
@@ -38,7 +40,7 @@ class OpaqueModule:
     module: str | type
     along_batch: bool = False
     outputs: Callable[..., Any] | None = None
-    flops: float | None = None
+    flops: Work | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from dataclasses import replace
 from math import prod
 from typing import SupportsIndex
 
+from autoshard.arguments import check_arguments
 from autoshard.errors import MeshError
 from autoshard.mesh.mesh import Axis, Mesh, check_num_devices
 from autoshard.mesh.nccl import NVLS_HOPPER, network, nvlink
@@ -23,11 +24,16 @@ from autoshard.mesh.shapes import (
     parse_shape,
 )
 from autoshard.mesh.topology import Link, Topology, check_backend, read_rate
+from autoshard.quantities import MIN_PLAUSIBLE_RATE, format_rate
+
+_MAX_LATENCY = 1.0
+"""A longer latency, seconds, was probably meant in another unit."""
 
 _OVERHEADS = {"nccl": 0.0, "gloo": GLOO_OVERHEAD}
 _DEFAULTS = {"nccl": DEFAULT_TOPOLOGY, "gloo": DEFAULT_CPU_TOPOLOGY}
 
 
+@check_arguments
 def make_mesh(
     shape: str | Sequence[int],
     *,
@@ -83,8 +89,8 @@ def make_mesh(
     links = {
         "intra_bandwidth": _rate("intra_bandwidth", intra_bandwidth),
         "inter_bandwidth": _rate("inter_bandwidth", inter_bandwidth),
-        "intra_latency": intra_latency,
-        "inter_latency": inter_latency,
+        "intra_latency": _latency("intra_latency", intra_latency),
+        "inter_latency": _latency("inter_latency", inter_latency),
     }
     given = {name: value for name, value in links.items() if value is not None}
     if not given:
@@ -150,7 +156,26 @@ def _one_of(
 
 
 def _rate(name: str, value: str | float | None) -> float | None:
-    return None if value is None else read_rate(value, name)
+    """A bandwidth, bytes per second.
+
+    Raises:
+        MeshError: it cannot be read, or it is slower than any link, as a number without its unit.
+    """
+    if value is None:
+        return None
+    rate = read_rate(value, name)
+    if rate < MIN_PLAUSIBLE_RATE:
+        raise MeshError(
+            f"{name} {value} is {format_rate(rate)}, slower than any link of a mesh; give a number "
+            "with its unit, such as 450GB/s"
+        )
+    return rate
+
+
+def _latency(name: str, value: float | None) -> float | None:
+    if value is not None and value > _MAX_LATENCY:
+        raise MeshError(f"{name} is {value:g} s a step; it is in seconds, such as 5e-6")
+    return value
 
 
 def _known(topology: str | Topology | None, backend: str | None) -> Topology:

@@ -15,6 +15,7 @@ from dataclasses import replace
 from difflib import SequenceMatcher
 from types import MappingProxyType
 
+from autoshard.arguments import check_arguments
 from autoshard.errors import MeshError
 from autoshard.mesh.kernel_presets import (
     AMPERE,
@@ -277,6 +278,7 @@ def list_topologies() -> tuple[str, ...]:
     return tuple(sorted(_TOPOLOGIES))
 
 
+@check_arguments
 def get_topology(name: str) -> Topology:
     """Return a preset topology by name.
 

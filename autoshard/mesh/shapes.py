@@ -77,11 +77,6 @@ def parse_shape(text: str) -> tuple[tuple[int, ...], tuple[str, ...] | None]:
 
 def check_axis_names(names: Sequence[str], shape: Sequence[int]) -> None:
     """Raise MeshError unless there is one name per axis."""
-    if isinstance(names, str):
-        raise MeshError(
-            f"the axis names {names!r} are one string; give one name per axis: "
-            f"{tuple(name.strip() for name in names.split(','))}"
-        )
     if len(names) != len(shape):
         raise MeshError(f"{len(names)} axis names are given for {len(shape)} axes")
 

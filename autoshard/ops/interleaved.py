@@ -11,6 +11,7 @@ useless, and not offered.
 
 from collections.abc import Collection, Iterator, Mapping
 from itertools import accumulate, pairwise
+from operator import mul
 from types import MappingProxyType
 
 from autoshard.graph import Graph, InputKind, Node
@@ -19,6 +20,10 @@ from autoshard.ops.registry import rule_for
 from autoshard.ops.rule import OperatorRule
 from autoshard.ops.spec import call_of
 from autoshard.ops.views import JOINING, SELECTING
+
+MAX_SECTIONS = 16
+"""Most sub-shards of a dim that a view suggests. A view of many heads suggests as many, and a shard
+of part of each head is never of use."""
 
 _Dim = tuple[str, int]
 """A value and one of its dims."""
@@ -86,6 +91,8 @@ class _Propagation:
                 source = self._outer_factor(node)
                 if source is not None:
                     yield source
+            else:
+                yield from self._factored(number)
         for place, bounds in ends.items():
             sizes = [last - first for first, last in pairwise(sorted(bounds))]
             yield place, relative_sizes(sizes)
@@ -106,6 +113,22 @@ class _Propagation:
                     relative = [size for size, _ in rule.pieces[letters[0]]]
                     unit = rule.sizes[letters[0]] // sum(relative)
                     yield (value, dim), [size * unit for size in relative]
+
+    def _factored(self, number: int) -> Iterator[tuple[_Dim, tuple[int, ...]]]:
+        """Each dim that a view splits into factors, or merges of them, with sub-shards.
+
+        A shard of a factor that is not the outermost is interleaved in the dim with all of them:
+        one sub-shard for each index of the factors outside of it.
+        """
+        node, rule = self._graph.nodes[number], self._rule(number)
+        tensors = (*rule.inputs, *rule.outputs)
+        outermost = {dims[0] for tensor in tensors for dims in tensor if dims}
+        for value, dims in zip((*node.inputs, *node.outputs), tensors, strict=True):
+            for dim, factors in enumerate(dims):
+                sections = accumulate((rule.sizes[factor] for factor in factors), mul)
+                for inner, outside in zip(factors[1:], sections, strict=False):
+                    if inner in outermost and 1 < outside <= MAX_SECTIONS:
+                        yield (value, dim), (1,) * outside
 
     def _outer_factor(self, node: Node) -> tuple[_Dim, tuple[int, ...]] | None:
         """The dim that a view split into (selected dim, rest), with its sub-shards, or None."""
@@ -128,9 +151,10 @@ class _Propagation:
     def _reached(self, start: _Dim, sub_shards: tuple[int, ...], *, is_pinned: bool) -> list[_Dim]:
         """Dims that must be interleaved together with one.
 
-        None, unless it is pinned, if no weight or user input is among them.
+        None, unless it is pinned or of a weight, if no weight or user input is among them.
         """
-        found, waiting, is_useful = {start: None}, [start], is_pinned
+        found, waiting = {start: None}, [start]
+        is_useful = is_pinned or start[0] in self._weights
         while waiting:
             value, _ = place = waiting.pop()
             self._seen.add((place, sub_shards))

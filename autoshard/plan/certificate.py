@@ -45,7 +45,9 @@ def certificate_statement(
             f"{hardware}. It holds for these pipelines: {proof}.{also}"
         )
     budget = options.memory_budget or mesh.topology.device.memory
-    plans = f"among the plans of one stage that fit {_gigabytes(budget)} per device"
+    plans = (
+        f"among the plans of one stage in offered layouts that fit {_gigabytes(budget)} per device"
+    )
     if obeyed:
         plans += f" and obey {listed(obeyed)}"
     if certificate.is_exact:

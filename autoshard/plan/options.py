@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from autoshard.arguments import MAX_SECONDS, Flag, Number, Whole
 from autoshard.errors import ArgumentTypeError, OptionError
 from autoshard.integers import MAX_INT32
 from autoshard.names import did_you_mean
@@ -58,14 +59,14 @@ MIN_EXPRESSED = 0.5
 _Pattern = Annotated[str, Field(min_length=1, max_length=512)]
 _LayoutText = Annotated[str, Field(max_length=1024)]
 _Balance = Annotated[
-    tuple[Annotated[int, Field(ge=1, le=MAX_INT32)], ...],
+    tuple[Annotated[Whole, Field(ge=1, le=MAX_INT32)], ...],
     Field(min_length=1, max_length=1024, fail_fast=True),
 ]
 _AxisNames = Annotated[
     tuple[Annotated[str, Field(min_length=1, max_length=255)], ...],
     Field(max_length=64, fail_fast=True),
 ]
-SkipReplicated = bool | _AxisNames
+SkipReplicated = Flag | _AxisNames
 """True if work must be divided at all, or the axes that divide it."""
 _Patterns = Annotated[tuple[_Pattern, ...], Field(max_length=1024, fail_fast=True)]
 _PinTable = Annotated[Mapping[_Pattern, _LayoutText], Field(max_length=1024)]
@@ -170,6 +171,7 @@ class ForbiddenCollective(_Options):
     )
     axis: str | None = Field(
         default=None,
+        min_length=1,
         max_length=255,
         description="forbid it on this axis only; on all axes if null.",
     )
@@ -188,10 +190,11 @@ class PlanOptions(_Options):
     )
     optimizer: str = Field(
         default="adamw",
+        min_length=1,
         max_length=255,
         description="optimizer whose state is counted in memory and whose step is timed.",
     )
-    master_weights: bool = Field(
+    master_weights: Flag = Field(
         default=False,
         description=(
             "whether the optimizer keeps and updates float32 copies of parameters of a narrower "
@@ -216,7 +219,7 @@ class PlanOptions(_Options):
             "tensors as in auto. Recomputation inside activation checkpoints is not affected."
         ),
     )
-    regather_activations: bool = Field(
+    regather_activations: Flag = Field(
         default=False,
         description=(
             "whether activations that an all-gather makes, such as those of sequence or context "
@@ -241,7 +244,7 @@ class PlanOptions(_Options):
             "`layers.*`. Of nested modules that match, the outermost count."
         ),
     )
-    micro_batches: int = Field(
+    micro_batches: Whole = Field(
         default=1,
         ge=1,
         le=MAX_MICRO_BATCHES,
@@ -251,7 +254,7 @@ class PlanOptions(_Options):
             "are gathered, and which gradients reduced, only once per step is part of the plan."
         ),
     )
-    in_flight: int = Field(
+    in_flight: Whole = Field(
         default=1,
         ge=1,
         le=MAX_MICRO_BATCHES,
@@ -260,7 +263,7 @@ class PlanOptions(_Options):
             "time; chosen by the pipeline schedule. At most micro_batches."
         ),
     )
-    stages: Annotated[int, Field(ge=1, le=MAX_STAGES)] | Literal["auto"] | None = Field(
+    stages: Annotated[Whole, Field(ge=1, le=MAX_STAGES)] | Literal["auto"] | None = Field(
         default=None,
         description=(
             "number of pipeline stages; the outermost axes of the mesh are divided among them. "
@@ -298,7 +301,7 @@ class PlanOptions(_Options):
             "with the least simulated step time."
         ),
     )
-    stages_per_rank: Annotated[int, Field(ge=1, le=64)] | Literal["auto"] = Field(
+    stages_per_rank: Annotated[Whole, Field(ge=1, le=64)] | Literal["auto"] = Field(
         default="auto",
         description=(
             "number of stages of each pipeline rank; schedules with several stages per rank have "
@@ -319,14 +322,14 @@ class PlanOptions(_Options):
             "gradients if null. Gradients are computed and reduced in their own type."
         ),
     )
-    fused_gradient_accumulation: bool = Field(
+    fused_gradient_accumulation: Flag = Field(
         default=False,
         description=(
             "whether products that compute gradients add them to the sum over micro-batches, as "
             "Megatron-LM's kernels do, instead of a pass of its own."
         ),
     )
-    foreach_optimizer: bool = Field(
+    foreach_optimizer: Flag = Field(
         default=False,
         description=(
             "whether the optimizer updates parameters by several passes over all of them "
@@ -365,7 +368,7 @@ class PlanOptions(_Options):
             "are not counted as saved tensors."
         ),
     )
-    overlap: bool | None = Field(
+    overlap: Flag | None = Field(
         default=None,
         description=(
             "whether parameter gathers and gradient reductions overlap with the compute of the "
@@ -382,7 +385,7 @@ class PlanOptions(_Options):
             "its share of one collective. If null, as here: small parameters share 8 MiB."
         ),
     )
-    activation_overlap: float = Field(
+    activation_overlap: Number = Field(
         default=0.0,
         ge=0,
         le=1,
@@ -392,7 +395,7 @@ class PlanOptions(_Options):
             "attention): only the rest is charged."
         ),
     )
-    dispatch_share: float = Field(
+    dispatch_share: Number = Field(
         default=1.0,
         gt=0,
         le=1,
@@ -402,7 +405,7 @@ class PlanOptions(_Options):
             "has several of its experts (DeepEP, HybridEP), or beside other compute."
         ),
     )
-    balanced_attention: bool = Field(
+    balanced_attention: Flag = Field(
         default=False,
         description=(
             "whether ranks that share the queries of causal attention are charged equal work, as "
@@ -410,14 +413,14 @@ class PlanOptions(_Options):
             "parallelism of Megatron-LM and torchtitan); else the work of the last queries."
         ),
     )
-    float8_saved_inputs: bool = Field(
+    float8_saved_inputs: Flag = Field(
         default=False,
         description=(
             "whether products in float8 save their 16-bit inputs for backward in float8, as in "
             "Transformer Engine; torchao's save them in 16 bits."
         ),
     )
-    weighted_activations: bool = Field(
+    weighted_activations: Flag = Field(
         default=False,
         description=(
             "whether the weights of a token's experts multiply the activation inside the experts, "
@@ -425,37 +428,39 @@ class PlanOptions(_Options):
             "these weights; here they multiply what experts return, which is kept."
         ),
     )
-    expert_launch: float = Field(
+    expert_launch: Number = Field(
         default=0.0,
         ge=0,
+        le=1,
         description=(
             "seconds that the host needs to launch a product of one expert, if a framework "
             "multiplies the experts of a rank one after the other, forward and backward; 0 if one "
             "kernel multiplies all."
         ),
     )
-    float8_weights_once: bool = Field(
+    float8_weights_once: Flag = Field(
         default=False,
         description=(
             "whether weights are cast to float8 once per training step, as by Transformer Engine, "
             "instead of in every micro-batch."
         ),
     )
-    time_limit: float = Field(
+    time_limit: Number = Field(
         default=60.0,
         gt=0,
+        le=MAX_SECONDS,
         description=(
             "time limit, seconds, of listing the strategies and of solving; the solver has at "
             "least half of it."
         ),
     )
-    relative_gap: float = Field(
+    relative_gap: Number = Field(
         default=1e-3,
         ge=0,
         lt=1,
         description="stop at a proven relative gap of at most this between plan and lower bound.",
     )
-    seed: int = Field(
+    seed: Whole = Field(
         default=0, ge=0, le=MAX_INT32, description="seed of the solver's random numbers."
     )
     solver: str = Field(
@@ -482,7 +487,7 @@ class PlanOptions(_Options):
             "shards the batch and never weights, cp the sequence of tokens, and ep also experts."
         ),
     )
-    distributed_optimizer: bool = Field(
+    distributed_optimizer: Flag = Field(
         default=False,
         description=(
             "whether the axes of `algo` ddp, megatron or megatron-sp that shard the batch or the "
@@ -509,13 +514,14 @@ class PlanOptions(_Options):
     )
     batch_axis: str | None = Field(
         default=None,
+        min_length=1,
         max_length=255,
         description=(
             "name of the data-parallel axis, the only one that shards the batch: dim 0 of user "
             "inputs, and the dims that derive from it."
         ),
     )
-    comparisons: bool = Field(
+    comparisons: Flag = Field(
         default=False,
         description=(
             "whether the plan says what DDP, FSDP2, HSDP and Megatron would take on the same mesh, "

@@ -25,6 +25,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from autoshard.arguments import check_arguments
 from autoshard.collection import collection_paused
 from autoshard.errors import PlanError
 from autoshard.graph import Graph, Node, graph_from_json
@@ -116,6 +117,7 @@ class Simulation:
 
 
 @collection_paused()
+@check_arguments
 def simulate(plan: Plan, *, bucketed: bool = True) -> Simulation:
     """Simulate one step of a plan.
 

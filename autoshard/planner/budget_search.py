@@ -58,8 +58,9 @@ _FIRST_SECONDS = 3.0
 """Seconds that are reserved for them, and least time limit of the solves before and with them."""
 _MAX_IMPROVEMENTS = 2
 """Maximum number of rounds after the first plan that fits."""
-_LOOSE_GAP = 6.0
-"""Factor by which the relative gap is larger while limits and time points are searched."""
+_LOOSE_GAP, _MAX_LOOSE_GAP = 6.0, 0.5
+"""Factor by which the relative gap is larger while limits and time points are searched, and the gap
+up to which it is."""
 _LATE_SECONDS = 30.0
 """Seconds after twice the time limit from which on no problem is formulated any more."""
 _ELASTICITIES = (0.4, 3.0)
@@ -397,7 +398,8 @@ class BudgetSearch(BudgetSolver):
 
     @property
     def _loose_gap(self) -> float:
-        return _LOOSE_GAP * self._options.relative_gap
+        wanted = self._options.relative_gap
+        return max(wanted, min(_LOOSE_GAP * wanted, _MAX_LOOSE_GAP))
 
     def _candidates(self, rounds: Rounds) -> list[BoolArray]:
         """Masks of strategies of each variable that the solver considers first, shape [S] each.

@@ -8,6 +8,7 @@ from math import isfinite
 
 import numpy as np
 
+from autoshard.arguments import Seconds, check_arguments
 from autoshard.arrays import BoolArray, FloatArray, IntArray
 from autoshard.errors import OptionError, PlanError
 from autoshard.graph import GraphLike, graph_digest, graph_from_json, to_graph
@@ -82,13 +83,14 @@ class Explanation:
     stage: int | None = None
 
 
+@check_arguments
 def explain(
     graph: "GraphLike | None",
     plan: Plan,
     name: str,
     *,
     value: bool = False,
-    time_limit: float = 60.0,
+    time_limit: Seconds = 60.0,
 ) -> Explanation:
     """Compute the cost of every strategy of one variable of a plan.
 

@@ -13,6 +13,7 @@ from math import isfinite, isqrt, log2
 from threading import Lock, Thread
 from typing import IO, Any, NamedTuple
 
+from autoshard.arguments import Count, check_arguments
 from autoshard.errors import OptionError
 from autoshard.graph import GraphLike, graph_to_json, to_graph
 from autoshard.mesh import (
@@ -89,6 +90,7 @@ class SearchProgress:
         return f"planned {self.done} of {self.total} meshes"
 
 
+@check_arguments
 def search_meshes(
     graph: GraphLike,
     num_devices: int,
@@ -98,11 +100,11 @@ def search_meshes(
     gpus_per_node: int | None = None,
     options: PlanOptions | None = None,
     max_axes: int = 3,
-    num_workers: int = 2,
+    num_workers: Count = 2,
     on_progress: Callable[[SearchProgress], None] | None = None,
     cancel: CancelToken | None = None,
     block_cache: KeyValueStore | None = None,
-    max_strategies: int | None = None,
+    max_strategies: Count | None = None,
 ) -> tuple[Candidate, ...]:
     """Make a plan of a program for every mesh of a number of devices.
 

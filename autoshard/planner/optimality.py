@@ -7,6 +7,7 @@ that made the plan is used: no reduction, no table of a repeated block, no bound
 from dataclasses import dataclass, replace
 from math import isfinite
 
+from autoshard.arguments import Seconds, check_arguments
 from autoshard.errors import OptionError, PlanError
 from autoshard.graph import Graph, GraphLike, graph_digest, graph_from_json, to_graph
 from autoshard.limits import LimitReached
@@ -118,12 +119,13 @@ class OptimalityCheck:
         return "" if self.stage is None else f"stage {self.stage}: "
 
 
+@check_arguments
 def check_optimality(
     plan: Plan,
     graph: "GraphLike | None" = None,
     *,
     solver: str = PLAIN_SOLVER,
-    time_limit: float = 600.0,
+    time_limit: Seconds = 600.0,
 ) -> tuple[OptimalityCheck, ...]:
     """Solve the problem of a plan once more, with a plain solver, and compare it with the plan.
 

@@ -16,6 +16,7 @@ from torch.utils.data import (
     Sampler,
 )
 
+from autoshard.arguments import Seed, check_arguments
 from autoshard.errors import PlanError
 from autoshard.layouts import to_placements
 from autoshard.runtime.global_tensors.global_tensor import GlobalTensor
@@ -27,7 +28,8 @@ from autoshard.torch_private import given_num_samples, pytree
 T = TypeVar("T")
 
 
-def shard_loader(loader: DataLoader[T], model: nn.Module, *, seed: int = 0) -> DataLoader[T]:
+@check_arguments
+def shard_loader(loader: DataLoader[T], model: nn.Module, *, seed: Seed = 0) -> DataLoader[T]:
     """Make a data loader that yields this rank's rows of each global batch.
 
     A rank reads and collates only its own rows; ranks among which the plan does not shard the batch

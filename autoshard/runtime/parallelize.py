@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from autoshard.arguments import Seed, check_arguments
 from autoshard.errors import ArgumentTypeError, AutoshardError, PlanError
 from autoshard.graph import DType
 from autoshard.graph.held_state import HeldState
@@ -38,6 +39,7 @@ from autoshard.torch_private import call_with_hooks, end_graph, not_compiled, wi
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
 
+@check_arguments
 def parallelize(
     model: ModelT,
     plan: Plan | Mapping[str, Plan],
@@ -45,7 +47,7 @@ def parallelize(
     *,
     constants: Mapping[str, torch.Tensor] | None = None,
     custom_operators: Collection[str] = (),
-    seed: int = 0,
+    seed: Seed = 0,
     other_shapes: Literal["replicate", "error"] = "replicate",
     ignore_state: Collection[str] = (),
 ) -> ModelT:

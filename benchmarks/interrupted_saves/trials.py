@@ -331,7 +331,9 @@ def prepare() -> None:
     torch.set_num_threads(1)
     plan()
     model = Net()
-    model(torch.ones(4, 8)).backward()
+    # No backward pass: with PyTorch for CUDA it starts threads, after which forks cannot run one.
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
     torch.optim.AdamW(model.parameters(), foreach=False).step()
 
 

@@ -224,7 +224,6 @@ def test_bad_questions_are_named(archive: Path, plans: tuple[Path, Path]) -> Non
     for arguments, complaint in (
         (("explain", plans[0], "sideways"), "no node"),
         (("compare", plans[0], archive), "mlp.pt2"),
-        (("search", archive, "--devices", "0"), "--devices is 0"),
     ):
         result = autoshard(*arguments)
         assert result.exit_code == 1

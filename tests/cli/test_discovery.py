@@ -39,7 +39,7 @@ def test_the_command_line_imports_and_discovers(tmp_path: Path) -> None:
     assert "rules" not in json.loads(plan.read_text())["stages"][0]["program"]
     refused = runner.invoke(app, [*ask, "--import", "there.is.none"])
     assert refused.exit_code == 1
-    assert "--import there.is.none" in refused.output
+    assert "--import 'there.is.none'" in refused.output
 
 
 def test_coverage_names_rules_that_were_found(tmp_path: Path) -> None:

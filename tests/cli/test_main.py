@@ -111,7 +111,7 @@ def test_check_finds_a_bound_that_is_wrong(archive: Path, tmp_path: Path) -> Non
         (["--mesh", "2", "--axes", "a,b"], "axis names"),
         (["--mesh", "2", "--topology", "abacus"], "abacus"),
         (["--mesh", "2,2", "--intra-bandwidth", "-1", "--inter-bandwidth", "1"], "bandwidth"),
-        (["--mesh", "2,2", "--topology", "h100-sxm", "--intra-bandwidth", "1"], "leave one"),
+        (["--mesh", "2,2", "--topology", "h100-sxm", "--intra-bandwidth", "1GB/s"], "leave one"),
         (["--mesh", "2", "--memory-budget", "much"], "much"),
     ],
 )

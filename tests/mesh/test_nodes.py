@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from autoshard.errors import MeshError
+from autoshard.errors import ArgumentTypeError, MeshError
 from autoshard.mesh import (
     AlphaBeta,
     Device,
@@ -222,7 +222,7 @@ def test_names_of_axes_are_given_once_and_for_all_axes() -> None:
         make_mesh("a=2,b=4", axes=names)
     with pytest.raises(MeshError, match="mean the same; give one of them"):
         make_mesh("2x4", axes=names, mesh_dim_names=names)
-    with pytest.raises(MeshError, match=r"are one string; give one name per axis: \('a', 'b'\)"):
+    with pytest.raises(ArgumentTypeError, match=r"axes is 'a,b': it should be .* \['a', 'b'\]"):
         make_mesh("2x4", axes="a,b")
 
 

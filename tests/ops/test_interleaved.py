@@ -15,7 +15,7 @@ from autoshard.ops import interleaved_types, rule_for, strategies
 MakeExample = Callable[..., Any]
 Prove = Callable[..., set[str]]
 
-THIRDS, HALVES = (1, 1, 1), (1, 1)
+THIRDS, HALVES, HEADS = (1, 1, 1), (1, 1), (1, 1, 1, 1)
 
 
 class Halved(nn.Module):
@@ -41,12 +41,34 @@ def test_the_projection_of_gpt2_has_three_sub_shards() -> None:
         (4, 8, 96): (S(2, THIRDS),),
         (32, 96): (S(1, THIRDS),),
         (96,): (S(0, THIRDS),),
+        # A part of each of four heads.
+        (4, 8, 32): (S(2, HEADS),),
+        (32, 32): (S(1, HEADS), S(0, HEADS)),
     }
 
 
-def test_llama_has_no_sub_shards() -> None:
-    """Its rotary embedding halves heads, but no weight lies along their elements."""
-    assert not interleaved_types(small_graph(partial(llama, layers=1)))
+def test_views_suggest_a_part_of_each_factor() -> None:
+    found = interleaved_types(small_graph(partial(llama, layers=1)))
+    assert {t.sub_shards for types in found.values() for t in types} == {HEADS, 2 * HEADS}
+
+
+def test_matrices_of_a_flat_parameter_may_be_sharded_inside() -> None:
+    class Flat(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.flat = nn.Parameter(torch.zeros(9 * 8 * 8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.einsum("bk,ekn->ebn", x, self.flat.view(9, 8, 8))
+
+    assert f"S(0)/{'+'.join(9 * '1')}" in offered(Flat(), 4, 8)[9 * 8 * 8,]
+
+
+def test_views_with_many_factors_suggest_nothing() -> None:
+    """A part of each of 32 heads is no shard that anyone wants."""
+    heads = nn.Sequential(nn.Linear(8, 128), nn.Unflatten(1, (32, 4)))
+    graph = graph_of((heads, {"input": torch.randn(4, 8)}))
+    assert not interleaved_types(graph)
 
 
 @pytest.mark.parametrize(

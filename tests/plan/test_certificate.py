@@ -21,13 +21,13 @@ def certificate(
 def test_an_exact_proof_and_one_within_a_gap_differ() -> None:
     exact = certificate_statement(certificate(0.5), PlanOptions(), MESH)
     assert exact == (
-        "Optimal among the plans of one stage that fit 80 GB per device: none is faster under the "
-        "cost model of h100-sxm."
+        "Optimal among the plans of one stage in offered layouts that fit 80 GB per device: none "
+        "is faster under the cost model of h100-sxm."
     )
     within = certificate_statement(certificate(0.49998), PlanOptions(), MESH)
     assert within == (
-        "Within 0.0040 % of the optimum among the plans of one stage that fit 80 GB per device: "
-        "none takes less than 499.98 ms under the cost model of h100-sxm."
+        "Within 0.0040 % of the optimum among the plans of one stage in offered layouts that fit "
+        "80 GB per device: none takes less than 499.98 ms under the cost model of h100-sxm."
     )
 
 

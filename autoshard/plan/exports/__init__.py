@@ -8,6 +8,7 @@ from importlib import import_module
 from pkgutil import iter_modules
 from typing import get_args
 
+from autoshard.arguments import Share, check_arguments
 from autoshard.errors import OptionError, PlanError
 from autoshard.plan.document import Plan
 from autoshard.plan.exports.expressed import Expressed, percent
@@ -19,7 +20,8 @@ for _module in iter_modules(__path__):
     import_module(f"{__name__}.{_module.name}")
 
 
-def export_plan(plan: Plan, target: str, *, min_expressed: float = MIN_EXPRESSED) -> str:
+@check_arguments
+def export_plan(plan: Plan, target: str, *, min_expressed: Share = MIN_EXPRESSED) -> str:
     """A plan as code or settings for another framework.
 
     The text starts with a comment that says what share of the plan the target expresses, and what

@@ -7,6 +7,7 @@ from functools import cached_property, partial
 from math import inf, log2
 from typing import Any, NamedTuple
 
+from autoshard.arguments import Count, check_arguments
 from autoshard.errors import OptionError
 from autoshard.graph import Graph, GraphLike, StageCutter, to_graph
 from autoshard.mesh import Mesh, MeshLike, to_mesh
@@ -68,6 +69,7 @@ _WHY_STOPPED = {
 }
 
 
+@check_arguments
 def make_plan(
     graph: GraphLike,
     mesh: MeshLike,
@@ -76,7 +78,7 @@ def make_plan(
     on_progress: Callable[[Progress], None] | None = None,
     cancel: CancelToken | None = None,
     block_cache: KeyValueStore | None = None,
-    max_strategies: int | None = None,
+    max_strategies: Count | None = None,
     **single_options: Any,
 ) -> Plan:
     """Find the fastest way to run a graph on a mesh, as one stage or as a pipeline.

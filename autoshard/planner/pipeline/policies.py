@@ -57,9 +57,12 @@ def num_stages(options: PlanOptions, cutter: StageCutter) -> int | None:
         OptionError: options contradict each other or the program.
     """
     required = len(required_cuts(options, cutter)) + 1
-    listed = len(options.balance) if isinstance(options.balance, tuple) else None
-    if options.stages in (None, "auto") and listed is not None:
-        return listed
+    if isinstance(options.balance, tuple):
+        listed = len(options.balance)
+        if options.stages not in (None, "auto", listed):
+            raise OptionError(f"stages is {options.stages}, but balance lists {listed} stages")
+        # Checks the numbers as well: those of one stage are used nowhere else.
+        return len(layer_cuts(cutter, options.balance)) + 1
     is_open = options.stages == "auto" or (options.stages is None and required == 1)
     if is_open and options.balance is not None:
         raise OptionError(f"balance {options.balance!r} needs a number of stages")
@@ -72,8 +75,6 @@ def num_stages(options: PlanOptions, cutter: StageCutter) -> int | None:
             f"stages is {options.stages}, but cuts and calls of pipe_split() in forward make "
             f"{required} stages; ask for at least as many, or for stages=1 without cuts"
         )
-    if listed not in (None, options.stages):
-        raise OptionError(f"stages is {options.stages}, but balance lists {listed} stages")
     most = len(cutter.cut_points) + 1
     if options.stages > most:
         raise OptionError(f"stages is {options.stages}, but the program has at most {most} stages")

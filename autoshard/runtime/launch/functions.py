@@ -22,6 +22,7 @@ from uuid import uuid4
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from autoshard.arguments import check_arguments
 from autoshard.errors import LaunchError
 from autoshard.plan import Plan
 from autoshard.runtime.launch.context import LaunchContext, check_world, join
@@ -32,6 +33,7 @@ _FOLDER = str(Path(__file__).parent)
 _RUNPY = "<frozen runpy>"
 
 
+@check_arguments
 def launch(
     function: Callable[..., T], plan: Plan, args: Sequence[Any] = (), *, timing: bool = False
 ) -> list[T]:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from autoshard.arguments import Seed, check_arguments
 from autoshard.errors import PlanError
 from autoshard.graph.held_state import HeldState
 from autoshard.plan import Plan, Stage
@@ -214,6 +215,7 @@ for _name in ("cuda", "cpu", "half", "float", "double", "bfloat16", "type"):
     setattr(Pipelined, _name, Pipelined.to)
 
 
+@check_arguments
 def pipeline(
     model: ModelT,
     plan: Plan | Mapping[str, Plan],
@@ -226,7 +228,7 @@ def pipeline(
     join: Join | None = None,
     constants: Mapping[str, torch.Tensor] | None = None,
     custom_operators: Collection[str] = (),
-    seed: int = 0,
+    seed: Seed = 0,
     ignore_state: Collection[str] = (),
 ) -> ModelT:
     """Make a model run as planned in several pipeline stages, on every rank of a mesh.

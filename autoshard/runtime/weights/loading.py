@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from autoshard.arguments import check_arguments
 from autoshard.errors import CheckpointError
 from autoshard.runtime.dtensors import local_tensor
 from autoshard.runtime.model_tensors import (
@@ -54,6 +55,7 @@ class LoadReport:
         )
 
 
+@check_arguments
 def load_checkpoint(
     model: nn.Module,
     path: str | os.PathLike[str],

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from autoshard.arguments import FileBytes, check_arguments
 from autoshard.errors import CheckpointError
 from autoshard.runtime.model_tensors import ModelTensor, model_tensors, other_state
 from autoshard.runtime.pipelining import Pipelined
@@ -50,8 +51,9 @@ Division = Mapping[str, Mapping[str, TensorInfo]]
 """The tensors of each file, by name."""
 
 
+@check_arguments
 def save_checkpoint(
-    model: nn.Module, folder: str | os.PathLike[str], *, max_file_bytes: int = 5_000_000_000
+    model: nn.Module, folder: str | os.PathLike[str], *, max_file_bytes: FileBytes = 5_000_000_000
 ) -> None:
     """Save a model's weights as safetensors files, with an index if there are several.
 

@@ -1,0 +1,181 @@
+"""Every option of Python and of the command line refuses what it does not mean."""
+
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.command_line import autoshard as run
+from support.models import meta, mlp
+from support.wrong_values import wrong_values
+
+import autoshard
+from autoshard import ForbiddenCollective, PlanOptions, make_plan
+from autoshard.arguments import checked_arguments
+from autoshard.cli.main import COMMANDS
+from autoshard.client import Retry
+from autoshard.errors import InputError, OptionError
+from autoshard.graph import export_model
+
+NEEDED = {
+    "shape": (2, 2),
+    "num_devices": 4,
+    "url": "http://127.0.0.1:9",
+    "target": "fsdp2",
+    **dict.fromkeys(("name", "path", "folder", "plan_id", "job_id"), "x"),
+}
+"""Arguments without which the options of a function cannot be read."""
+
+
+def functions() -> Iterator[tuple[str, Callable[..., Any]]]:
+    """The public functions, constructors and methods of clients that declare options."""
+    for name in autoshard.__all__:
+        member = getattr(autoshard, name)
+        if inspect.isfunction(member):
+            yield name, member
+    client = autoshard.Client("http://127.0.0.1:9", cache=False)
+    for name, member in inspect.getmembers(client, inspect.ismethod):
+        if not name.startswith("_"):
+            yield f"Client.{name}", member
+    kinds = (autoshard.Client, autoshard.MixedPrecision, autoshard.OpaqueModule)
+    for kind in (*kinds, Retry):
+        yield kind.__name__, kind
+
+
+OPTIONS = [
+    pytest.param(function, name, annotation, id=f"{owner}-{name}")
+    for owner, function in functions()
+    for name, annotation in checked_arguments(function)
+    if inspect.signature(function).parameters[name].default is not inspect.Parameter.empty
+]
+
+
+@pytest.mark.parametrize(("function", "name", "annotation"), OPTIONS)
+def test_options_of_functions(function: Callable[..., Any], name: str, annotation: Any) -> None:
+    values = wrong_values(annotation)
+    assert len(values) >= 3
+    for value in values:
+        given = {
+            known: NEEDED.get(known, ...)
+            for known, parameter in inspect.signature(function).parameters.items()
+            if parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
+        }
+        with pytest.raises(InputError, match=name):
+            function(**given | {name: value})
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [(kind, name) for kind in (PlanOptions, ForbiddenCollective) for name in kind.model_fields],
+)
+def test_options_of_planning(kind: type[PlanOptions | ForbiddenCollective], name: str) -> None:
+    values = BYTES if name in SIZES else wrong_values(kind.model_fields[name].annotation)
+    given = {"kind": "all_gather"} if kind is ForbiddenCollective else {}
+    assert len(values) >= 3
+    for value in values:
+        with pytest.raises(OptionError, match=name):
+            kind(**given | {name: value})
+
+
+BYTES = ("4XB", "", -1, 2.5, 10**30, True)
+SIZES = {"memory_budget", "bucket_bytes"}
+"""Numbers of bytes, which may be texts."""
+
+TEXTS = {
+    "IntRange": ("four", "4GB", "", "2.5", "9" * 30, "-1"),
+    "FloatRange": ("fast", "5x", "", "nan", "1e300", "-1"),
+    "FloatParamType": ("fast", "5x", "", "nan", "1e300", "-1"),
+    "TyperChoice": ("INVALID", "", "5", "auto,auto", "x" * 1000),
+}
+"""Wrong texts by type of an option of the command line."""
+MEANINGS = {
+    "--mesh": ("", "0x4", "axb", "2x-4", "9" * 30),
+    "--nodes": ("3", "9" * 30),
+    "--topology": ("", "h1000", "5", "x" * 1000, "nowhere.json"),
+    "--intra-bandwidth": ("10", "fast", "", "-5GB/s", "450"),
+    "--inter-bandwidth": ("10", "fast", "", "-5GB/s", "450"),
+    "--axes": ("dp", "", "dp,dp", "a,b,c"),
+    "--memory": ("80", "80XB", "", "-1", "9" * 40),
+    "--bucket-bytes": ("1XB", "", "-1", "0", "9" * 40),
+    "--stages": ("four", "0", "", "2.5", "9" * 30),
+    "--stages-per-rank": ("four", "0", "", "2.5", "9" * 30),
+    "--balance": ("layers", "", "0,1", "99", "1,x"),
+    "--cut": ("x", "", "before:", "before:nothing", "over:layers"),
+    "--checkpointed-module": ("", "nothing", "*.nothing", "x" * 1000),
+    "--solver": ("", "5", "no such", "NOSUCHSOLVER", "x" * 1000),
+    "--pin": ("x", "", "parameter:w", "weight:w=S(0)", "parameter:*=S(x)"),
+    "--forbid": ("x", "", "all_gather:x", "all_gather@nowhere", "5"),
+    "--batch-axis": ("", "nowhere", "5", "x" * 1000),
+    "--skip-fully-replicated-on": ("tp", "nowhere", "5", "dp", "-1"),
+    "--like": ("", "x", "megatron tp=3", "hsdp shard=9", "5"),
+    "--server": ("planner", "//", "5", "ftp://planner", "localhost:8000"),
+    "--import": ("", "no_such_module", "5", "..", "x" * 1000),
+    "--to": ("", "INVALID", "5", "fsdp", "x" * 1000),
+    "--max-bytes": ("1XB", "", "-1", "fast", "9" * 40),
+    "--scope": ("", "INVALID", "5", "plan,read", "x" * 1000),
+    "--project": ("", "UPPER", "a b", "x" * 1000, "-"),
+}
+"""Wrong texts of options that the command itself reads."""
+FREE = {"--name", "--host", "--uds", "--root-path", "--forwarded-allow-ips", "--store"}
+"""Any text may be a name, an address or a path."""
+
+
+def command_options() -> Iterator[Any]:
+    """Each option of the command line that has a value, with wrong values."""
+    meanings = dict(MEANINGS)
+    for root, deferred in COMMANDS.items():
+        for path, option in parameters(deferred.load(root), (root,)):
+            flag = option.opts[0]
+            if option.param_type_name == "argument" or option.is_flag:
+                continue
+            # Commands share the options that they read themselves.
+            wrong = meanings.pop(flag, None) or TEXTS.get(type(option.type).__name__)
+            if wrong is not None:
+                yield pytest.param(path, flag, wrong, id="-".join((*path, flag)))
+
+
+def parameters(command: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """The parameters of a command and of its subcommands."""
+    for name, inner in getattr(command, "commands", {}).items():
+        yield from parameters(inner, (*path, name))
+    if not hasattr(command, "commands"):
+        yield from ((path, parameter) for parameter in command.params)
+
+
+@pytest.fixture(scope="module")
+def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An exported network of two layers."""
+    model, kwargs = meta(mlp)
+    path = tmp_path_factory.mktemp("options") / "mlp.pt2"
+    path.write_bytes(export_model(model, (), kwargs))
+    make_plan(path, 2).save(path.with_name("plan.json"))
+    return path
+
+
+@pytest.mark.parametrize(("path", "flag", "wrong"), [*command_options()])
+def test_options_of_commands(
+    path: tuple[str, ...], flag: str, wrong: tuple[str, ...], archive: Path
+) -> None:
+    made = archive.with_name("plan.json")
+    needed = {
+        "plan": [archive, "--mesh", "2x2"],
+        "search": [archive, "--devices", 4],
+        "coverage": [archive],
+        "show": [made],
+        "check": [archive, made],
+        "explain": [made, "linear"],
+        "compare": [made, made],
+        "export": [made, "--to", "fsdp2"],
+        "simulate": [made],
+        "profile": [made],
+        "mase": [made],
+        "keys": ["someone", "--store", f"sqlite:///{archive.with_name('keys.sqlite3')}"],
+    }.get(path[0], [])
+    for text in wrong:
+        result = run(*path, *needed, flag, text)
+        assert result.exit_code != 0, text
+        named = {flag, flag.removeprefix("--").replace("-", "_"), repr(text)}
+        named |= {quote + part for part in re.split("[ ,=x]", text) if part for quote in " '"}
+        assert any(name in result.output for name in named), (text, result.output)
