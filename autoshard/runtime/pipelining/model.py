@@ -24,6 +24,7 @@ from autoshard.runtime.parameters import stored_names
 from autoshard.runtime.pipelining.deferred_norms import DeferredBatchNorms
 from autoshard.runtime.pipelining.devices import StageDevices
 from autoshard.runtime.pipelining.full_states import support_full_states
+from autoshard.runtime.pipelining.losses import LossFunction
 from autoshard.runtime.pipelining.micro_batches import Join
 from autoshard.runtime.pipelining.model_part import (
     check_held_alike,
@@ -35,7 +36,7 @@ from autoshard.runtime.pipelining.model_part import (
     saved_tensors,
 )
 from autoshard.runtime.pipelining.norms import clip_gradients, join_stages
-from autoshard.runtime.pipelining.runner import LossFunction, PipelineRunner
+from autoshard.runtime.pipelining.runner import PipelineRunner
 from autoshard.runtime.pipelining.stage import PlannedStage
 from autoshard.runtime.pipelining.stage_forward import Checkpointing, StageForward
 from autoshard.runtime.planned_forward import RngStep
@@ -43,6 +44,7 @@ from autoshard.runtime.program import LocalProgram
 from autoshard.runtime.python_state.state import PythonState
 from autoshard.runtime.state_dicts import support_state_dicts
 from autoshard.runtime.torch_check import prepare_pipelines
+from autoshard.torch_private import never_compiled
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -59,6 +61,7 @@ class Pipelined(NotPickled):
     _saved: tuple[dict[str, torch.Tensor], ...]
     _saved_names: Mapping[str, str]
 
+    @never_compiled
     def step(
         self, *args: Any, target: Any = None, return_outputs: bool = False, **kwargs: Any
     ) -> Any:
@@ -71,7 +74,8 @@ class Pipelined(NotPickled):
             *args: of forward, of the whole batch: as many micro-batches as planned, one after the
                 other in the dim in which a tensor is larger than a micro-batch. A tensor of the
                 size of a micro-batch goes to every micro-batch.
-            target: second argument of the loss function, divided along dim 0.
+            target: second argument of the loss function. Its tensors are divided along the dim
+                along which the arguments are, or `target_dim`.
             return_outputs: True to return the result of forward too.
             **kwargs: named arguments of forward.
 
@@ -91,6 +95,7 @@ class Pipelined(NotPickled):
             loss, result = training.train(args, kwargs, target=target, keeps=return_outputs)
         return (loss, result) if return_outputs else loss
 
+    @never_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run forward of all micro-batches, without gradients.
 
@@ -220,6 +225,7 @@ def pipeline(
     device_mesh: DeviceMesh,
     *,
     loss_fn: LossFunction | None = None,
+    target_dim: int | None = None,
     scale_grads: bool = True,
     checkpoint: Checkpointing = "always",
     deferred_batch_norm: bool = False,
@@ -252,6 +258,8 @@ def pipeline(
             mesh of one device, a plan whose stages have one device each runs too.
         loss_fn: the loss of a micro-batch, from the result of forward and the target; None if
             forward returns the loss.
+        target_dim: the dim along which tensors of the target are divided; None for the one along
+            which the arguments are, where the target must be as large as they.
         scale_grads: True if the loss of a step is the mean of the losses of micro-batches, as for
             losses that are means over the batch; False if it is their sum.
         checkpoint: the micro-batches for which the planned activation checkpoints run; memory is
@@ -326,6 +334,7 @@ def pipeline(
             steps=steps,
             check_state=partial(state.check, model, name),
             loss_fn=loss_fn,
+            target_dim=target_dim,
             scale_grads=scale_grads,
             checkpoint=checkpoint,
             join=join,
