@@ -13,7 +13,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.errors import PlanError
-from autoshard.graph.buffers import HeldBuffers
 from autoshard.plan import Plan, Stage
 from autoshard.runtime.accumulation import GradientAccumulation
 from autoshard.runtime.agreement import raised_on_all_ranks
@@ -35,13 +34,14 @@ from autoshard.runtime.pipelining.model_part import (
     saved_names,
     saved_tensors,
 )
-from autoshard.runtime.pipelining.norms import clip_gradients, join_stages
+from autoshard.runtime.pipelining.norms import clip_gradients
 from autoshard.runtime.pipelining.runner import PipelineRunner
 from autoshard.runtime.pipelining.stage import PlannedStage
 from autoshard.runtime.pipelining.stage_forward import Checkpointing, StageForward
 from autoshard.runtime.planned_forward import RngStep
 from autoshard.runtime.program import LocalProgram
 from autoshard.runtime.python_state.state import PythonState
+from autoshard.runtime.shared_buffers import shared_buffers_kept
 from autoshard.runtime.state_dicts import support_state_dicts
 from autoshard.runtime.torch_check import prepare_pipelines
 from autoshard.torch_private import never_compiled
@@ -315,15 +315,15 @@ def pipeline(
         for name, one in plans.items():
             check_model(model, one, forwards[name])
         state.check_applies()
-    for forward in chain.from_iterable(forwards.values()):
-        forward.attach(model)
-        if deferred_batch_norm:
-            forward.norms = DeferredBatchNorms(model, forward.program.graph)
-    held = HeldBuffers(model)
     own = next(iter(devices.values()))
     saved, names = saved_tensors(model, first, own), saved_names(model)
-    keep_own_part(model, first, own, next(iter(forwards.values())))
-    held.follow()
+    with shared_buffers_kept(model):
+        with raised_on_all_ranks(device_mesh):
+            for forward in chain.from_iterable(forwards.values()):
+                forward.attach(model)
+                if deferred_batch_norm:
+                    forward.norms = DeferredBatchNorms(model, forward.program.graph)
+        keep_own_part(model, first, own, next(iter(forwards.values())))
     runners = [
         PipelineRunner(
             model,
@@ -332,7 +332,7 @@ def pipeline(
             forwards[name],
             signature=called,
             steps=steps,
-            check_state=partial(state.check, model, name),
+            check_state=partial(_check_state, state, name),
             loss_fn=loss_fn,
             target_dim=target_dim,
             scale_grads=scale_grads,
@@ -353,10 +353,14 @@ def pipeline(
     support_state_dicts(model)
     support_full_states()
     vars(model)["_saved"], vars(model)["_saved_names"] = saved, names
-    vars(model)["_removed"] = removed_names(model, first)
+    vars(model)["_removed"] = removed_names(model, first, names)
     drop_removed(model, vars(model)["_removed"])
-    join_stages(model, own)
     return model
+
+
+def _check_state(state: PythonState, name: str, model: nn.Module) -> None:
+    """Check the Python state of a model, or of a copy of it, before a step."""
+    state.check(model, name)
 
 
 def _forwards(

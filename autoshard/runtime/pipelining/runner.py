@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
 from inspect import Signature
 from typing import Any
 
@@ -18,6 +19,7 @@ from autoshard.runtime.pipelining.devices import StageDevices
 from autoshard.runtime.pipelining.differentiated import DifferentiatedParameters
 from autoshard.runtime.pipelining.losses import Losses, LossFunction
 from autoshard.runtime.pipelining.micro_batches import Join, MicroBatches, join_results
+from autoshard.runtime.pipelining.norms import join_stages
 from autoshard.runtime.pipelining.routes import End, Route
 from autoshard.runtime.pipelining.schedules import SPLIT, last_backward, make_schedule
 from autoshard.runtime.pipelining.stage import Link, PlannedStage, Step
@@ -37,7 +39,7 @@ class PipelineRunner:
         forwards: the programs of this rank's stages.
         signature: signature of the model's forward.
         steps: index of the next micro-batch, for random numbers.
-        check_state: checks the Python state of the model before a step.
+        check_state: checks the Python state of the model, or of a copy of it, before a step.
         loss_fn: the loss of a micro-batch; None if forward returns it.
         target_dim: the dim along which targets are divided; None for that of the arguments.
         scale_grads: True if the loss of a step is the mean of those of micro-batches, False if it
@@ -59,7 +61,7 @@ class PipelineRunner:
         *,
         signature: Signature,
         steps: RngStep,
-        check_state: Callable[[], None],
+        check_state: Callable[[nn.Module], None],
         loss_fn: LossFunction | None,
         target_dim: int | None,
         scale_grads: bool,
@@ -67,6 +69,16 @@ class PipelineRunner:
         join: Join | None,
     ) -> None:
         assert plan.pipeline is not None
+        self._plan = plan
+        self._settings: dict[str, Any] = {
+            "signature": signature,
+            "check_state": check_state,
+            "loss_fn": loss_fn,
+            "target_dim": target_dim,
+            "scale_grads": scale_grads,
+            "checkpoint": checkpoint,
+            "join": join,
+        }
         self._model = model
         self._check_state = check_state
         self.devices = devices
@@ -86,8 +98,20 @@ class PipelineRunner:
             plan.pipeline, devices, self.stages, self._loss if self.is_training else None
         )
         self.tied = TiedParameters(plan, devices, model)
+        join_stages(model, devices)
         self._compared: set[tuple[Any, ...]] = set()
         self._agreed: set[bool] = set()  # True when a training step has run, False for inference
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "PipelineRunner":
+        """Run the stages of a copy of the model, with the messages and groups of the original."""
+        return PipelineRunner(
+            deepcopy(self._model, memo),
+            self._plan,
+            self.devices,
+            [deepcopy(stage.forward_program, memo) for stage in self.stages],
+            steps=deepcopy(self.steps, memo),
+            **self._settings,
+        )
 
     @property
     def _last(self) -> PlannedStage | None:
@@ -217,7 +241,7 @@ class PipelineRunner:
         leaves = self._batches.flatten(args, kwargs)
         parts = self._batches.split(leaves)
         check_no_transform()
-        self._check_state()
+        self._check_state(self._model)
         for stage in self.stages:
             names = stage.forward_program.argument_names
             stage.step = Step(

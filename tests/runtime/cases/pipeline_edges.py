@@ -330,29 +330,35 @@ def check_sub_meshes(habit: Habit) -> None:
         close(whole(p.grad), expected[n].grad, n)
 
 
+def check_refused_norms(habit: Habit) -> None:
+    with pytest.raises(PlanError, match="deferred_batch_norm: " if habit.mesh.get_coordinate()[0] == 0 else "rank"):
+        pipeline(habit.model, habit.plan, habit.mesh, deferred_batch_norm=True)
+
+
 def _of(kind: type[nn.Module]) -> Any:
     return lambda: (kind(), {"x": torch.randn(8, 8) + torch.randn(1)})
 
 
 CUT = {"cuts": ("before:down",)}
+SHARDED = {
+    "pins": {
+        "inputs": {"x": "I"},
+        "parameters": {"up.weight": "S(0)"},
+        "buffers": {"*mean": "S(0)", "*shift": "S(0)"},
+    }
+}
 TIME_PINS = {"pins": {"inputs": {"x": "S(1)"}}}
 CASES = {
     "targets along dim 1": Habit(check_time_first_targets, time_first, {**CUT, **TIME_PINS}),
-    "buffer with two names": Habit(
-        check_two_names,
-        _of(TwoNames),
-        {
-            **CUT,
-            "pins": {"inputs": {"x": "S(0)"}, "parameters": {"up.weight": "S(0)", "mean": "S(0)"}},
-        },
-    ),
+    "buffer with two names": Habit(check_two_names, _of(TwoNames), CUT),
+    "buffer with two names, sharded": Habit(check_two_names, _of(TwoNames), {**CUT, "pins": {"inputs": {"x": "I"}, "parameters": {"up.weight": "S(0)"}, "buffers": {"*mean": "S(0)"}}}),
     "buffer in two stages": Habit(check_two_names, _of(TwoStages), CUT),
     "none": Habit(check_none, _of(Dead), CUT),
     "none tied": Habit(check_none, _of(DeadTied), CUT),
-    "none of results": Habit(check_none_of_results, _of(DeadResult), {"cuts": ("before:down",)}),
+    "none of results": Habit(check_none_of_results, _of(DeadResult), CUT),
     "total norm": Habit(check_total_norm, lambda: mlp(batch=16)),
     "LBFGS": Habit(check_lbfgs, lambda: mlp(batch=16)),
-    "norm twice": Habit(check_deferred, _of(NormTwice), {"cuts": ("before:last",)}),
+    "norm twice": Habit(check_refused_norms, _of(NormTwice), {"cuts": ("before:last",)}),
     "norm first GPipe": Habit(
         check_deferred, _of(NormFirst), {"schedule": "GPipe", "cuts": ("before:last",)}
     ),
@@ -361,18 +367,7 @@ CASES = {
     "loss errors": Habit(check_loss_errors, lambda: mlp(batch=16)),
     "deepcopy": Habit(check_copy, lambda: mlp(batch=16)),
     "compile step": Habit(check_compiled_step, lambda: mlp(batch=16)),
-    "replaced buffer": Habit(
-        check_replaced_buffer,
-        _of(Shifted),
-        {
-            **CUT,
-            "pins": {"inputs": {"x": "I"}, "parameters": {"up.weight": "S(0)", "shift": "S(0)"}},
-        },
-    ),
-    "init weights": Habit(
-        check_init_weights,
-        _of(Initialised),
-        {**CUT, "pins": {"inputs": {"x": "I"}, "parameters": {"up.weight": "S(0)"}}},
-    ),
+    "replaced buffer": Habit(check_replaced_buffer, _of(Shifted), {**CUT, "pins": {"inputs": {"x": "I"}, "parameters": {"up.weight": "S(0)"}, "buffers": {"*shift": "S(0)"}}}),
+    "init weights": Habit(check_init_weights, _of(Initialised), {**CUT, "pins": {"inputs": {"x": "I"}, "parameters": {"up.weight": "S(0)"}, "buffers": {"*shift": "S(0)"}}}),
     "sub meshes": Habit(check_sub_meshes, lambda: mlp(batch=16), {}, {"pp": 2}),
 }
