@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from inspect import signature
 from itertools import chain
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
 import torch
 from torch import nn
@@ -38,6 +38,7 @@ from autoshard.runtime.pipelining.norms import clip_gradients
 from autoshard.runtime.pipelining.runner import PipelineRunner
 from autoshard.runtime.pipelining.stage import PlannedStage
 from autoshard.runtime.pipelining.stage_forward import Checkpointing, StageForward
+from autoshard.runtime.pipelining.uninitialised import allocate
 from autoshard.runtime.planned_forward import RngStep
 from autoshard.runtime.program import LocalProgram
 from autoshard.runtime.python_state.state import PythonState
@@ -148,6 +149,34 @@ class Pipelined(NotPickled):
             "the parameters of pipeline stages are where the device mesh says and of the planned "
             "types: convert the model before the plan is made, and choose devices by the mesh"
         )
+
+    def to_empty(
+        self,
+        *,
+        device: str | torch.device | int | None,
+        recurse: bool = True,
+    ) -> Self:
+        """Allocate the tensors of this rank's stages without initialising them.
+
+        The next step checks that all have been initialised. Tied parameters stay tied.
+
+        Args:
+            device: of the mesh.
+            recurse: True for all modules.
+
+        Raises:
+            PlanError: the device is not that of the mesh, or children are left out.
+        """
+        assert isinstance(self, nn.Module)
+        wanted = self.devices.whole.device_type
+        given = self._pipeline.stages[0].device if device is None else torch.device(device)
+        if given.type != wanted or not recurse:
+            raise PlanError(
+                f"the parameters of pipeline stages are where the device mesh says: call "
+                f"to_empty(device={wanted!r})"
+            )
+        allocate(self, self._pipeline.stages[0].device)
+        return self
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale the gradients of all stages so that their norm is at most `max_norm`.

@@ -25,6 +25,7 @@ from autoshard.runtime.pipelining.schedules import SPLIT, last_backward, make_sc
 from autoshard.runtime.pipelining.stage import Link, PlannedStage, Step
 from autoshard.runtime.pipelining.stage_forward import Checkpointing, MicroBatch, StageForward
 from autoshard.runtime.pipelining.tied import TiedParameters
+from autoshard.runtime.pipelining.uninitialised import check_initialised
 from autoshard.runtime.planned_forward import RngStep
 from autoshard.runtime.recorder import not_recorded
 
@@ -160,6 +161,7 @@ class PipelineRunner:
             leaves = self._begin(args, kwargs, keeps=keeps)
             targets = self._batches.split_target(target, leaves)
         self._compare(leaves)
+        check_initialised(self._model, self.devices.whole)
         self._losses.begin_step(targets, puts_off=True not in self._agreed)
         absent = self._without_gradient()
         with self.tied.summing():
@@ -208,6 +210,7 @@ class PipelineRunner:
         with self._on_all_ranks(training=False):
             leaves = self._begin(args, kwargs, keeps=True)
         self._compare(leaves)
+        check_initialised(self._model, self.devices.whole)
         with torch.no_grad():
             self._run(self._schedule.eval)
             with self._on_all_ranks(training=False):
