@@ -60,7 +60,7 @@ _LEAST_SHARE = 0.5
 """Least time limit of a stage, seconds."""
 _MAX_ROUNDS = 4
 """Maximum number of pipelines whose stages are planned, if stages do not fit into memory."""
-_LATEST_SHARE = 1.1
+_LATEST_SHARE = 1.08
 _LATEST_SECONDS = 1.0
 """A request ends at this share of its time limit plus these seconds, as far as it got."""
 _WHY_NONE = (

@@ -128,4 +128,4 @@ def _shown(value: Any) -> str:
         else f"{x!r:.40}"
         for x in leaves
     ]
-    return f"{', '.join(shown) or value!r:.200}"
+    return ", ".join(shown)[:200] or f"{value!r:.40}"
