@@ -445,8 +445,8 @@ class PlanOptions(_Options):
         default=60.0,
         gt=0,
         description=(
-            "time limit, seconds, of listing the strategies and of solving; the solver has at "
-            "least half of it."
+            "time limit, seconds, of listing the strategies and of solving; a request ends at most "
+            "10 % and two seconds after it."
         ),
     )
     relative_gap: float = Field(
