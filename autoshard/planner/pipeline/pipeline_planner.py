@@ -61,7 +61,7 @@ _LEAST_SHARE = 0.5
 _MAX_ROUNDS = 4
 """Maximum number of pipelines whose stages are planned, if stages do not fit into memory."""
 _LATEST_SHARE = 1.08
-_LATEST_SECONDS = 1.0
+_LATEST_SECONDS = 1.6
 """A request ends at this share of its time limit plus these seconds, as far as it got."""
 _WHY_NONE = (
     "no pipeline was found: by the estimates of the search, none of the numbers of stages and "
