@@ -103,6 +103,12 @@ def unlimited() -> Iterator[None]:
         _CURRENT.reset(before)
 
 
+def seconds_left() -> float:
+    """Seconds until the first deadline of the block of code that runs; inf without limits."""
+    deadlines = (limits.deadline for limits in _CURRENT.get())
+    return min(deadlines, default=inf) - time.perf_counter()
+
+
 def count_made(number: int = 1) -> None:
     """Report that strategies or layouts were made, or (0) that a loop goes on.
 

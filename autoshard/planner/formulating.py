@@ -19,7 +19,7 @@ from autoshard.plan.options import PlanOptions
 from autoshard.plan.recompute import checkpoint_units
 from autoshard.planner.formulation import Formulation
 
-LEAST_SECONDS = 5.0
+LEAST_SECONDS = 1.0
 """Least time limit of a formulation, so that short limits have a plan of usual programs."""
 LEAST_MADE = 20_000
 """Number of strategies and layouts that no time limit stops, so that programs on two axes have a

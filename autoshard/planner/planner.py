@@ -136,6 +136,7 @@ def make_stage_plan(
     least = LeastMemory.of(graph, mesh, options)
     if not least.fits and len(graph.nodes) > _MAX_SEARCHED_NODES:
         return without_memory(graph, mesh, options, least)
+    start = time.perf_counter()
     limits = work_limits(options.time_limit, cancel)
     try:
         with _timed(seconds, "formulate"):
@@ -146,7 +147,8 @@ def make_stage_plan(
         return plan_without_stages(
             graph, mesh, options, reason=reason, status=status, seconds=seconds
         )
-    remaining = max(limits.deadline - time.perf_counter(), _LEAST_SHARE * options.time_limit)
+    taken = time.perf_counter() - start
+    remaining = max(options.time_limit - taken, _LEAST_SHARE * options.time_limit)
     with _timed(seconds, "solve"), collection_of_new():
         search = BudgetSearch(
             formulation,

@@ -67,10 +67,16 @@ def digest_of(contents: torch.Tensor | str) -> int:
 
 
 @contextmanager
-def raised_on_all_ranks(mesh: DeviceMesh) -> Iterator[None]:
+def raised_on_all_ranks(
+    mesh: DeviceMesh, failing: str = "the plan was not applied"
+) -> Iterator[None]:
     """Raise an error on all ranks of a mesh if the block fails on one of them.
 
     Without this, the other ranks would wait in their next collective for the one that failed.
+
+    Args:
+        mesh: of the ranks that take part.
+        failing: says to the other ranks what did not happen.
 
     Raises:
         PlanError: another rank failed.
@@ -84,7 +90,7 @@ def raised_on_all_ranks(mesh: DeviceMesh) -> Iterator[None]:
     if failure is not None:
         raise failure
     if failed is not None:
-        raise PlanError(f"the plan was not applied: rank {failed} failed, see its error")
+        raise PlanError(f"{failing}: rank {failed} failed, see its error")
 
 
 def first_failed(mesh: DeviceMesh, *, failed: bool) -> int | None:

@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from autoshard.arguments import Seed, check_arguments
 from autoshard.errors import ArgumentTypeError, AutoshardError, PlanError
 from autoshard.graph import DType
-from autoshard.graph.held_state import HeldState
 from autoshard.plan import Plan, Stage
 from autoshard.runtime.accumulation import GradientAccumulation
 from autoshard.runtime.agreement import raised_on_all_ranks
@@ -30,6 +29,7 @@ from autoshard.runtime.pipelining import Pipelined, pipeline
 from autoshard.runtime.planned_forward import PlannedForward, Programs, RngStep
 from autoshard.runtime.program import LocalProgram
 from autoshard.runtime.python_state.state import PythonState
+from autoshard.runtime.shared_buffers import shared_buffers_kept
 from autoshard.runtime.signature import ShapeError
 from autoshard.runtime.state_dicts import support_state_dicts
 from autoshard.runtime.torch_check import prepare_torch
@@ -155,12 +155,12 @@ def parallelize(
         for forward in forwards.values():
             check_parameters(model, forward.stage, frozen=forward.frozen)
         state.check_applies()
-        for forward in forwards.values():
-            forward.attach(model)
     programs = Programs(forwards, state)
-    held = HeldState(model)
-    distribute_state(model, stages.values(), device_mesh, programs.first.program.place)
-    held.follow()
+    with shared_buffers_kept(model):
+        with raised_on_all_ranks(device_mesh):
+            for forward in forwards.values():
+                forward.attach(model)
+        distribute_state(model, stages.values(), device_mesh, programs.first.program.place)
     if not any(device_mesh.get_coordinate() or ()):
         for text in filter(None, (stage.idle_text for stage in stages.values())):
             warnings.warn(text, stacklevel=2)

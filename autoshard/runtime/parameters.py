@@ -204,15 +204,73 @@ def _distributed(
 
 
 @dataclass(frozen=True, slots=True)
+class PlannedBuffer:
+    """How a plan stores a buffer.
+
+    Attributes:
+        placed: its shape, element type and layout.
+        mesh: the devices.
+        place: coordinate of this rank.
+    """
+
+    placed: PlacedInput
+    mesh: DeviceMesh
+    place: Place
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "PlannedBuffer":
+        """Return the object itself: it has no state of a model."""
+        return self
+
+    def stored(self, attribute: ModuleAttribute) -> torch.Tensor:
+        """The buffer as the plan stores it; a full tensor that has replaced it is sharded.
+
+        Raises:
+            PlanError: what has replaced it does not fit.
+        """
+        tensor, placed = attribute.get(), self.placed
+        if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != placed.shape:
+            raise PlanError(
+                f"buffer {placed.target!r} was replaced by {_shown(tensor)}, and the plan is for a "
+                f"tensor of shape {placed.shape}: assign one of this shape, or copy into the buffer"
+            )
+        if tensor.dtype != getattr(torch, placed.dtype):
+            raise PlanError(
+                f"buffer {placed.target!r} is {tensor.dtype} now, and the plan is for "
+                f"torch.{placed.dtype}: assign a tensor of this type, or convert the model first, "
+                f"then export and plan"
+            )
+        if placed.kind != "buffer" or placed.local_shape == placed.shape:
+            return tensor
+        wanted = to_placements(Layout.parse(placed.layout), self.place.axis_sizes)
+        if not isinstance(tensor, DTensor):
+            tensor = _distributed(tensor, placed, self.mesh, self.place)
+            setattr(attribute.module, attribute.name, tensor)
+        elif tensor.placements != wanted:
+            raise PlanError(
+                f"buffer {placed.target!r} is placed {tensor.placements} now, and the plan stores "
+                f"it as {wanted}: assign a full tensor, or copy into the buffer"
+            )
+        return tensor
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return f"{value!r:.80}"
+
+
+@dataclass(frozen=True, slots=True)
 class StoredBuffer:
     """This rank's shard of a buffer.
 
     Attributes:
         attribute: of the buffer.
+        planned: how the plan stores it.
         updated: True if forward updates it.
     """
 
     attribute: ModuleAttribute
+    planned: PlannedBuffer
     updated: bool = False
 
     def get(self) -> torch.Tensor:
@@ -220,8 +278,11 @@ class StoredBuffer:
 
         A copy of what forward updates, while gradients are computed: autograd may save it, and
         refuses saved tensors that `set` changes before the backward pass.
+
+        Raises:
+            PlanError: the buffer was replaced by a tensor that does not fit.
         """
-        shard = local_tensor(self.attribute.get())
+        shard = local_tensor(self.planned.stored(self.attribute))
         return shard.clone() if self.updated and torch.is_grad_enabled() else shard
 
     @torch.no_grad()

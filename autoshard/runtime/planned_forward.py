@@ -28,7 +28,12 @@ from autoshard.runtime.local_parameters import (
     gradients_to_copy,
     parameter_groups,
 )
-from autoshard.runtime.parameters import ModuleAttribute, StoredBuffer, store_updates
+from autoshard.runtime.parameters import (
+    ModuleAttribute,
+    PlannedBuffer,
+    StoredBuffer,
+    store_updates,
+)
 from autoshard.runtime.program import LocalProgram
 from autoshard.runtime.python_state.state import PythonState
 from autoshard.runtime.random_numbers import RECOMPUTED
@@ -242,9 +247,11 @@ class PlannedForward:
             ],
         )
         updated = [slots[o.updates] for o in self._stage.outputs if o.updates is not None]
-        targets = [self._stage.inputs[slot].target for slot in updated]
         self._updated = tuple(
-            StoredBuffer(ModuleAttribute.of(model, target), updated=True) for target in targets
+            StoredBuffer(
+                ModuleAttribute.of(model, placed.target), self._as_planned(placed), updated=True
+            )
+            for placed in (self._stage.inputs[slot] for slot in updated)
         )
         buffers = zip(updated, self._updated, strict=True)
         self._tensors.update((slot, buffer.get) for slot, buffer in buffers)
@@ -264,7 +271,10 @@ class PlannedForward:
         check_held(buffer, placed)
         if not buffer.is_meta:
             setattr(attribute.module, attribute.name, buffer.to(device))
-        return StoredBuffer(attribute).get
+        return StoredBuffer(attribute, self._as_planned(placed)).get
+
+    def _as_planned(self, placed: PlacedInput) -> PlannedBuffer:
+        return PlannedBuffer(placed, self._mesh, self.program.place)
 
     def _find_constant(self, model: nn.Module, placed: PlacedInput) -> Callable[[], torch.Tensor]:
         device = self.program.place.device

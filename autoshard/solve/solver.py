@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from math import inf
 
 import numpy as np
 
 from autoshard.arrays import FloatArray
 from autoshard.errors import OptionError, ProblemError
-from autoshard.limits import CancelToken
+from autoshard.limits import CancelToken, seconds_left
 from autoshard.outcome import OWN_SOLVER, PLAIN_SOLVER
 from autoshard.solve.block_cache import KeyValueStore
 from autoshard.solve.edge_usage import solution_of, without_edge_usage
@@ -65,7 +66,8 @@ def solve_problem(
     Args:
         problem: the problem.
         time_limit: seconds after which the best choice so far is returned, a safety net: steps
-            are limited by their work. `Solution.reached_time_limit` tells whether it was needed.
+            are limited by their work. The deadline of `limited` around the call counts too.
+            `Solution.reached_time_limit` tells whether it was needed.
         relative_gap: stop once the choice is proven this close to the optimum, relative to the sum
             of its absolute prices; values below 1e-9 count as 1e-9, because of rounding.
         seed: of random numbers.
@@ -97,6 +99,9 @@ def solve_problem(
             "the prices of its edges as matrices, `ShortestPathCost.dense`"
         )
     settings = settings or SolverSettings()
+    left = seconds_left()
+    if left < inf:
+        time_limit = max(min(time_limit or inf, left), _LEAST_SECONDS)
     state = SolveState(
         without_edge_usage(problem),
         time_limit=time_limit,

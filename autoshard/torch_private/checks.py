@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import planner_helpers, state_dict, utils
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.nn.utils import clip_grad, clip_grad_norm_
+from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.utils.data import RandomSampler
 
 from autoshard.torch_private.distributed import replace_total_norm, torch_total_norm
@@ -198,13 +198,17 @@ def _replaces_norms() -> bool:
 
     leaf = torch.zeros(1, requires_grad=True)
     leaf.grad = torch.ones(1)
-    before = clip_grad._get_total_norm
-    replace_total_norm(norm)
+    before = replace_total_norm(norm)
+    users: list[Callable[[], object]] = [
+        partial(clip_grad_norm_, [leaf], 1.0),
+        partial(get_total_norm, [leaf]),
+    ]
     try:
-        clip_grad_norm_([leaf], 1.0)
+        for user in users:
+            user()
     finally:
         replace_total_norm(before)
-    return len(called) == 1
+    return len(called) == len(users)
 
 
 def _replaces_filling() -> bool:

@@ -38,6 +38,19 @@ def not_compiled(function: Callable[P, T]) -> Callable[P, T]:
     return function
 
 
+def never_compiled(function: Callable[P, T]) -> Callable[P, T]:
+    """Let a compiler run a function, and all that it calls, as Python.
+
+    Relies on: as `not_compiled`, for `torch.compile` of the function itself. The public
+    `torch.compiler.disable` is for a compiled function that calls it.
+    """
+    skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+    set_code_exec_strategy(function.__code__, skip)
+    disable: Any = torch.compiler.disable  # torch does not type it
+    disabled: Callable[P, T] = disable(function)
+    return disabled
+
+
 def leave_backward_uncompiled() -> None:
     """Let a compiler skip backward of functions of autograd that planned models run.
 

@@ -1,11 +1,12 @@
 """Private parts of `torch.distributed`, and of what reduces over ranks for an optimizer."""
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.distributed import distributed_c10d
-from torch.nn.utils import clip_grad
+from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.torch_private.versions import expected_of_torch
 
@@ -26,7 +27,7 @@ Relies on: their names and arguments, by which `torch.compile` calls them too. T
 them, in `torch.distributed._functional_collectives`, are not public either.
 """
 
-torch_total_norm: Callable[..., torch.Tensor] = _get_total_norm
+torch_total_norm: Callable[..., torch.Tensor] = inspect.unwrap(_get_total_norm)
 """The norm of several tensors, as torch computes it for `clip_grad_norm_`."""
 
 torch_distribute_tensors: Callable[..., None] = _distribute_tensors
@@ -49,13 +50,31 @@ def default_store() -> Any:
     return distributed_c10d._get_default_store()
 
 
-def replace_total_norm(function: Callable[..., torch.Tensor]) -> None:
-    """Let `torch.nn.utils.clip_grad_norm_` compute the norm by another function.
+def replace_total_norm(
+    function: Callable[..., torch.Tensor],
+) -> Callable[..., torch.Tensor]:
+    """Let `clip_grad_norm_` and `get_total_norm` of torch compute norms by another function.
 
-    Relies on: it calls `_get_total_norm` of its module. There is no hook in it.
+    Returns:
+        The function that computed it before.
+
+    Relies on: both are or call `_get_total_norm`, a wrapper that calls the function in its closure
+    without gradients. There is no hook in it, and scripts have imported `get_total_norm` before.
     """
-    functions: Any = clip_grad
-    functions._get_total_norm = function
+    wrapper: Any = _get_total_norm
+    place = wrapper.__code__.co_freevars.index("func")
+    cell = wrapper.__closure__[place]
+    before: Callable[..., torch.Tensor] = cell.cell_contents
+    cell.cell_contents = function
+    return before
+
+
+def mesh_of_other_ranks(device_type: str, ranks: torch.Tensor, names: Sequence[str]) -> DeviceMesh:
+    """A mesh without process groups, which says where other ranks are.
+
+    Relies on: `_init_backend`. The public constructor makes groups, for which it takes all ranks.
+    """
+    return DeviceMesh(device_type, ranks, mesh_dim_names=tuple(names), _init_backend=False)
 
 
 def replace_distribute_tensors(function: Callable[..., None]) -> None:

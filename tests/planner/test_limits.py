@@ -1,6 +1,8 @@
 """Limits of time, of cancellation and of the number of strategies while a problem is formulated."""
 
+import time
 from itertools import count
+from typing import Any
 
 import pytest
 
@@ -13,10 +15,12 @@ from autoshard.limits import (
     count_entries,
     count_made,
     limited,
+    seconds_left,
     unlimited,
 )
 from autoshard.planner import formulating, problem_size
 from autoshard.planner.formulating import formulated, work_limits
+from autoshard.solve import solve_problem
 
 SIX_AXES = make_mesh((2,) * 6)
 
@@ -84,6 +88,36 @@ def test_a_pipeline_ends_at_its_time_limit_too() -> None:
     plan = make_plan(MANY_DIMS, SIX_AXES, time_limit=0.5, stages=2, micro_batches=4)
     assert plan.certificate.status is SolveStatus.TIMED_OUT
     assert "raise time_limit" in plan.reason
+
+
+@pytest.mark.parametrize("limit", [0.3, 2.0])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"stages": 2, "micro_batches": 4}, {"stages": "auto", "micro_batches": 4}],
+    ids=["one stage", "two stages", "any number of stages"],
+)
+def test_a_time_limit_holds(options: dict[str, Any], limit: float) -> None:
+    """Within 10 % and two seconds; the processor's time, since other processes may run too."""
+    start = time.process_time()
+    plan = make_plan(MANY_DIMS, SIX_AXES, time_limit=limit, **options)
+    assert time.process_time() - start < 1.1 * limit + 2
+    assert plan.certificate.status is SolveStatus.TIMED_OUT
+
+
+def test_a_time_limit_holds_for_a_memory_budget() -> None:
+    graph = chain(64, 64, 64, length=24)
+    start = time.process_time()
+    make_plan(graph, (2, 2, 2), time_limit=0.3, memory_budget=3 << 20)
+    assert time.process_time() - start < 1.1 * 0.3 + 2
+
+
+def test_a_solve_ends_at_the_deadline_around_it() -> None:
+    formulation = formulated(chain(64, 64, 64), make_mesh((2, 2, 2)), PlanOptions(), Limits())
+    with limited(Limits(deadline=time.perf_counter())):
+        assert seconds_left() < 0
+        found = solve_problem(formulation.problem, time_limit=60.0)
+    assert found.reached_time_limit or found.status is SolveStatus.OPTIMAL
+    assert found.wall_time < 1.0
 
 
 @pytest.mark.parametrize("stages", [1, 2])

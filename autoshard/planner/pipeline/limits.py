@@ -36,6 +36,7 @@ class SearchLimits:
 
     Attributes:
         time_limit: seconds for the search; the time to plan the stages that it found is extra.
+        total: seconds for both.
         cancel: setting it stops the search.
         max_strategies: maximum total number of strategies of all variables of one problem.
         on_progress: called with the progress of the search, and of each solve.
@@ -49,12 +50,18 @@ class SearchLimits:
     on_progress: Callable[[Progress], None] | None = None
     doing: str = ""
     incumbent: float = inf
+    total: float = inf
     _start: float = field(default_factory=time.perf_counter)
 
     @property
     def seconds(self) -> float:
         """Seconds since the start."""
         return time.perf_counter() - self._start
+
+    @property
+    def left(self) -> float:
+        """Seconds that are left of the request."""
+        return max(self.total - self.seconds, 0.0)
 
     @property
     def is_cancelled(self) -> bool:

@@ -1,5 +1,6 @@
 """`make_plan`: makes a plan of one stage, or of a pipeline of stages."""
 
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 from autoshard.arguments import Count, check_arguments
 from autoshard.errors import OptionError
 from autoshard.graph import Graph, GraphLike, StageCutter, to_graph
+from autoshard.limits import LimitReached, Limits, limited
 from autoshard.mesh import Mesh, MeshLike, to_mesh
 from autoshard.outcome import SolveStatus, relative_gap
 from autoshard.plan.certificate import with_statement
@@ -55,8 +57,13 @@ from autoshard.solve import CancelToken, KeyValueStore, Progress
 
 _USUAL_RANKS = 8
 """A number of pipeline ranks that is often best; those that are close to it are tried first."""
+_LEAST_SHARE = 0.5
+"""Least time limit of a stage, seconds."""
 _MAX_ROUNDS = 4
 """Maximum number of pipelines whose stages are planned, if stages do not fit into memory."""
+_LATEST_SHARE = 1.08
+_LATEST_SECONDS = 1.6
+"""A request ends at this share of its time limit plus these seconds, as far as it got."""
 _WHY_NONE = (
     "no pipeline was found: by the estimates of the search, none of the numbers of stages and "
     "schedules that the options allow fits the mesh, the micro-batches and the memory; allow more "
@@ -140,7 +147,25 @@ def _with_performance(plan: Plan, program: Graph) -> Plan:
 
 
 def _plan(graph: Graph, mesh: Mesh, options: PlanOptions, given: ComparisonLimits) -> Plan:
-    """The plan without comparisons."""
+    """The plan without comparisons, or a document without stages a little after the time limit.
+
+    Steps of planning have least times of their own, so that a short limit ends with a plan of a
+    usual program; together they might take several times the limit.
+    """
+    start = time.perf_counter()
+    latest = start + _LATEST_SHARE * options.time_limit + _LATEST_SECONDS
+    try:
+        with limited(Limits(latest, most=sys.maxsize)):
+            return _planned(graph, mesh, options, given)
+    except LimitReached as reached:
+        status = reached.status or SolveStatus.TIMED_OUT
+        seconds = {"search": time.perf_counter() - start}
+        return plan_without_stages(
+            graph, mesh, options, reason=_WHY_STOPPED[status], status=status, seconds=seconds
+        )
+
+
+def _planned(graph: Graph, mesh: Mesh, options: PlanOptions, given: ComparisonLimits) -> Plan:
 
     def plan_stage(
         program: Graph,
@@ -173,7 +198,11 @@ def _plan(graph: Graph, mesh: Mesh, options: PlanOptions, given: ComparisonLimit
         return without_memory(graph, mesh, options, least)
     # Half of the time is for the stages of the pipeline that is found.
     limits = SearchLimits(
-        options.time_limit / 2, given.cancel, given.max_strategies, given.on_progress
+        options.time_limit / 2,
+        given.cancel,
+        given.max_strategies,
+        given.on_progress,
+        total=options.time_limit,
     )
     plan_one = partial(plan_stage, report=limits.report)
     return _Request(cutter, mesh, options, plan_one, limits, given.block_cache).plan(number)
@@ -250,8 +279,9 @@ class _Request:
         document = _Document(self.cutter.graph, self.mesh, self.options, seconds)
         try:
             return self._plan(search, document, seconds, number, start)
-        except Stopped as stopped:
-            return document.without_stages(_WHY_STOPPED[stopped.status], stopped.status)
+        except (Stopped, LimitReached) as stopped:
+            status = stopped.status or SolveStatus.TIMED_OUT
+            return document.without_stages(_WHY_STOPPED[status], status)
 
     def _plan(
         self,
@@ -300,7 +330,7 @@ class _Request:
             except Stopped:
                 if candidate is not None or self.limits.is_cancelled:
                     return None
-        share = max(self.options.time_limit / 2, LEAST_TIME_LIMIT)
+        share = max(self.limits.left, _LEAST_SHARE)
         limits = self.options.model_copy(update={"stages": 1, "time_limit": share})
         graph = self.cutter.graph
         # Names of dynamic sizes cannot be replaced by numbers.
@@ -405,8 +435,10 @@ class _Request:
                 in_flight=schedule.in_flight[number],
                 budget=search.budget(schedule, number, place.devices),
             )
-            share = self.options.time_limit / (2 * len(places))
-            limits = limits.model_copy(update={"time_limit": max(share, LEAST_TIME_LIMIT)})
+            left = self.limits.left
+            share = max(left / (len(places) - number), min(LEAST_TIME_LIMIT, left / 2))
+            share = max(share, _LEAST_SHARE)
+            limits = limits.model_copy(update={"time_limit": share})
             limits = with_pinned_ends(limits, program, search.costs(place.devices).layouts)
             limits = with_stored_layouts(limits, place, program, stages)
             if self.limits.is_cancelled:

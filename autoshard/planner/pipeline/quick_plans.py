@@ -24,9 +24,6 @@ from autoshard.planner.planner import plan_document, plan_id
 from autoshard.planner.stage_builder import Decisions
 from autoshard.solve import KeyValueStore, Solution
 
-_LEAST_TIME_LIMIT = 60.0
-"""Least time limit of a quick plan, seconds; few need so much."""
-
 
 class QuickPlanner:
     """Makes quick plans; stages that differ in their memory only share the solves.
@@ -53,8 +50,8 @@ class QuickPlanner:
             Stopped: the search was cancelled, or a problem had no solution in time.
         """
         start = time.perf_counter()
-        # The search of the pipeline may have used its time.
-        most = max(options.time_limit, _LEAST_TIME_LIMIT)
+        # Few stages need much time, and those that do may take some of that of the others.
+        most = max(options.time_limit, self._limits.left / 2)
         limits = SearchLimits(most, self._limits.cancel, self._limits.max_strategies)
         formulation = limits.formulated(graph, mesh, options)
         key = plan_id(graph, mesh, options.model_copy(update={"in_flight": 1}))

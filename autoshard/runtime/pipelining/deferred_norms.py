@@ -4,6 +4,7 @@ Forward normalises each micro-batch by its own statistics. Running means and var
 of the whole batch, as if it had not been divided.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -11,11 +12,16 @@ from math import prod
 import torch
 from torch import nn
 
-from autoshard.graph import Graph, Node, Ref
+from autoshard.errors import PlanError
+from autoshard.graph import OPAQUE_MODULE, Graph, Node, OpaqueCall, Ref
 from autoshard.runtime.dtensors import local_tensor
 from autoshard.runtime.parameters import ModuleAttribute
 
+_REMEDY = (
+    "leave deferred_batch_norm out, so that each micro-batch updates the running statistics, or "
+)
 _OPERATOR = "aten.batch_norm.default"
+_KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _MOMENTUM = 0.1
 """The default of `momentum`."""
 
@@ -44,14 +50,18 @@ class _Norm:
 
     @property
     def running(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """This rank's shards of mean and variance."""
-        return local_tensor(self.mean.get()), local_tensor(self.variance.get())
+        """This rank's shards of mean and variance.
+
+        Autograd does not see what is written into them, as in ATen: it has saved them for backward
+        of other micro-batches, which reads them in evaluation only.
+        """
+        return local_tensor(self.mean.get()).data, local_tensor(self.variance.get()).data
 
     def buffers(self) -> Iterator[torch.Tensor]:
         """This rank's shards of all buffers."""
         yield from self.running
         if self.tracked is not None:
-            yield local_tensor(self.tracked.get())
+            yield local_tensor(self.tracked.get()).data
 
 
 class DeferredBatchNorms:
@@ -60,6 +70,9 @@ class DeferredBatchNorms:
     Args:
         model: has their buffers.
         graph: the stage's program.
+
+    Raises:
+        PlanError: a norm is used twice, or is in a module that is kept whole.
     """
 
     def __init__(self, model: nn.Module, graph: Graph) -> None:
@@ -71,6 +84,8 @@ class DeferredBatchNorms:
             and node.argument("training")
             and node.argument("running_mean") is not None
         ]
+        _check_used_once(self._norms)
+        _check_traced(model, graph)
 
     @torch.no_grad()
     def begin_step(self) -> None:
@@ -124,6 +139,30 @@ def _norm(model: nn.Module, node: Node, targets: dict[str, str], graph: Graph) -
         momentum=float(momentum),
         count=prod(shape) // shape[1],
     )
+
+
+def _check_used_once(norms: Sequence[_Norm]) -> None:
+    modules = Counter(norm.mean.module for norm in norms)
+    if any(number > 1 for number in modules.values()):
+        module, number = modules.most_common(1)[0]
+        raise PlanError(
+            f"deferred_batch_norm: forward uses a {type(module).__name__} {number} times, and its "
+            f"running statistics are updated once per step: {_REMEDY}give each use its own norm"
+        )
+
+
+def _check_traced(model: nn.Module, graph: Graph) -> None:
+    for node in graph.nodes:
+        if node.operator != OPAQUE_MODULE:
+            continue
+        for name in OpaqueCall.from_json(node.argument("call")).updated:
+            path = f"{node.module}.{name}".rpartition(".")[0]
+            if isinstance(model.get_submodule(path), _KINDS):
+                raise PlanError(
+                    f"deferred_batch_norm: the norm {path!r} is in {node.module!r}, which the plan "
+                    f"keeps whole, so that each micro-batch updates it: {_REMEDY}export the model "
+                    f"without keeping this module whole"
+                )
 
 
 def _joined(

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autoshard.errors import PlanError
 from autoshard.plan import Plan, Stage
 from autoshard.runtime.process_groups import make_groups
+from autoshard.torch_private import mesh_of_other_ranks
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,10 @@ class StageDevices:
     def of(
         cls, plan: Plan, mesh: DeviceMesh, known: "StageDevices | None" = None
     ) -> "StageDevices":
-        """Create the meshes and the group; all ranks must call it.
+        """Create the meshes and the group; all ranks of the mesh must call it.
+
+        If these are all ranks of the job, every rank makes the groups of every stage. Otherwise
+        the other ranks know nothing of them, and each group is made by its own ranks.
 
         A plan whose stages have one device each also runs in one process, which then has all
         stages.
@@ -52,7 +56,8 @@ class StageDevices:
             known: devices of another plan, with meshes that can be used and the group.
 
         Raises:
-            PlanError: the mesh does not have the plan's axes, or this rank is not part of it.
+            PlanError: the mesh does not have the plan's axes, this rank is not part of it, or the
+                mesh is a part of a job whose communicators are split from that of all ranks.
         """
         assert plan.pipeline is not None
         if mesh.get_coordinate() is None:
@@ -66,6 +71,12 @@ class StageDevices:
         ranks = tuple(
             tuple(devices[start : start + size]) for start, size in zip(first, sizes, strict=True)
         )
+        is_part = len(devices) < dist.get_world_size()
+        if is_part:
+            _check_can_be_part(len(devices))
+        # Names of groups count those that a rank has: first those that all ranks of the mesh make.
+        group = known.group if known else _message_group(devices, is_part=is_part)
+        back = known.gradient_group if known else _message_group(devices, is_part=is_part)
         made: dict[object, DeviceMesh] = {}
         if known is not None:
             made.update(
@@ -73,10 +84,13 @@ class StageDevices:
             )
         for stage, own in zip(plan.stages, ranks, strict=True):
             if (own, stage.axes) not in made:
-                made[own, stage.axes] = _stage_mesh(stage, own, mesh.device_type)
+                make = _part_mesh if is_part else _stage_mesh
+                made[own, stage.axes] = make(stage, own, mesh.device_type)
         for stage, own in zip(plan.stages, ranks, strict=True):
+            if is_part and dist.get_rank() not in own:
+                continue
             for axis in _joint_axes(stage):
-                make_groups(made[own, stage.axes], axis)
+                make_groups(made[own, stage.axes], axis, is_part=is_part)
         positions = (tuple(range(len(sizes))),) if alone else plan.pipeline.ranks
         return cls(
             whole=mesh,
@@ -84,8 +98,8 @@ class StageDevices:
             ranks=ranks,
             positions=positions,
             position=_position(positions, ranks),
-            group=known.group if known else _message_group(devices),
-            gradient_group=known.gradient_group if known else _message_group(devices),
+            group=group,
+            gradient_group=back,
         )
 
     @property
@@ -106,9 +120,8 @@ def _axes(mesh: DeviceMesh) -> tuple[tuple[str, int], ...]:
     return tuple(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
 
 
-def _message_group(devices: list[int]) -> ProcessGroup:
-    group = dist.new_group(devices, group_desc="pipeline stages")
-    assert isinstance(group, ProcessGroup)
+def _message_group(devices: list[int], *, is_part: bool) -> ProcessGroup:
+    group = _group(devices, is_part=is_part)
     # The first message of a group must not be one that some ranks take no part in.
     dist.barrier(group)
     return group
@@ -127,6 +140,36 @@ def _check_axes(plan: Plan, mesh: DeviceMesh) -> None:
 def _stage_mesh(stage: Stage, ranks: Sequence[int], device_type: str) -> DeviceMesh:
     names, sizes = zip(*stage.axes, strict=True)
     return DeviceMesh(device_type, torch.tensor(ranks).reshape(sizes), mesh_dim_names=names)
+
+
+def _part_mesh(stage: Stage, ranks: Sequence[int], device_type: str) -> DeviceMesh:
+    """The mesh of a stage whose groups its own ranks make, without the other ranks of the job."""
+    names, sizes = zip(*stage.axes, strict=True)
+    devices = torch.tensor(ranks).reshape(sizes)
+    if dist.get_rank() not in ranks:
+        return mesh_of_other_ranks(device_type, devices, names)
+    groups = []
+    for dim, size in enumerate(sizes):
+        rows = devices.movedim(dim, -1).reshape(-1, size).tolist()
+        groups.append(_group(next(row for row in rows if dist.get_rank() in row), is_part=True))
+    if len(groups) == 1:
+        return DeviceMesh.from_group(groups[0], device_type, mesh_dim_names=names)
+    return DeviceMesh.from_group(groups, device_type, mesh=devices, mesh_dim_names=names)
+
+
+def _group(ranks: list[int], *, is_part: bool) -> ProcessGroup:
+    group = dist.new_group(ranks, group_desc="pipeline stages", use_local_synchronization=is_part)
+    assert isinstance(group, ProcessGroup)
+    return group
+
+
+def _check_can_be_part(number: int) -> None:
+    if dist.group.WORLD is not None and dist.group.WORLD.bound_device_id is not None:
+        raise PlanError(
+            f"the device mesh has {number} of the {dist.get_world_size()} ranks, and after "
+            f"`init_process_group(device_id=...)` only all of them can make the groups of pipeline "
+            f"stages; leave `device_id` out, or start a job of its own"
+        )
 
 
 def _position(positions: Sequence[Sequence[int]], ranks: Sequence[Sequence[int]]) -> int:

@@ -21,24 +21,32 @@ class MicroBatches:
     Args:
         pipeline: has the arguments of a micro-batch.
         signature: signature of the model's forward.
+        target_dim: the dim along which tensors of targets are divided; None for that of the
+            arguments.
 
     Attributes:
         number: of micro-batches.
     """
 
-    def __init__(self, pipeline: Pipeline, signature: Signature) -> None:
+    def __init__(
+        self, pipeline: Pipeline, signature: Signature, target_dim: int | None = None
+    ) -> None:
         self.number = pipeline.micro_batches
+        self._target_dim = target_dim
         self._arguments = pipeline.arguments
         targets = [argument.target for argument in self._arguments]
         self._structure = CallStructure(targets, pipeline.in_spec, signature)
 
-    def flatten(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
-        """The flat arguments with their names.
+    def flatten(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        """The flat arguments.
 
         Raises:
             PlanError: they are not those that were exported.
         """
-        leaves = self._structure.flatten(args, kwargs)
+        return self._structure.flatten(args, kwargs)
+
+    def named(self, leaves: Sequence[Any]) -> list[tuple[str, Any]]:
+        """The flat arguments with their names."""
         return [(a.target, leaf) for a, leaf in zip(self._arguments, leaves, strict=True)]
 
     def split(self, leaves: Sequence[Any]) -> list[dict[str, torch.Tensor]]:
@@ -81,6 +89,10 @@ class MicroBatches:
                 f"argument {name!r} requires a gradient, which a pipeline does not return: pass a "
                 f"detached tensor, or make it a parameter"
             )
+        if leaf.dtype != getattr(torch, argument.dtype or ""):
+            raise PlanError(
+                f"argument {name!r} is {leaf.dtype}; the plan is for torch.{argument.dtype}"
+            )
         shape = tuple(leaf.shape)
         if shape == planned:
             return None
@@ -93,31 +105,73 @@ class MicroBatches:
             f"last smaller batch out (drop_last=True), pad it, or make a plan for it"
         )
 
-    def split_target(self, target: Any) -> list[Any]:
+    def split_target(self, target: Any, leaves: Sequence[Any]) -> list[Any]:
         """Arguments of the loss function for each micro-batch.
 
-        Tensors are divided along dim 0, other objects go to every micro-batch.
+        Tensors are divided, other objects go to every micro-batch.
+
+        Args:
+            target: of the whole batch.
+            leaves: the flat arguments of the whole batch.
 
         Raises:
-            PlanError: dim 0 of a tensor cannot be divided.
+            PlanError: a tensor cannot be divided, or it is not known along which dim.
         """
-        leaves, spec = pytree.tree_flatten(target)
-        for leaf in leaves:
-            if isinstance(leaf, torch.Tensor) and (not leaf.ndim or len(leaf) % self.number):
-                raise PlanError(
-                    f"the target has shape {tuple(leaf.shape)}, and dim 0 cannot be divided into "
-                    f"{self.number} micro-batches"
-                )
+        tensors, spec = pytree.tree_flatten(target)
+        dims = [
+            self._dim_of_target(x, leaves) if isinstance(x, torch.Tensor) else None for x in tensors
+        ]
         return [
             pytree.tree_unflatten(
                 [
-                    _part(x, 0, number, self.number) if isinstance(x, torch.Tensor) else x
-                    for x in leaves
+                    x if dim is None else _part(x, dim, number, self.number)
+                    for x, dim in zip(tensors, dims, strict=True)
                 ],
                 spec,
             )
             for number in range(self.number)
         ]
+
+    def _dim_of_target(self, tensor: torch.Tensor, leaves: Sequence[Any]) -> int | None:
+        """The dim along which a tensor of the target is divided; None for one micro-batch."""
+        if self.number == 1:
+            return None
+        shape, dim = tuple(tensor.shape), self._target_dim
+        if dim is None:
+            dim = self._dim_of_batch(shape, leaves)
+        elif dim < 0:
+            dim += len(shape)
+        if not 0 <= dim < len(shape) or shape[dim] % self.number:
+            raise PlanError(
+                f"the target has shape {shape}, and dim {dim} cannot be divided into "
+                f"{self.number} micro-batches"
+            )
+        return dim
+
+    def _dim_of_batch(self, shape: tuple[int, ...], leaves: Sequence[Any]) -> int:
+        """The dim of a target in which it has the batch: that in which the arguments have it."""
+        batches = {(dim, size * self.number) for dim, size in self._divided_dims(leaves)}
+        dims, sizes = {dim for dim, _ in batches}, {size for _, size in batches}
+        as_large = {dim for dim, size in enumerate(shape) if size in sizes}
+        # Along dim 0, targets may be flattened: a row has several, one after the other.
+        if dims == {0} and (0 in as_large or not as_large):
+            return 0
+        if len(dims) == 1 and as_large == dims:
+            return dims.pop()
+        places = ", ".join(f"dim {dim}, where the batch has {size}" for dim, size in batches)
+        raise PlanError(
+            f"the target has shape {shape}, and arguments are divided along {places}: it is not "
+            f"known along which dim the target is; pass target_dim=... to autoshard.pipeline"
+        )
+
+    def _divided_dims(self, leaves: Sequence[Any]) -> set[tuple[int, int]]:
+        """The dims along which arguments are divided, with their sizes in a micro-batch."""
+        found = set()
+        for argument, leaf in zip(self._arguments, leaves, strict=True):
+            dim = None if argument.shape is None else self._dim(argument, leaf)
+            if dim is not None and argument.shape is not None:
+                found.add((dim, argument.shape[dim]))
+        return found
 
     def divided(self, leaves: Sequence[Any]) -> tuple[int, int] | None:
         """The dim that is divided, and its size in a micro-batch; None if there is no single one.
@@ -125,11 +179,7 @@ class MicroBatches:
         Args:
             leaves: the flat arguments of the whole batch.
         """
-        found = set()
-        for argument, leaf in zip(self._arguments, leaves, strict=True):
-            dim = None if argument.shape is None else self._dim(argument, leaf)
-            if dim is not None and argument.shape is not None:
-                found.add((dim, argument.shape[dim]))
+        found = self._divided_dims(leaves)
         return found.pop() if len(found) == 1 else None
 
 

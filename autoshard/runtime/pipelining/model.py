@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from inspect import signature
 from itertools import chain
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
 import torch
 from torch import nn
@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.arguments import Seed, check_arguments
 from autoshard.errors import PlanError
-from autoshard.graph.held_state import HeldState
 from autoshard.plan import Plan, Stage
 from autoshard.runtime.accumulation import GradientAccumulation
 from autoshard.runtime.agreement import raised_on_all_ranks
@@ -25,6 +24,7 @@ from autoshard.runtime.parameters import stored_names
 from autoshard.runtime.pipelining.deferred_norms import DeferredBatchNorms
 from autoshard.runtime.pipelining.devices import StageDevices
 from autoshard.runtime.pipelining.full_states import support_full_states
+from autoshard.runtime.pipelining.losses import LossFunction
 from autoshard.runtime.pipelining.micro_batches import Join
 from autoshard.runtime.pipelining.model_part import (
     check_held_alike,
@@ -35,15 +35,18 @@ from autoshard.runtime.pipelining.model_part import (
     saved_names,
     saved_tensors,
 )
-from autoshard.runtime.pipelining.norms import clip_gradients, join_stages
-from autoshard.runtime.pipelining.runner import LossFunction, PipelineRunner
+from autoshard.runtime.pipelining.norms import clip_gradients
+from autoshard.runtime.pipelining.runner import PipelineRunner
 from autoshard.runtime.pipelining.stage import PlannedStage
 from autoshard.runtime.pipelining.stage_forward import Checkpointing, StageForward
+from autoshard.runtime.pipelining.uninitialised import allocate
 from autoshard.runtime.planned_forward import RngStep
 from autoshard.runtime.program import LocalProgram
 from autoshard.runtime.python_state.state import PythonState
+from autoshard.runtime.shared_buffers import shared_buffers_kept
 from autoshard.runtime.state_dicts import support_state_dicts
 from autoshard.runtime.torch_check import prepare_pipelines
+from autoshard.torch_private import never_compiled
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -60,6 +63,7 @@ class Pipelined(NotPickled):
     _saved: tuple[dict[str, torch.Tensor], ...]
     _saved_names: Mapping[str, str]
 
+    @never_compiled
     def step(
         self, *args: Any, target: Any = None, return_outputs: bool = False, **kwargs: Any
     ) -> Any:
@@ -72,7 +76,8 @@ class Pipelined(NotPickled):
             *args: of forward, of the whole batch: as many micro-batches as planned, one after the
                 other in the dim in which a tensor is larger than a micro-batch. A tensor of the
                 size of a micro-batch goes to every micro-batch.
-            target: second argument of the loss function, divided along dim 0.
+            target: second argument of the loss function. Its tensors are divided along the dim
+                along which the arguments are, or `target_dim`.
             return_outputs: True to return the result of forward too.
             **kwargs: named arguments of forward.
 
@@ -92,6 +97,7 @@ class Pipelined(NotPickled):
             loss, result = training.train(args, kwargs, target=target, keeps=return_outputs)
         return (loss, result) if return_outputs else loss
 
+    @never_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run forward of all micro-batches, without gradients.
 
@@ -144,6 +150,34 @@ class Pipelined(NotPickled):
             "the parameters of pipeline stages are where the device mesh says and of the planned "
             "types: convert the model before the plan is made, and choose devices by the mesh"
         )
+
+    def to_empty(
+        self,
+        *,
+        device: str | torch.device | int | None,
+        recurse: bool = True,
+    ) -> Self:
+        """Allocate the tensors of this rank's stages without initialising them.
+
+        The next step checks that all have been initialised. Tied parameters stay tied.
+
+        Args:
+            device: of the mesh.
+            recurse: True for all modules.
+
+        Raises:
+            PlanError: the device is not that of the mesh, or children are left out.
+        """
+        assert isinstance(self, nn.Module)
+        wanted = self.devices.whole.device_type
+        given = self._pipeline.stages[0].device if device is None else torch.device(device)
+        if given.type != wanted or not recurse:
+            raise PlanError(
+                f"the parameters of pipeline stages are where the device mesh says: call "
+                f"to_empty(device={wanted!r})"
+            )
+        allocate(self, self._pipeline.stages[0].device)
+        return self
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale the gradients of all stages so that their norm is at most `max_norm`.
@@ -222,6 +256,7 @@ def pipeline(
     device_mesh: DeviceMesh,
     *,
     loss_fn: LossFunction | None = None,
+    target_dim: int | None = None,
     scale_grads: bool = True,
     checkpoint: Checkpointing = "always",
     deferred_batch_norm: bool = False,
@@ -254,6 +289,8 @@ def pipeline(
             mesh of one device, a plan whose stages have one device each runs too.
         loss_fn: the loss of a micro-batch, from the result of forward and the target; None if
             forward returns the loss.
+        target_dim: the dim along which tensors of the target are divided; None for the one along
+            which the arguments are, where the target must be as large as they.
         scale_grads: True if the loss of a step is the mean of the losses of micro-batches, as for
             losses that are means over the batch; False if it is their sum.
         checkpoint: the micro-batches for which the planned activation checkpoints run; memory is
@@ -309,15 +346,15 @@ def pipeline(
         for name, one in plans.items():
             check_model(model, one, forwards[name])
         state.check_applies()
-    for forward in chain.from_iterable(forwards.values()):
-        forward.attach(model)
-        if deferred_batch_norm:
-            forward.norms = DeferredBatchNorms(model, forward.program.graph)
-    held = HeldState(model)
     own = next(iter(devices.values()))
     saved, names = saved_tensors(model, first, own), saved_names(model)
-    keep_own_part(model, first, own, next(iter(forwards.values())))
-    held.follow()
+    with shared_buffers_kept(model):
+        with raised_on_all_ranks(device_mesh):
+            for forward in chain.from_iterable(forwards.values()):
+                forward.attach(model)
+                if deferred_batch_norm:
+                    forward.norms = DeferredBatchNorms(model, forward.program.graph)
+        keep_own_part(model, first, own, next(iter(forwards.values())))
     runners = [
         PipelineRunner(
             model,
@@ -326,8 +363,9 @@ def pipeline(
             forwards[name],
             signature=called,
             steps=steps,
-            check_state=partial(state.check, model, name),
+            check_state=partial(_check_state, state, name),
             loss_fn=loss_fn,
+            target_dim=target_dim,
             scale_grads=scale_grads,
             checkpoint=checkpoint,
             join=join,
@@ -346,10 +384,14 @@ def pipeline(
     support_state_dicts(model)
     support_full_states()
     vars(model)["_saved"], vars(model)["_saved_names"] = saved, names
-    vars(model)["_removed"] = removed_names(model, first)
+    vars(model)["_removed"] = removed_names(model, first, names)
     drop_removed(model, vars(model)["_removed"])
-    join_stages(model, own)
     return model
+
+
+def _check_state(state: PythonState, name: str, model: nn.Module) -> None:
+    """Check the Python state of a model, or of a copy of it, before a step."""
+    state.check(model, name)
 
 
 def _forwards(

@@ -161,10 +161,16 @@ def _remove(model: nn.Module, names: Iterable[str]) -> None:
             setattr(owner, attribute, None)
 
 
-def removed_names(model: nn.Module, plan: Plan) -> frozenset[str]:
-    """Names in the state dict of tensors that other ranks hold."""
+def removed_names(model: nn.Module, plan: Plan, saved: Iterable[str]) -> frozenset[str]:
+    """Names in the state dict of tensors that other ranks hold.
+
+    Args:
+        model: has the tensors of this rank.
+        plan: with several stages.
+        saved: names in the state dict of the whole model.
+    """
     state = model.state_dict()
-    return frozenset(name for name in _names(plan.stages) if name not in state)
+    return frozenset(name for name in {*_names(plan.stages), *saved} if name not in state)
 
 
 def drop_removed(model: nn.Module, names: frozenset[str]) -> None:

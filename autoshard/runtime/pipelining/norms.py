@@ -1,6 +1,7 @@
-"""Norms of the gradients of all pipeline stages, and clipping by them."""
+"""What optimization needs of the gradients of all pipeline stages: norms, and clipping by them."""
 
 from collections.abc import Sequence
+from functools import cache
 from math import inf
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autoshard.errors import PlanError
 from autoshard.runtime.dtensor_handlers import FURTHER_GROUPS
@@ -83,11 +85,12 @@ def _num_replicas(gradient: torch.Tensor) -> int:
 def join_stages(model: nn.Module, devices: StageDevices) -> None:
     """Make PyTorch treat the gradients of all stages as those of one model.
 
-    `torch.nn.utils.clip_grad_norm_` refuses those of one rank, and `torch.amp.GradScaler` skips a
-    step on all ranks if any stage has infinite gradients.
+    `torch.nn.utils.clip_grad_norm_`, `get_total_norm` and LBFGS refuse those of one rank, and
+    `torch.amp.GradScaler` skips a step on all ranks if any stage has infinite gradients.
     """
     _GROUPS[model] = devices.group
     replace_total_norm(_total_norm)
+    _register_hook()
     if _groups_of not in FURTHER_GROUPS:
         FURTHER_GROUPS.append(_groups_of)
 
@@ -107,6 +110,25 @@ def _total_norm(tensors: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     if _groups_of(tensors):
         raise PlanError(
             "this rank has only the gradients of its own pipeline stages, so their norm is not "
-            "that of the model: call model.clip_grad_norm_(max_norm) on all ranks"
+            "that of the model: call model.clip_grad_norm_(max_norm) on all ranks, which returns "
+            "the norm; with max_norm=float('inf') it scales nothing"
         )
     return torch_total_norm(tensors, *args, **kwargs)
+
+
+@cache
+def _register_hook() -> None:
+    register_optimizer_step_pre_hook(_refuse_lbfgs)
+
+
+def _refuse_lbfgs(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """Refuse an optimizer that computes over all parameters, of which a rank has a part."""
+    if not isinstance(optimizer, torch.optim.LBFGS):
+        return
+    given = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if any(id(p) in given for model in _GROUPS for p in model.parameters()):
+        raise PlanError(
+            "LBFGS computes a step from the gradients of all parameters together, and this rank "
+            "has only those of its own pipeline stages: use an optimizer that computes parameter "
+            "by parameter, such as AdamW, or LBFGS with a plan of one stage"
+        )

@@ -1,6 +1,8 @@
 """Runs the steps of a pipeline: the stages of this rank under the schedule of the plan."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
 from inspect import Signature
 from typing import Any
 
@@ -8,24 +10,25 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from autoshard.errors import PlanError
+from autoshard.errors import AutoshardError, PlanError
 from autoshard.plan import Plan
 from autoshard.plan.document import Transfer
-from autoshard.plan.requirements import loss_positions, several_losses
+from autoshard.plan.requirements import several_losses
+from autoshard.runtime.agreement import raised_on_all_ranks
 from autoshard.runtime.call_checks import check_no_transform, compare_over_ranks
-from autoshard.runtime.dtensors import full_tensor
 from autoshard.runtime.pipelining.devices import StageDevices
+from autoshard.runtime.pipelining.differentiated import DifferentiatedParameters
+from autoshard.runtime.pipelining.losses import Losses, LossFunction
 from autoshard.runtime.pipelining.micro_batches import Join, MicroBatches, join_results
+from autoshard.runtime.pipelining.norms import join_stages
 from autoshard.runtime.pipelining.routes import End, Route
 from autoshard.runtime.pipelining.schedules import SPLIT, last_backward, make_schedule
 from autoshard.runtime.pipelining.stage import Link, PlannedStage, Step
 from autoshard.runtime.pipelining.stage_forward import Checkpointing, MicroBatch, StageForward
 from autoshard.runtime.pipelining.tied import TiedParameters
+from autoshard.runtime.pipelining.uninitialised import check_initialised
 from autoshard.runtime.planned_forward import RngStep
 from autoshard.runtime.recorder import not_recorded
-
-LossFunction = Callable[[Any, Any], torch.Tensor]
-"""The loss of a micro-batch, from the result of forward and the target."""
 
 
 class PipelineRunner:
@@ -38,8 +41,9 @@ class PipelineRunner:
         forwards: the programs of this rank's stages.
         signature: signature of the model's forward.
         steps: index of the next micro-batch, for random numbers.
-        check_state: checks the Python state of the model before a step.
+        check_state: checks the Python state of the model, or of a copy of it, before a step.
         loss_fn: the loss of a micro-batch; None if forward returns it.
+        target_dim: the dim along which targets are divided; None for that of the arguments.
         scale_grads: True if the loss of a step is the mean of those of micro-batches, False if it
             is their sum.
         checkpoint: for which micro-batches the planned activation checkpoints run.
@@ -59,32 +63,57 @@ class PipelineRunner:
         *,
         signature: Signature,
         steps: RngStep,
-        check_state: Callable[[], None],
+        check_state: Callable[[nn.Module], None],
         loss_fn: LossFunction | None,
+        target_dim: int | None,
         scale_grads: bool,
         checkpoint: Checkpointing,
         join: Join | None,
     ) -> None:
         assert plan.pipeline is not None
         self._plan = plan
+        self._settings: dict[str, Any] = {
+            "signature": signature,
+            "check_state": check_state,
+            "loss_fn": loss_fn,
+            "target_dim": target_dim,
+            "scale_grads": scale_grads,
+            "checkpoint": checkpoint,
+            "join": join,
+        }
+        self._model = model
         self._check_state = check_state
         self.devices = devices
         self.steps = steps
-        self._loss_fn = loss_fn
-        self._scale = 1 / plan.pipeline.micro_batches if scale_grads else 1.0
         self._join = join
         self._checkpoint = checkpoint
-        self._batches = MicroBatches(plan.pipeline, signature)
+        self._batches = MicroBatches(plan.pipeline, signature, target_dim)
         self.stages = _stages(model, plan, devices, forwards)
         self.is_training = plan.options.mode == "training"
-        self._loss_position = self._find_loss() if self.is_training and loss_fn is None else -1
+        self._differentiated = DifferentiatedParameters(plan)
+        self._loss_position = -1
+        if self.is_training and loss_fn is None:
+            self._loss_position = self._find_loss()
+        scale = 1 / plan.pipeline.micro_batches if scale_grads else 1.0
+        self._losses = Losses(loss_fn, self._loss_position, scale)
         self._schedule = make_schedule(
             plan.pipeline, devices, self.stages, self._loss if self.is_training else None
         )
         self.tied = TiedParameters(plan, devices, model)
-        self._targets: Sequence[Any] = ()
-        self._losses: list[torch.Tensor] = []
+        join_stages(model, devices)
         self._compared: set[tuple[Any, ...]] = set()
+        self._agreed: set[bool] = set()  # True when a training step has run, False for inference
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "PipelineRunner":
+        """Run the stages of a copy of the model, with the messages and groups of the original."""
+        return PipelineRunner(
+            deepcopy(self._model, memo),
+            self._plan,
+            self.devices,
+            [deepcopy(stage.forward_program, memo) for stage in self.stages],
+            steps=deepcopy(self.steps, memo),
+            **self._settings,
+        )
 
     @property
     def _last(self) -> PlannedStage | None:
@@ -92,15 +121,12 @@ class PipelineRunner:
         return next((stage for stage in self.stages if stage.is_last), None)
 
     def _find_loss(self) -> int:
-        """Position of the loss among the results of forward, if this rank has the last stage.
+        """Position of the loss among the results of forward.
 
         Raises:
             PlanError: it cannot be found.
         """
-        if self._last is None:
-            return -1
-        graph = self._last.forward_program.program.graph
-        found = loss_positions(graph)
+        found = self._differentiated.scalars
         if len(found) != 1:
             raise PlanError(several_losses(len(found)))
         return found[0]
@@ -111,14 +137,7 @@ class PipelineRunner:
         assert last is not None
         if not last.has_backward:
             return number
-        if self._loss_fn is None:
-            loss: torch.Tensor = results[self._loss_position]
-        else:
-            nested = last.forward_program.nest(results)
-            loss = self._loss_fn(nested, self._targets[int(number)])
-        loss = full_tensor(loss)
-        self._losses.append(loss.detach())
-        return loss * self._scale
+        return self._losses.of(results, last.forward_program.nest, int(number))
 
     def train(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], *, target: Any, keeps: bool
@@ -136,18 +155,46 @@ class PipelineRunner:
         """
         if not torch.is_grad_enabled():
             raise PlanError("step() computes gradients, which torch.no_grad() turns off")
-        divided = self._begin(args, kwargs, keeps=keeps)
-        self._losses = []
-        if self._last is not None:
-            self._targets = self._batches.split_target(target)
+        with self._on_all_ranks(training=True):
+            leaves = self._begin(args, kwargs, keeps=keeps)
+            targets = self._batches.split_target(target, leaves)
+        self._compare(leaves)
+        check_initialised(self._model, self.devices.whole)
+        self._losses.begin_step(targets, puts_off=True not in self._agreed)
+        absent = self._without_gradient()
         with self.tied.summing():
             self._run(self._schedule.step)
-        return self._mean_loss(), self._result(divided) if keeps else None
+        try:
+            with self._on_all_ranks(training=True):
+                self._losses.end_step()
+                result = self._result(leaves) if keeps else None
+        except AutoshardError:
+            _forget(absent.values())
+            raise
+        self._agreed.add(True)
+        loss, used = self._mean_loss()
+        names = self._differentiated.without_gradient(used)
+        _forget(parameter for name, parameter in absent.items() if name in names)
+        return loss, result
+
+    def _without_gradient(self) -> dict[str, nn.Parameter]:
+        """The parameters of this rank that have no gradient now."""
+        parameters = self._model.named_parameters(remove_duplicate=False)
+        return {name: parameter for name, parameter in parameters if parameter.grad is None}
+
+    def _on_all_ranks(self, *, training: bool) -> AbstractContextManager[None]:
+        """A context whose error is raised on all ranks, in the first step.
+
+        Afterwards, the ranks do not wait for each other: the same call is wrong on all.
+        """
+        if training in self._agreed:
+            return nullcontext()
+        return raised_on_all_ranks(self.devices.whole, "the step did not run")
 
     def fits(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """True if the plan is for these arguments."""
         try:
-            self._batches.split([x for _, x in self._batches.flatten(args, kwargs)])
+            self._batches.split(self._batches.flatten(args, kwargs))
         except PlanError:
             return False
         return True
@@ -158,10 +205,16 @@ class PipelineRunner:
         Returns:
             The result of forward on the ranks of the last stage; None on others.
         """
-        divided = self._begin(args, kwargs, keeps=True)
+        with self._on_all_ranks(training=False):
+            leaves = self._begin(args, kwargs, keeps=True)
+        self._compare(leaves)
+        check_initialised(self._model, self.devices.whole)
         with torch.no_grad():
             self._run(self._schedule.eval)
-            return self._result(divided)
+            with self._on_all_ranks(training=False):
+                result = self._result(leaves)
+        self._agreed.add(False)
+        return result
 
     def _run(self, run: Callable[..., Any]) -> None:
         number = self._batches.number
@@ -181,30 +234,23 @@ class PipelineRunner:
             raise
         finally:
             self.steps.value += number
-            self._targets = ()
             for stage in self.stages:
                 stage.clear_runtime_states()
 
-    def _begin(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], *, keeps: bool
-    ) -> tuple[int, int] | None:
-        """Give the stages the arguments of a step; the divided dim of the arguments."""
-        if torch.compiler.is_compiling():
-            raise PlanError("a model with pipeline stages runs uncompiled")
-        named = self._batches.flatten(args, kwargs)
-        parts = self._batches.split([leaf for _, leaf in named])
+    def _begin(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, keeps: bool) -> list[Any]:
+        """Give the stages the arguments of a step; the flat arguments of the whole batch."""
+        leaves = self._batches.flatten(args, kwargs)
+        parts = self._batches.split(leaves)
         check_no_transform()
-        self._check_state()
-        self._compare(named)
+        self._check_state(self._model)
         for stage in self.stages:
-            forward = stage.forward_program
-            names = forward.argument_names
+            names = stage.forward_program.argument_names
             stage.step = Step(
                 arguments=[[part[name] for name in names] for part in parts],
                 micro_batches=self._micro_batches(stage),
                 keeps_results=keeps,
             )
-        return self._batches.divided([leaf for _, leaf in named])
+        return leaves
 
     def _micro_batches(self, stage: PlannedStage) -> list[MicroBatch]:
         number, base = self._batches.number, self.steps.value
@@ -220,31 +266,51 @@ class PipelineRunner:
             for i in range(number)
         ]
 
-    def _compare(self, named: Sequence[tuple[str, Any]]) -> None:
+    def _compare(self, leaves: Sequence[Any]) -> None:
         """Compare the arguments of all ranks, once for each set of shapes."""
+        named = self._batches.named(leaves)
         tensors = [(name, x, "all") for name, x in named if isinstance(x, torch.Tensor)]
         shapes = tuple(x.shape for _, x, _ in tensors)
         if tensors and shapes not in self._compared:
             self._compared.add(shapes)
             compare_over_ranks(tensors, self.devices.whole)
 
-    def _mean_loss(self) -> torch.Tensor:
-        """The loss of the step on all ranks, from the first rank of the last stage."""
-        device = self.devices.whole.device_type
-        loss = torch.zeros((), dtype=torch.float64, device=device)
-        if self._losses:
-            loss = torch.stack(self._losses).sum().to(torch.float64) * self._scale
-        source = self.devices.ranks[-1][0]
-        with not_recorded():
-            dist.broadcast(loss, source, self.devices.group)
-        return loss
+    def _mean_loss(self) -> tuple[torch.Tensor, Collection[int]]:
+        """The loss of the step on all ranks, and positions of the results that it depends on.
 
-    def _result(self, divided: tuple[int, int] | None) -> Any:
+        The first rank of the last stage sends them.
+        """
+        results = self._differentiated.results
+        loss = self._losses.total(self.devices.whole.device_type)
+        uses = [float(position in self._losses.used) for position in results]
+        sent = torch.cat([loss.reshape(1), loss.new_tensor(uses)])
+        with not_recorded():
+            dist.broadcast(sent, self.devices.ranks[-1][0], self.devices.group)
+        if self._loss_position >= 0:
+            return sent[0], (self._loss_position,)
+        if len(results) == 1:
+            return sent[0], results
+        return sent[0], [n for n, use in zip(results, sent[1:].tolist(), strict=True) if use]
+
+    def _result(self, leaves: Sequence[Any]) -> Any:
         last = self._last
         if last is None:
             return None
         results, last.step.results = last.step.results, []
-        return self._join(results) if self._join else join_results(results, divided)
+        if self._join is None:
+            return join_results(results, self._batches.divided(leaves))
+        try:
+            return self._join(results)
+        except AutoshardError:
+            raise
+        except Exception as error:
+            raise PlanError(f"join failed: {type(error).__name__}: {error}") from error
+
+
+def _forget(parameters: Iterable[nn.Parameter]) -> None:
+    """Let parameters have no gradient."""
+    for parameter in parameters:
+        parameter.grad = None
 
 
 def _stages(

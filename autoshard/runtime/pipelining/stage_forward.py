@@ -1,6 +1,7 @@
 """Forward of one pipeline stage for one micro-batch."""
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -42,6 +43,13 @@ class StageForward(PlannedForward):
     """
 
     norms: DeferredBatchNorms | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "StageForward":
+        """Copy the state of the model; the program is shared with the original."""
+        copied = super().__deepcopy__(memo)
+        assert isinstance(copied, StageForward)
+        copied.norms = deepcopy(self.norms, memo)
+        return copied
 
     def run(
         self,
