@@ -57,7 +57,12 @@ def with_settings(**changed: Any) -> dict[str, Any]:
 
 @cache
 def plans_of(
-    mesh: str, dropout: float = 0.0, *, counts: bool = True, mixed_precision: str | None = None
+    mesh: str,
+    dropout: float = 0.0,
+    *,
+    counts: bool = True,
+    mixed_precision: str | None = None,
+    interleaved: bool = False,
 ) -> dict[str, Plan]:
     """Plans for training and evaluation.
 
@@ -66,7 +71,9 @@ def plans_of(
         dropout: of the model in training.
         counts: whether the loss is divided by a number of labels that is passed.
         mixed_precision: a `param_dtype`.
+        interleaved: whether the fused weights of queries, keys and values are sharded inside each.
     """
+    fused = ",".join(["S(1)/1+1+1", "I"][: len(SHAPES[mesh])])
     batch: dict[str, Any] = {
         name: torch.zeros(BATCH, LENGTH, dtype=torch.int64) for name in ("input_ids", "labels")
     }
@@ -75,7 +82,8 @@ def plans_of(
     model = language_model(dropout)
     plans: dict[str, Plan] = {}
     for name, mode in (("train", "training"), ("eval", "inference")):
-        pins = plans["train"].state_pins() if plans else {}
+        pins = {"parameters": {"*c_attn.weight": fused}} if interleaved else {}
+        pins = plans["train"].state_pins() if plans else pins
         archive = export_model(
             model.train(name == "train"), (), batch, mixed_precision=mixed_precision
         )

@@ -1,6 +1,7 @@
 """Each way to save x each kind of model: saved on a mesh of 4, resumed on one of 2x2.
 
-Pipelines are in `runtime.cases.pipeline_states`, and the Trainer in `trained` and `adapters`.
+Pipelines are in `runtime.cases.pipeline_states`, the Trainer in `trained` (tied, interleaved,
+compiled) and `adapters`.
 """
 
 import warnings

@@ -27,24 +27,23 @@ from autoshard.errors import PlanError
 from autoshard.integrations.transformers import PlannedTrainer
 from autoshard.runtime import full_tensor, parallelize, rng_step
 
-STEPS = 20
-SAVED_AFTER = 10
+STEPS, FEW_STEPS = 20, 4
 ROWS = 5 * BATCH
 """An epoch has two steps of two micro-batches, and one of one."""
 
 
-def settings(folder: str, **changed: Any) -> TrainingArguments:
+def settings(folder: str, steps: int = STEPS, **changed: Any) -> TrainingArguments:
     options: dict[str, Any] = {
         "gradient_accumulation_steps": 2,
-        "max_steps": STEPS,
+        "max_steps": steps,
         "lr_scheduler_type": "cosine",
         "warmup_steps": 2,
         "weight_decay": 0.1,
         "max_grad_norm": 0.5,
         "logging_steps": 1,
         "eval_strategy": "steps",
-        "eval_steps": 5,
-        "save_steps": SAVED_AFTER,
+        "eval_steps": steps // 4,
+        "save_steps": steps // 2,
         "save_strategy": "steps",
     }
     return TrainingArguments(folder, **with_settings(**(options | changed)))
@@ -73,38 +72,51 @@ def check_parameters(model: nn.Module, expected: dict[str, torch.Tensor]) -> Non
 
 @dataclass
 class Trained:
-    """Trained as in one process; then resumed on the other mesh.
+    """Trained as in one process; then resumed on the other mesh. Its embeddings are tied.
 
     Attributes:
         mesh: one of `MESHES`.
         unsharded: whether to resume from a checkpoint of the unsharded model.
+        steps: of the training; the checkpoint is of the one in the middle.
+        interleaved: whether fused weights are sharded inside each of their parts.
+        compiles: whether the planned model is trained compiled.
     """
 
     mesh: str
     unsharded: bool = False
+    steps: int = STEPS
+    interleaved: bool = False
+    compiles: bool = False
     _folder: TemporaryDirectory[str] = field(default_factory=TemporaryDirectory)
     _expected: torch.Tensor = field(init=False)
     _parameters: dict[str, torch.Tensor] = field(init=False)
 
     def prepare(self) -> None:
         for mesh in MESHES:
-            plans_of(mesh)
+            plans_of(mesh, interleaved=self.interleaved)
         with launched_process():
-            trainer = trainer_of(Trainer, language_model(), settings(self._folder.name))
+            arguments = settings(self._folder.name, self.steps)
+            trainer = trainer_of(Trainer, language_model(), arguments)
             trainer.train()
         self._expected = numbers(trainer)
-        assert len(self._expected) == 3 * STEPS + 4
+        assert len(self._expected) == 3 * self.steps + 4
         parameters = trainer.model.named_parameters()
         self._parameters = {name: p.detach().clone() for name, p in parameters}
 
     def __call__(self) -> None:
         with launched_process(), shared_folder() as folder:
-            trainer = trainer_of(PlannedTrainer, planned(self.mesh), settings(folder))
+            trainer = self.trainer(self.mesh, folder)
             trainer.train()
             close(numbers(trainer), self._expected, "logs")
             check_parameters(trainer.model, self._parameters)
-            self.check_saved(f"{folder}/checkpoint-{STEPS}")
+            self.check_saved(f"{folder}/checkpoint-{self.steps}")
             self.check_resumed(folder)
+
+    def trainer(self, mesh: str, folder: str) -> Trainer:
+        compiled = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+        arguments = settings(folder, self.steps, **compiled if self.compiles else {})
+        model = planned(mesh, interleaved=self.interleaved)
+        return trainer_of(PlannedTrainer, model, arguments)
 
     def check_saved(self, folder: str) -> None:
         """`from_pretrained` reads a checkpoint."""
@@ -115,9 +127,9 @@ class Trained:
     def check_resumed(self, folder: str) -> None:
         """Another plan goes on from the checkpoint in the middle of an epoch."""
         (other,) = set(MESHES) - {self.mesh}
-        trainer = trainer_of(PlannedTrainer, planned(other), settings(folder))
+        trainer = self.trainer(other, folder)
         source = self._folder.name if self.unsharded else folder
-        trainer.train(resume_from_checkpoint=f"{source}/checkpoint-{SAVED_AFTER}")
+        trainer.train(resume_from_checkpoint=f"{source}/checkpoint-{self.steps // 2}")
         close(numbers(trainer), self._expected, "logs")
         check_parameters(trainer.model, self._parameters)
 
@@ -208,6 +220,8 @@ class Autocast:
 
 CASES: dict[str, Callable[[], None]] = {
     **{f"trained, {mesh}": Trained(mesh, unsharded=mesh == "2x2") for mesh in MESHES},
+    "interleaved": Trained("4", steps=FEW_STEPS, interleaved=True),
+    "compiled": Trained("4", steps=FEW_STEPS, compiles=True),
     **{f"dropout, {mesh}": Dropped(mesh) for mesh in MESHES},
     "autocast": Autocast("4"),
     "refused": check_refused,
