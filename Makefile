@@ -13,7 +13,7 @@ GPU_PYTHON ?= $(if $(filter cpu,$(DEVICE)),$(BIN)/python,$(PYTHON))
 # `make gpu-wheels PYTHON=3.12` names a version, not an interpreter.
 INTERPRETER := $(if $(filter 3.%,$(PYTHON)),python3,$(PYTHON))
 
-.PHONY: help install demo test test-all gpu gpu-wheels test-torch test-torchs check serve generated examples bench faults hostile upgrade prove prove-pipelines prove-layouts prove-loading prove-image load scale conformance fuzz habits interrupted-saves zoo zoo-ranks published image audit format clean
+.PHONY: help install demo test test-all gpu gpu-wheels test-torch test-torchs check serve generated examples bench faults hostile upgrade prove prove-pipelines prove-layouts prove-loading prove-image limits load scale conformance fuzz habits interrupted-saves zoo zoo-ranks published image audit format clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 16
@@ -92,6 +92,9 @@ prove-layouts: $(INSTALLED)  ## Pin random layouts in 100 random models: none ma
 
 prove-loading: $(INSTALLED)  ## Load 1.1 billion parameters onto 4 ranks: bytes read, and memory
 	$(BIN)/python -m benchmarks.loading
+
+limits: $(INSTALLED)  ## Time 21 requests with limits of 0.5, 5 and 60 seconds
+	$(BIN)/python -m benchmarks.time_limits
 
 load: $(INSTALLED)  ## Requests per second for plans that are known, into docs/reliability.md
 	$(BIN)/python -m benchmarks.load

@@ -102,8 +102,9 @@ def first_failed(mesh: DeviceMesh, *, failed: bool) -> int | None:
     """
     none = torch.iinfo(torch.int64).max
     lowest = torch.tensor([dist.get_rank() if failed else none], device=mesh.device_type)
-    for axis in range(mesh.ndim):
-        dist.all_reduce(lowest, dist.ReduceOp.MIN, group=mesh.get_group(axis))
+    with not_recorded():
+        for axis in range(mesh.ndim):
+            dist.all_reduce(lowest, dist.ReduceOp.MIN, group=mesh.get_group(axis))
     return None if int(lowest) == none else int(lowest)
 
 
