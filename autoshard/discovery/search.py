@@ -16,6 +16,7 @@ from math import gcd
 
 import torch
 
+from autoshard.discovery.joined import JoinedDim, joined_dims
 from autoshard.discovery.probe import NotTriableError, Probe
 from autoshard.discovery.shapes import MAX_VALIDATION_ELEMENTS, VALIDATION_GROWTH
 from autoshard.discovery.trial import Option, Trial, Types, axis_types
@@ -105,7 +106,10 @@ class RuleSearch:
                 taken = {pair for letter in letters for pair in letter.dims}
                 if (i, dim) not in taken:
                     self._add(letters, next(self._letters_with(i, dim, taken), None))
-        return self._call_rule(letters[:MAX_FREE], self._linear())
+        letters = letters[:MAX_FREE]
+        taken = {pair for letter in letters for pair in letter.dims}
+        joined = joined_dims(self.probe, self._trials, taken, self._check_time)
+        return self._call_rule(letters, self._linear(), [*joined])
 
     def _add(self, letters: list[ShardableLetter], letter: ShardableLetter | None) -> None:
         """Add a letter if one rule can express the options of all letters."""
@@ -240,9 +244,12 @@ class RuleSearch:
         tried = {d for d in range(1, min(size, MAX_PARTS) + 1) if size % d == 0}
         return size if valid == tried else max(valid)
 
-    def _is_valid(self, probe: Probe, option: Option, parts: int) -> bool:
+    def _check_time(self) -> None:
         if time.monotonic() > self.deadline:
             raise OutOfTimeError
+
+    def _is_valid(self, probe: Probe, option: Option, parts: int) -> bool:
+        self._check_time()
         return option in _valid_options(probe.trial(probe.kinds[0]), option.inputs, parts)
 
     def _linear(self) -> tuple[frozenset[int], ...]:
@@ -261,7 +268,10 @@ class RuleSearch:
         return option in self._options(inputs)
 
     def _call_rule(
-        self, shardable: Sequence[ShardableLetter], linear: tuple[frozenset[int], ...]
+        self,
+        shardable: Sequence[ShardableLetter],
+        linear: tuple[frozenset[int], ...],
+        joined: Sequence[JoinedDim] = (),
     ) -> CallRule:
         call = self.probe.call
         names = (f"d{i}" for i in count())
@@ -299,6 +309,13 @@ class RuleSearch:
             ),
             unaffected=frozenset(i for made in outputs for i, t in enumerate(made) if t is R),
             differentiable=self.probe.differentiable,
+            pieces=tuple(
+                (
+                    lettered[found.place[0]][found.place[1]][0],
+                    tuple((size, lettered[i][dim][0]) for size, (i, dim) in found.pieces),
+                )
+                for found in joined
+            ),
         )
 
 

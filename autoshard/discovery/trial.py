@@ -5,7 +5,7 @@ types of an option require, every rank runs the operator, and outputs and gradie
 with those of the global call.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -50,6 +50,7 @@ class Trial:
         RuntimeError: the call rejects these inputs, or has no gradient (message of torch).
 
     Attributes:
+        values: the global inputs.
         outputs: outputs of the global call.
         with_gradient: positions of the outputs that have a gradient.
         gradients: gradients of the inputs that get one, by position.
@@ -62,7 +63,7 @@ class Trial:
         run: RunWhole,
         run_ranks: RunRanks,
     ) -> None:
-        self._values = values
+        self.values = values
         self._needs = needs
         self._run_ranks = run_ranks
         self._generator = torch.Generator().manual_seed(5)
@@ -72,13 +73,21 @@ class Trial:
         self._cotangents = {i: self._random_like(self.outputs[i]) for i in self.with_gradient}
         self.gradients = self._backward(self.outputs, inputs, self._cotangents)
 
-    def options(self, inputs: Types, parts: int = 2) -> set[Option]:
-        """Return all valid options with these input types on an axis of `parts` ranks."""
-        ranks = [self._tracked(values) for values in self._split_all(self._values, inputs, parts)]
+    def options(
+        self, inputs: Types, parts: int = 2, interleaved: Collection[AxisType] = ()
+    ) -> set[Option]:
+        """Return all valid options with these input types on an axis of `parts` ranks.
+
+        Args:
+            inputs: type of each input.
+            parts: number of ranks.
+            interleaved: interleaved types that outputs may have.
+        """
+        ranks = [self._tracked(values) for values in self._split_all(self.values, inputs, parts)]
         found: set[Option] = set()
         for run in self._run_ranks(inputs, ranks):
             choices = [
-                _matching(whole, [outputs[i] for outputs in run])
+                _matching(whole, [outputs[i] for outputs in run], interleaved)
                 for i, whole in enumerate(self.outputs)
             ]
             for outputs in product(*map(self._with_invariant, range(len(choices)), choices)):
@@ -117,7 +126,7 @@ class Trial:
         ]
         taken = list(inputs)
         for i, whole in self.gradients.items():
-            matching = _matching(whole, [gradients[i] for gradients in local])
+            matching = _matching(whole, [gradients[i] for gradients in local], {inputs[i]})
             candidates = (R, I) if inputs[i] is R else (inputs[i],)
             fits = [t for t in candidates if _GRADIENT.get(t, t) in matching]
             if not fits:
@@ -153,7 +162,7 @@ class Trial:
 
     def _split(self, value: torch.Tensor, kind: AxisType, parts: int) -> Sequence[torch.Tensor]:
         if kind.is_shard:
-            return value.chunk(parts, kind.dim)
+            return _shards(value, kind, parts)
         if kind is P:
             terms = [self._random_like(value) for _ in range(parts - 1)]
             return [*terms, value - sum(terms)]
@@ -174,7 +183,24 @@ def axis_types(value: torch.Tensor, parts: int = 2) -> list[AxisType]:
     return [R, *shards, *([P] if value.is_floating_point() or value.is_complex() else [])]
 
 
-def _matching(whole: torch.Tensor, parts: Sequence[torch.Tensor]) -> list[AxisType]:
+def _shards(value: torch.Tensor, kind: AxisType, parts: int) -> Sequence[torch.Tensor]:
+    """The shard of each rank; of interleaved shards, one of each section."""
+    total = sum(kind.sub_shards or (1,))
+    sizes = [size * value.shape[kind.dim] // total for size in kind.sub_shards or (1,)]
+    sections = [section.chunk(parts, kind.dim) for section in torch.split(value, sizes, kind.dim)]
+    return [torch.cat(shards, kind.dim) for shards in zip(*sections, strict=True)]
+
+
+def _is_interleaved(whole: torch.Tensor, parts: Sequence[torch.Tensor], kind: AxisType) -> bool:
+    """True if the values of the ranks are interleaved shards of the global value."""
+    if not kind.sub_shards or whole.shape[kind.dim] % (len(parts) * sum(kind.sub_shards)):
+        return False
+    return all(map(close, parts, _shards(whole, kind, len(parts))))
+
+
+def _matching(
+    whole: torch.Tensor, parts: Sequence[torch.Tensor], interleaved: Collection[AxisType] = ()
+) -> list[AxisType]:
     """Types for which the values of the ranks represent the global value."""
     whole, parts = whole.detach(), [part.detach() for part in parts]
     first = parts[0]
@@ -188,7 +214,7 @@ def _matching(whole: torch.Tensor, parts: Sequence[torch.Tensor]) -> list[AxisTy
         joined = (*first.shape[:dim], len(parts) * first.shape[dim], *first.shape[dim + 1 :])
         if joined == whole.shape and close(torch.cat(list(parts), dim), whole):
             return [S(dim)]
-    return []
+    return [kind for kind in interleaved if _is_interleaved(whole, parts, kind)]
 
 
 def _sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:

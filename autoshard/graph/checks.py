@@ -1,7 +1,7 @@
 """Validation of graphs: unique names, topological order, shapes, and limits on rules."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import isclose, prod
 from typing import Any
 
@@ -365,6 +365,7 @@ def _check_rule(rule: CallRule) -> None:
             raise SchemaError(f"a tensor has dims of unknown or repeated letters: {used}")
     if not letters >= rule.contracted | rule.whole:
         raise SchemaError("'contracted' or 'whole' has an unknown letter")
+    _check_pieces(rule, dict(rule.sizes))
     refs = [ref for _, argument in rule.arguments for ref in references(argument)]
     if any(ref.name for ref in refs):
         raise SchemaError("references in the arguments of a rule must have empty names")
@@ -374,6 +375,22 @@ def _check_rule(rule: CallRule) -> None:
         )
     _check_positions((*rule.linear, rule.addends), len(refs))
     _check_positions((rule.unaffected,), len(rule.outputs))
+
+
+def _check_pieces(rule: CallRule, sizes: Mapping[str, int]) -> None:
+    if len(dict(rule.pieces)) < len(rule.pieces):
+        raise SchemaError("the pieces of a letter are given twice")
+    for letter, pieces in rule.pieces:
+        _check_most(pieces, MAX_TENSORS, "pieces")
+        known = {letter, *(name for _, name in pieces if name is not None)}
+        if not known <= rule.whole:
+            raise SchemaError(f"letter {letter!r} or one of its pieces is unknown or not whole")
+        total = sum(size for size, _ in pieces)
+        if len(pieces) < 2 or min(size for size, _ in pieces) < 1 or sizes[letter] % total:  # noqa: PLR2004
+            raise SchemaError(f"the pieces of letter {letter!r} do not divide it")
+        unit = sizes[letter] // total
+        if any(name is not None and sizes[name] != size * unit for size, name in pieces):
+            raise SchemaError(f"a piece of letter {letter!r} has another size than its own letter")
 
 
 def _check_positions(groups: Iterable[frozenset[int]], count: int) -> None:

@@ -169,6 +169,8 @@ def operator_rule(call: Call, rule: CallRule) -> OperatorRule:
             raise ValueError(
                 f"its rule in the graph is for the shape {list(shape)}, not {list(tensor.shape)}"
             )
+    pieces = dict(rule.pieces)
+    interleaved = {*pieces, *(name for own in pieces.values() for _, name in own)}
     return OperatorRule(
         sizes=sizes,
         inputs=rule.inputs,
@@ -178,7 +180,9 @@ def operator_rule(call: Call, rule: CallRule) -> OperatorRule:
         linear=differentiable_groups(call, rule.linear),
         addends=rule.addends,
         unaffected=rule.unaffected,
-        ordered=frozenset(sizes),  # discovery tries contiguous shards only
+        # Of other letters, discovery tries contiguous shards only.
+        ordered=frozenset(sizes) - interleaved,
+        pieces=pieces,
     )
 
 

@@ -19,7 +19,7 @@ from autoshard.layouts import AxisType, S, relative_sizes
 from autoshard.ops.registry import rule_for
 from autoshard.ops.rule import OperatorRule
 from autoshard.ops.spec import call_of
-from autoshard.ops.views import JOINING, SELECTING
+from autoshard.ops.views import SELECTING
 
 MAX_SECTIONS = 16
 """Most sub-shards of a dim that a view suggests. A view of many heads suggests as many, and a shard
@@ -84,10 +84,9 @@ class _Propagation:
         ends: dict[_Dim, set[int]] = {}
         for number, node in enumerate(self._graph.nodes):
             packet = node.operator.rpartition(".")[0]
-            if packet in JOINING:
-                for place, sizes in self._pieces(number):
-                    ends.setdefault(place, {0}).update(accumulate(sizes))
-            elif packet in SELECTING:
+            for place, sizes in self._pieces(number):
+                ends.setdefault(place, {0}).update(accumulate(sizes))
+            if packet in SELECTING:
                 source = self._outer_factor(node)
                 if source is not None:
                     yield source
@@ -106,6 +105,8 @@ class _Propagation:
     def _pieces(self, number: int) -> Iterator[tuple[_Dim, list[int]]]:
         """Each dim that an operator splits or concatenates, with the sizes of its pieces."""
         node, rule = self._graph.nodes[number], self._rule(number)
+        if not rule.pieces:
+            return
         tensors = zip((*node.inputs, *node.outputs), (*rule.inputs, *rule.outputs), strict=True)
         for value, dims in tensors:
             for dim, letters in enumerate(dims):

@@ -559,10 +559,5 @@ SPECS = (
     ),
 )
 
-JOINING = frozenset(
-    {"aten.split", "aten.split_with_sizes", "aten.chunk", "aten.slice", "aten.narrow", "aten.cat"}
-)
-"""Packets that split a dim into pieces, or concatenate pieces."""
-
 SELECTING = frozenset({"aten.select", "aten.unbind"})
 """Packets that split a dim into its elements."""

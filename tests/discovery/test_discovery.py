@@ -9,6 +9,7 @@ import torch
 from support import custom_operators
 from support.meshes import slow_devices
 from support.models import graph_of
+from torch import nn
 
 from autoshard import discover as public_discover
 from autoshard.discovery import Finding, discover
@@ -131,6 +132,66 @@ def free(made: Call, parts: int = 2) -> dict[str, int]:
     sizes = dict(rule.sizes)
     options = axis_rules(operator_rule(made, rule), parts)
     return {str(option): sizes[option.letter] for option in options if option.letter is not None}
+
+
+@torch.library.custom_op("shardtest::halves", mutates_args=())
+def halves(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    left, right = x.chunk(2, -1)
+    return left.clone(), right.clone()
+
+
+@torch.library.custom_op("shardtest::beside", mutates_args=())
+def beside(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return torch.cat([x, y], -1)
+
+
+halves.register_fake(lambda x: tuple(map(torch.empty_like, x.chunk(2, -1))))
+beside.register_fake(lambda x, y: x.new_empty(*x.shape[:-1], x.shape[-1] + y.shape[-1]))
+halves.register_autograd(lambda _, *gradients: torch.cat(gradients, -1))
+beside.register_autograd(
+    lambda ctx, gradient: gradient.split(ctx.sizes, -1),
+    setup_context=lambda ctx, inputs, output: setattr(  # noqa: ARG005  torch names them
+        ctx, "sizes", [x.shape[-1] for x in inputs]
+    ),
+)
+
+
+class Fused(nn.Module):
+    """A gated layer whose halves an operator takes apart, or which it joins."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.up, self.down = nn.Linear(1024, 8192), nn.Linear(8192, 1024)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        fused = self.up(x)
+        left, right = fused.chunk(2, -1) if self.kind in {"chunk", "beside"} else halves(fused)
+        made = (left.sigmoid(), right.tanh())
+        joined = beside(*made) if self.kind == "beside" else torch.cat(made, -1)
+        return self.down(joined).square().mean()
+
+
+@pytest.mark.parametrize("kind", ["halves", "beside"])
+def test_what_splits_or_joins_a_dim_is_planned_like_chunk_and_cat(kind: str) -> None:
+    plans = []
+    for one in ("chunk", kind):
+        graph = graph_of((Fused(one).to("meta"), {"x": torch.empty(16, 1024, device="meta")}))
+        made = discover(graph).graph
+        plans.append(make_plan(made, slow_devices(a=4), PlanOptions()))
+        assert check_plan(plans[-1], made) == ()
+    rules = plans[1].stages[0].program["rules"]
+    assert [rule["pieces"] for rule in rules]
+    assert plans[1].collectives == plans[0].collectives
+
+
+def test_a_rule_with_wrong_pieces_is_refused() -> None:
+    graph = graph_of((Fused("halves").to("meta"), {"x": torch.empty(16, 1024, device="meta")}))
+    (rule,) = rules_to_json(discover(graph).graph.rules)
+    (whole, pieces), *_ = rule["pieces"]
+    for wrong in ([[2, pieces[0][1]], pieces[1]], pieces[:1], [[1, "zz"], pieces[1]]):
+        with pytest.raises(SchemaError, match="piece"):
+            with_rules(graph, rules_from_json([rule | {"pieces": [[whole, wrong]]}]))
 
 
 def test_a_pair_of_columns_stays_together() -> None:
