@@ -52,6 +52,8 @@ Number = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
 
 Count = Annotated[int, Field(ge=1, le=MAX_INT32)]
 """A number of things, one or more."""
+DimIndex = Annotated[int, Field(ge=-64, le=63)]
+"""A dim of a tensor, from the front or from the end; PyTorch's tensors have at most 64."""
 Seed = Annotated[int, Field(ge=0, le=MAX_INT32)]
 """A seed of random numbers."""
 Seconds = Annotated[float, Field(gt=0, le=MAX_SECONDS, allow_inf_nan=False)]

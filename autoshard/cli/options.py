@@ -12,7 +12,6 @@ from copy import copy
 from dataclasses import dataclass, fields, is_dataclass
 from functools import wraps
 from importlib import import_module
-from math import isnan
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args, get_type_hints
 from urllib.parse import urlsplit
@@ -20,7 +19,7 @@ from urllib.parse import urlsplit
 import typer
 from httpx2 import codes
 
-from autoshard.arguments import MAX_SECONDS
+from autoshard.cli.numbers import count
 from autoshard.cli.output import check_output
 from autoshard.cli.tables import Format
 from autoshard.cli.wording import in_flags
@@ -54,31 +53,8 @@ _PIN_KINDS = {
     "buffer": "buffers",
     "node": "nodes",
 }
-_MAX_DURATION = 100_000
-"""Most hours or days of an option."""
 _PLAN_ID = re.compile(r"[0-9a-f]{64}")
 _PLAN_URL = re.compile(r"(?P<server>https?://.+?)/v1/plans/(?P<id>[0-9a-f]{64})/?")
-
-
-def count(*flags: str, help: str, least: int = 1) -> Any:  # noqa: A002  as typer.Option names it
-    """An option that is a whole number of things."""
-    return typer.Option(*flags, min=least, max=MAX_INT32, help=help)
-
-
-def duration(*flags: str, help: str, unit: str) -> Any:  # noqa: A002  as typer.Option names it
-    """An option that is a time, in a unit such as days."""
-    largest = MAX_SECONDS if unit == "seconds" else _MAX_DURATION
-    metavar = unit.upper()
-    return typer.Option(
-        *flags, min=0, max=largest, metavar=metavar, callback=_check_number, help=help
-    )
-
-
-def _check_number(value: float | None) -> float | None:
-    """Refuse what is not a number: it is within any range."""
-    if value is not None and isnan(value):
-        raise typer.BadParameter("nan is not a number")
-    return value
 
 
 Archive = Annotated[Path, typer.Argument(help="A .pt2 archive, or its model.json.")]

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from autoshard.cli.exit_codes import ExitCode
+from autoshard.cli.numbers import count
 from autoshard.cli.options import (
     Archive,
     Connection,
@@ -18,7 +19,6 @@ from autoshard.cli.options import (
     PlanOutput,
     Quiet,
     Topology,
-    count,
     read_topology,
 )
 from autoshard.cli.output import (

@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar
 
 import typer
 
+from autoshard.cli.numbers import count, duration
 from autoshard.cli.options import (
     Archive,
     Connection,
@@ -13,8 +14,6 @@ from autoshard.cli.options import (
     Output,
     PlanSource,
     Quiet,
-    count,
-    duration,
     expand_groups,
     read_sizes,
 )

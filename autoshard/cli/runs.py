@@ -7,13 +7,13 @@ from typing import Annotated
 
 import typer
 
+from autoshard.cli.numbers import count
 from autoshard.cli.options import (
     Connection,
     CustomOperator,
     Import,
     Output,
     PlanSource,
-    count,
     environment_connection,
     import_modules,
     read_sizes,

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from autoshard.cli.options import count
+from autoshard.cli.numbers import count
 from autoshard.cli.output import console
 from autoshard.extras import from_extra
 

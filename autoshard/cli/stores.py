@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from autoshard.cli import options
+from autoshard.cli.numbers import duration
 from autoshard.cli.output import check_output, console, errors, marked, print_output
 from autoshard.cli.tables import Column, Report, Table, Unit
 from autoshard.errors import InputError
@@ -120,7 +121,7 @@ def collect(
     ] = None,
     max_days: Annotated[
         float | None,
-        options.duration(help="Drop entries that were not used for this many days.", unit="days"),
+        duration(help="Drop entries that were not used for this many days.", unit="days"),
     ] = None,
     cache: options.Cache = None,
     store: Store = None,
@@ -202,9 +203,7 @@ def create(
             "--scope", "-s", help="read, plan, metrics or admin; default: plan. Repeatable."
         ),
     ] = None,
-    days: Annotated[
-        float | None, options.duration(help="Days until the key expires.", unit="days")
-    ] = None,
+    days: Annotated[float | None, duration(help="Days until the key expires.", unit="days")] = None,
     store: KeyStore = None,
 ) -> None:
     """Make a key and print its secret, which is not stored and cannot be shown again.
@@ -265,9 +264,7 @@ def revoke(key: KeyId, *, store: KeyStore = None) -> None:
 def rotate(
     key: KeyId,
     *,
-    hours: Annotated[
-        float, options.duration(help="Hours until the old key expires.", unit="hours")
-    ] = 24.0,
+    hours: Annotated[float, duration(help="Hours until the old key expires.", unit="hours")] = 24.0,
     store: KeyStore = None,
 ) -> None:
     """Replace a key by a new one with the same scopes; print the new secret."""

@@ -230,7 +230,7 @@ class CallRule:
         addends: inputs that are added to a contraction.
         unaffected: outputs that stay replicated when a letter that they lack is sharded.
         differentiable: True if the rule is also valid for gradients.
-        pieces: letters of dims that concatenate pieces, with relative size and letter of each.
+        pieces: letters of dims that concatenate pieces; relative size and letter of each.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.arguments import Seed, check_arguments
+from autoshard.arguments import DimIndex, Seed, check_arguments
 from autoshard.errors import PlanError
 from autoshard.plan import Plan, Stage
 from autoshard.runtime.accumulation import GradientAccumulation
@@ -256,7 +256,7 @@ def pipeline(
     device_mesh: DeviceMesh,
     *,
     loss_fn: LossFunction | None = None,
-    target_dim: int | None = None,
+    target_dim: DimIndex | None = None,
     scale_grads: bool = True,
     checkpoint: Checkpointing = "always",
     deferred_batch_norm: bool = False,
