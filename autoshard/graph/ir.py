@@ -577,8 +577,7 @@ class Graph:
     def precision(self) -> str:
         """The element types of most parameters in words; one alone if all are equal.
 
-        Such as "bfloat16 compute, float32 parameters, bfloat16 gradient reductions": as operators
-        read them, at rest, and of the sums of their gradients over ranks.
+        Such as "bfloat16 compute, float32 parameters, bfloat16 gradient reductions".
         """
         compute, floating = self.compute_dtype, self._floating
         if compute is None:
