@@ -26,7 +26,7 @@ from typing import (
 
 from pydantic import BeforeValidator, ConfigDict, Field, Strict, TypeAdapter, ValidationError
 
-from autoshard.errors import ArgumentTypeError
+from autoshard.errors import ArgumentTypeError, OptionError
 from autoshard.integers import MAX_BYTES, MAX_INT32, format_integer, has_64_bits
 
 P = ParamSpec("P")
@@ -69,6 +69,7 @@ FileBytes = Annotated[int, Field(ge=1, le=MAX_BYTES)]
 
 _SCALARS = frozenset({bool, int, float, str, Path, NoneType})
 _LISTS = frozenset({Collection, Iterable, Sequence})
+_LIST = "a list of texts"
 _WORDS = {
     "bool_type": "True or False",
     "int_type": "a whole number",
@@ -85,13 +86,18 @@ _WORDS = {
     "string_too_long": "a text of at most {max_length} characters",
     "Path": "a path",
     "PathLike": "a path",
-    "Collection": "a list of texts",
-    "Iterable": "a list of texts",
-    "Sequence": "a list of texts",
-    "sequence_str": "a list of texts",
-    "iterable_type": "a list of texts",
+    "Collection": _LIST,
+    "Iterable": _LIST,
+    "Sequence": _LIST,
+    "sequence_str": _LIST,
+    "iterable_type": _LIST,
 }
 """What is allowed, by pydantic's name of an error, or the name of a class."""
+_TYPES = {
+    *("bool_type", "int_type", "float_type", "string_type", "path_type"),
+    *("is_instance_of", "sequence_str", "iterable_type"),
+}
+"""Those of the errors that are about the type of a value."""
 _SHOWN = 60
 """Characters of a value that an error shows."""
 
@@ -104,15 +110,16 @@ def check_arguments(function: Callable[P, T]) -> Callable[P, T]:
     text is no number.
 
     Raises:
-        ArgumentTypeError: on a call whose argument has another type, is out of range or is none
-            of the choices; the message names it, with what is allowed.
+        ArgumentTypeError: on a call whose argument has another type; the message names it, with
+            what is allowed.
+        OptionError: on a call whose argument is out of range, or none of the choices.
 
     Example:
         >>> @check_arguments
         ... def scale(factor: int, *, reduce: Literal["sum", "mean"] = "sum") -> None: ...
         >>> scale(2, reduce="max")
         Traceback (most recent call last):
-        autoshard.errors.ArgumentTypeError: scale: reduce is 'max': it should be 'sum' or 'mean'
+        autoshard.errors.OptionError: scale: reduce is 'max': it should be 'sum' or 'mean'
     """
     signature = inspect.signature(function)
     checked = dict(checked_arguments(function))
@@ -180,17 +187,19 @@ def _check(function: str, name: str, value: Any, annotation: Any) -> None:
         number = int(value)  # such as an integer of numpy
     try:
         _adapter(annotation).validate_python(number, strict=True)
-        allowed = [] if _has_texts(value, annotation) else [_WORDS["Collection"]]
+        failures = [] if _has_texts(value, annotation) else [("iterable_type", _LIST)]
     except ValidationError as error:
-        allowed = [
-            _words(one["type"], **one.get("ctx", {}))
+        failures = [
+            (one["type"], _words(one["type"], **one.get("ctx", {})))
             for one in error.errors(include_url=False, include_input=False)
         ]
-    if allowed:
+    if failures:
+        kinds, allowed = zip(*failures, strict=True)
         choices = " or ".join(dict.fromkeys(allowed))
-        if isinstance(value, str) and allowed == [_WORDS["Sequence"]]:
+        if isinstance(value, str) and choices == _LIST:
             choices += f", such as {value.split(',')}"
-        raise ArgumentTypeError(f"{function}: {name} is {_shown(value)}: it should be {choices}")
+        error_type = ArgumentTypeError if _TYPES.issuperset(kinds) else OptionError
+        raise error_type(f"{function}: {name} is {_shown(value)}: it should be {choices}")
 
 
 def _words(kind: str, **context: Any) -> str:

@@ -9,7 +9,7 @@
     │   │   └── UnsupportedError    a program feature or operator without a rule
     │   ├── LayoutError             an invalid layout, or one that cannot be resharded to
     │   ├── MeshError               mesh, topology or bandwidths
-    │   ├── OptionError             planning options that contradict each other or the graph
+    │   ├── OptionError             options that are not allowed, or contradict others or the graph
     │   ├── ProblemError            an optimization problem that is malformed
     │   ├── PlanError               a plan document that does not fit its graph, mesh or model
     │   ├── CheckpointError         weights in files that cannot be read, or do not fit the model
@@ -83,7 +83,7 @@ class MeshError(InputError):
 
 
 class OptionError(InputError):
-    """Planning options contradict each other or the graph."""
+    """An option has a value that is not allowed, or contradicts others or the graph."""
 
 
 class ProblemError(InputError):

@@ -11,7 +11,7 @@ from torch import nn
 from autoshard.errors import UnsupportedError
 from autoshard.graph import Graph, Node, Ref, export_model, load_graph
 from autoshard.graph.normalise.out_arguments import functional_overload
-from autoshard.torch_private import schema_of
+from autoshard.torch_private import operator_names, schema_of
 
 Check = Callable[..., Graph]
 Forward = Callable[[torch.Tensor], object]
@@ -261,8 +261,9 @@ def test_any_mix_of_views_and_writes_gives_what_pytorch_gives(
 def test_out_arguments_have_the_overloads_of_torch() -> None:
     """Every operator of torch with `out` arguments has its functional overload, or is left."""
     left = set()
-    for packet in dir(torch.ops.aten):
-        overloads = getattr(getattr(torch.ops.aten, packet), "overloads", list)()
+    names = (name.partition("::") for name in operator_names())
+    for packet in sorted({name.partition(".")[0] for space, _, name in names if space == "aten"}):
+        overloads = getattr(torch.ops.aten, packet).overloads()
         for overload in overloads:
             schema = schema_of(getattr(getattr(torch.ops.aten, packet), overload))
             outs = [x.name for x in schema.arguments if x.is_out]

@@ -31,7 +31,6 @@ _OTHER_NAMES: Mapping[str, str] = {
     "bernoulli.float_out": "p",
     "div.out_mode": "Tensor_mode",
     "divide.out_mode": "Tensor_mode",
-    "linalg_pinv.out_rcond_tensor": "rcond_tensor",
     "nansum.out": "default",
     "norm.out": "ScalarOpt_dim",
     "prod.int_out": "dim_int",
@@ -119,7 +118,7 @@ def functional_overload(node: Node) -> tuple[str, tuple[str, ...]] | None:
         return f"aten.{packet}.{_OTHER_NAMES[rest]}", _OUT
     if overload == "out":
         return f"aten.{packet}.default", _OUT
-    return f"aten.{packet}.{overload.removesuffix('_out')}", _OUT
+    return f"aten.{packet}.{overload.removesuffix('_out').removeprefix('out_')}", _OUT
 
 
 def _functional(
