@@ -34,6 +34,8 @@ _OTHER_NAMES: Mapping[str, str] = {
     "nansum.out": "default",
     "norm.out": "ScalarOpt_dim",
     "prod.int_out": "dim_int",
+    "range.out": "step",
+    "range.out_": "default",
     "sum.IntList_out": "dim_IntList",
     "xlogy.OutScalar_Other": "Scalar_Other",
     "xlogy.OutScalar_Self": "Scalar_Self",
