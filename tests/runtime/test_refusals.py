@@ -184,7 +184,8 @@ runtime.constants: check_held
 runtime.opaque: bind_module
 runtime.parallelize: parallelize _plans _only_stage
 runtime.parameters: check_parameters check_stored_alike
-runtime.pipelining.devices: StageDevices.of _check_axes
+runtime.pipelining.deferred_norms: _check_traced _check_used_once
+runtime.pipelining.devices: StageDevices.of _check_axes _check_can_be_part
 runtime.pipelining.model: pipeline
 runtime.pipelining.model_part: check_held_alike
 runtime.pipelining.tied: TiedParameters._check_equal
@@ -223,12 +224,16 @@ runtime.model_class: _saved_whole.save_pretrained _Copying.__reduce_ex__
 runtime.opaque: bind_module.run bind_module.named _run
 runtime.parallelize: Planned._call_replaced Planned._ddp_params_and_buffers_to_ignore
 runtime.parallelize: planned_forward
+runtime.parameters: PlannedBuffer.stored
 runtime.pipelining.full_states: _model_state_dict _optimizer_state_dict
-runtime.pipelining.micro_batches: MicroBatches.split MicroBatches._dim MicroBatches.split_target
-runtime.pipelining.micro_batches: _joined
+runtime.pipelining.losses: _called
+runtime.pipelining.micro_batches: MicroBatches.split MicroBatches._dim MicroBatches._dim_of_batch
+runtime.pipelining.micro_batches: MicroBatches._dim_of_target _joined
 runtime.pipelining.model: Pipelined.step Pipelined.forward Pipelined.to Pipelined.no_sync
-runtime.pipelining.norms: _total_norm
-runtime.pipelining.runner: PipelineRunner.train PipelineRunner._begin
+runtime.pipelining.model: Pipelined.to_empty
+runtime.pipelining.norms: _total_norm _refuse_lbfgs
+runtime.pipelining.runner: PipelineRunner.train PipelineRunner._result
+runtime.pipelining.uninitialised: check_initialised
 runtime.planned_forward: RngStep.value PlannedForward.__call__ _resized_stage _check_divisible
 runtime.python_state.state: PythonState.check
 runtime.random_numbers: seeded.run dropout_factors
