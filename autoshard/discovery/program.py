@@ -11,7 +11,7 @@ from math import prod
 
 import torch
 
-from autoshard.arguments import Seconds, check_arguments
+from autoshard.arguments import Wait, check_arguments
 from autoshard.discovery.probe import NotTriableError, RandomOperatorError, probe_of
 from autoshard.discovery.search import OutOfTimeError, RuleSearch
 from autoshard.discovery.shapes import integers_in
@@ -84,7 +84,7 @@ def discover(
     custom: bool = True,
     aten: bool = True,
     store: KeyValueStore | None = None,
-    time_limit: Seconds = TIME_LIMIT,
+    time_limit: Wait = TIME_LIMIT,
 ) -> Discovery:
     """Find rules for the operators of a program that have none, by running them.
 
