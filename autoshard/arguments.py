@@ -7,7 +7,9 @@ than what its writer meant, such as "no" for True.
 
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import cache, wraps
+from operator import index
 from os import PathLike
 from pathlib import Path
 from types import NoneType, UnionType
@@ -184,7 +186,9 @@ def _is_plain(annotation: Any) -> bool:
 def _check(function: str, name: str, value: Any, annotation: Any) -> None:
     number = value
     if isinstance(value, SupportsIndex) and not isinstance(value, int):
-        number = int(value)  # such as an integer of numpy
+        # Such as an integer of numpy; arrays of several raise an error.
+        with suppress(TypeError, ValueError, RuntimeError):
+            number = index(value)
     try:
         _adapter(annotation).validate_python(number, strict=True)
         failures = [] if _has_texts(value, annotation) else [("iterable_type", _LIST)]
@@ -204,7 +208,7 @@ def _check(function: str, name: str, value: Any, annotation: Any) -> None:
 
 def _words(kind: str, **context: Any) -> str:
     known = context["class"] if kind == "is_instance_of" else kind
-    return _WORDS[known].format(**context)
+    return _WORDS.get(known, "another value").format(**context)
 
 
 def _shown(value: Any) -> str:

@@ -6,13 +6,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from support.command_line import autoshard as run
 from support.models import meta, mlp
 from support.wrong_values import wrong_values
 
 import autoshard
-from autoshard import ForbiddenCollective, PlanOptions, make_plan
+from autoshard import ForbiddenCollective, PlanOptions, make_mesh, make_plan
 from autoshard.arguments import checked_arguments
 from autoshard.cli.main import COMMANDS
 from autoshard.client import Retry
@@ -64,6 +66,14 @@ def test_options_of_functions(function: Callable[..., Any], name: str, annotatio
         }
         with pytest.raises(InputError, match=name):
             function(**given | {name: value})
+
+
+def test_integers_of_numpy_and_torch_are_numbers_and_arrays_are_none() -> None:
+    for size in (np.int64(3), torch.tensor(3)):
+        assert make_mesh((4,), nodes=size // size).num_nodes == 1
+    for array in (np.ones(2), torch.ones(2), np.float64(2.0), np.array([1, 2])):
+        with pytest.raises(InputError, match="nodes"):
+            make_mesh((4,), nodes=array)
 
 
 @pytest.mark.parametrize(
