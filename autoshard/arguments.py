@@ -94,7 +94,7 @@ _WORDS = {
     "sequence_str": _LIST,
     "iterable_type": _LIST,
 }
-"""What is allowed, by pydantic's name of an error, or the name of a class."""
+"""Words for an allowed value, by pydantic's name of the error, or the name of a class."""
 _TYPES = {
     *("bool_type", "int_type", "float_type", "string_type", "path_type"),
     *("is_instance_of", "sequence_str", "iterable_type"),

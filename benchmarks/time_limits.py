@@ -25,7 +25,7 @@ from benchmarks.models import MODELS
 RESULT = Path(__file__).parent / "results" / "time_limits.json"
 LIMITS = (0.5, 5.0, 60.0)
 _SHARE, _SECONDS = 1.1, 2.0
-"""What a request may take: this share of its limit, and these seconds more."""
+"""Allowed time of a request: this share of its limit, and these seconds more."""
 
 
 @dataclass(frozen=True)

@@ -128,8 +128,6 @@ MEANINGS = {
     "--project": ("", "UPPER", "a b", "x" * 1000, "-"),
 }
 """Wrong texts of options that the command itself reads."""
-FREE = {"--name", "--host", "--uds", "--root-path", "--forwarded-allow-ips", "--store"}
-"""Any text may be a name, an address or a path."""
 
 
 def command_options() -> Iterator[Any]:

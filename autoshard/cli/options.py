@@ -56,7 +56,6 @@ _PIN_KINDS = {
 _PLAN_ID = re.compile(r"[0-9a-f]{64}")
 _PLAN_URL = re.compile(r"(?P<server>https?://.+?)/v1/plans/(?P<id>[0-9a-f]{64})/?")
 
-
 Archive = Annotated[Path, typer.Argument(help="A .pt2 archive, or its model.json.")]
 PlanSource = Annotated[
     str,

@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from autoshard.discovery.probe import Probe
-from autoshard.discovery.shapes import MAX_VALIDATION_ELEMENTS, VALIDATION_GROWTH
 from autoshard.discovery.trial import Option, Trial
 from autoshard.layouts import AxisType, I, R, S, relative_sizes
 from autoshard.ops.spec import Call
@@ -80,7 +79,7 @@ def _guesses(call: Call) -> Iterator[JoinedDim]:
     outputs = list(enumerate((tensor.shape for tensor in call.outputs), len(inputs)))
     for wholes, parts in ((inputs, outputs), (outputs, inputs)):
         least = min((len(shape) for _, shape in parts), default=0)
-        if len(parts) < 2:  # noqa: PLR2004
+        if len(parts) == 1:
             continue
         for tensor, shape in wholes:
             for dim, size in enumerate(shape):
@@ -102,11 +101,7 @@ def _is_valid(probe: Probe, trials: Sequence[Trial], found: JoinedDim) -> bool:
         for place, dim in found.places
         if place == number
     )
-    larger = (
-        probe.larger(sizes, times=times, limit=MAX_VALIDATION_ELEMENTS)
-        for times in VALIDATION_GROWTH
-    )
-    other = next((one for one in larger if one is not None), None)
+    other = probe.for_validation(sizes)
     return other is None or _is_valid_in(other.trial(other.kinds[0]), found)
 
 
@@ -118,10 +113,7 @@ def _is_valid_in(trial: Trial, found: JoinedDim) -> bool:
         return False
     option = found.option(len(trial.values), len(shapes))
     interleaved = [kind for kind in option.outputs if kind.sub_shards]
-    try:
-        valid = trial.options(option.inputs, _PARTS, interleaved)
-    except Exception:  # noqa: BLE001  backward of an operator may raise anything
-        return False
+    valid = trial.valid_options(option.inputs, _PARTS, interleaved)
     return any(_replicated(known) == _replicated(option) for known in valid)
 
 

@@ -10,7 +10,9 @@ from autoshard.discovery.shapes import (
     FEW_ELEMENTS,
     GROWTH,
     MAX_ELEMENTS,
+    MAX_VALIDATION_ELEMENTS,
     SMALL_SIZE,
+    VALIDATION_GROWTH,
     Shapes,
     integers_in,
     num_elements,
@@ -115,6 +117,18 @@ class Probe:
         except Exception:  # noqa: BLE001  an operator may raise anything
             return None
         return other
+
+    def for_validation(self, sizes: Collection[int]) -> "Probe | None":
+        """Return a probe in which some sizes are much larger; None if none such runs.
+
+        Args:
+            sizes: sizes of the original call to enlarge.
+        """
+        larger = (
+            self.larger(sizes, times=times, limit=MAX_VALIDATION_ELEMENTS)
+            for times in VALIDATION_GROWTH
+        )
+        return next((probe for probe in larger if probe is not None), None)
 
 
 def probe_of(call: Call) -> Probe:

@@ -18,7 +18,6 @@ import torch
 
 from autoshard.discovery.joined import JoinedDim, joined_dims
 from autoshard.discovery.probe import NotTriableError, Probe
-from autoshard.discovery.shapes import MAX_VALIDATION_ELEMENTS, VALIDATION_GROWTH
 from autoshard.discovery.trial import Option, Trial, Types, axis_types
 from autoshard.graph import CallRule, Letters, Tensor
 from autoshard.graph.checks import MAX_FREE, MAX_GROUPS
@@ -200,12 +199,7 @@ class RuleSearch:
             parts: number of shards if the larger sizes share no factor with the original ones.
         """
         option = letter.option
-        sizes = self._sharded_sizes(option)
-        larger = (
-            self.probe.larger(sizes, times=t, limit=MAX_VALIDATION_ELEMENTS)
-            for t in VALIDATION_GROWTH
-        )
-        other = next((probe for probe in larger if probe is not None), None)
+        other = self.probe.for_validation(self._sharded_sizes(option))
         if other is None:
             return True
         values = other.draw(other.kinds[0])
@@ -250,7 +244,7 @@ class RuleSearch:
 
     def _is_valid(self, probe: Probe, option: Option, parts: int) -> bool:
         self._check_time()
-        return option in _valid_options(probe.trial(probe.kinds[0]), option.inputs, parts)
+        return option in probe.trial(probe.kinds[0]).valid_options(option.inputs, parts)
 
     def _linear(self) -> tuple[frozenset[int], ...]:
         """Groups of inputs in which the operator is jointly linear."""
@@ -337,18 +331,11 @@ def _options_of_all(
     for trial in trials:
         if time.monotonic() > deadline:
             raise OutOfTimeError
-        valid = _valid_options(trial, inputs, parts)
+        valid = trial.valid_options(inputs, parts)
         found = valid if found is None else found & valid
         if not found:
             break
     return frozenset(found or ())
-
-
-def _valid_options(trial: Trial, inputs: Types, parts: int) -> set[Option]:
-    try:
-        return trial.options(inputs, parts)
-    except Exception:  # noqa: BLE001  backward of an operator may raise anything
-        return set()
 
 
 def _common_size(

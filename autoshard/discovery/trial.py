@@ -96,6 +96,15 @@ class Trial:
                     found.add(Option(taken, outputs))
         return found
 
+    def valid_options(
+        self, inputs: Types, parts: int, interleaved: Collection[AxisType] = ()
+    ) -> set[Option]:
+        """Return the `options`; none if the operator or its backward fails."""
+        try:
+            return self.options(inputs, parts, interleaved)
+        except Exception:  # noqa: BLE001  backward of an operator may raise anything
+            return set()
+
     def canonical(self, option: Option) -> Option:
         """Return the option with R instead of I wherever no gradient flows."""
         inputs = (t if t is not I or self._flows(i) else R for i, t in enumerate(option.inputs))

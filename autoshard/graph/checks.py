@@ -386,7 +386,7 @@ def _check_pieces(rule: CallRule, sizes: Mapping[str, int]) -> None:
         if not known <= rule.whole:
             raise SchemaError(f"letter {letter!r} or one of its pieces is unknown or not whole")
         total = sum(size for size, _ in pieces)
-        if len(pieces) < 2 or min(size for size, _ in pieces) < 1 or sizes[letter] % total:  # noqa: PLR2004
+        if len(pieces) <= 1 or min(size for size, _ in pieces) < 1 or sizes[letter] % total:
             raise SchemaError(f"the pieces of letter {letter!r} do not divide it")
         unit = sizes[letter] // total
         if any(name is not None and sizes[name] != size * unit for size, name in pieces):

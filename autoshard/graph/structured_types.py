@@ -20,8 +20,9 @@ def register_types(value: Any) -> None:
     """
     kind = type(value)
     if kind.__module__ == "torch.return_types":
-        name = f"{kind.__module__}.{kind.__qualname__}"
-        raise ExportError(f"forward returns a {name}: return its members, as in tuple(result)")
+        raise ExportError(
+            f"forward returns a {_name(kind)}: return its members, as in tuple(result)"
+        )
     if _is_structured(kind):
         _register(kind)
     if dataclasses.is_dataclass(value):

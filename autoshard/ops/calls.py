@@ -12,7 +12,7 @@ import torch
 from autoshard.errors import PlanError, UnsupportedError
 from autoshard.graph import DType, Graph, Node, Token, TokenKind
 from autoshard.ops.registry import has_rule
-from autoshard.ops.schema_checks import check_arguments
+from autoshard.ops.schema_checks import check_against_schema
 from autoshard.torch_private import OpOverload, schema_of
 
 _REFUSED = frozenset({"aten.from_file"})
@@ -63,7 +63,7 @@ def check_call(node: Node, *, custom: Collection[str] = ()) -> None:
         PlanError: they may not, or it does not.
     """
     schema = schema_of(resolve_operator(node.operator, custom=custom))
-    check_arguments(node, schema)
+    check_against_schema(node, schema)
 
 
 _VALUES = {

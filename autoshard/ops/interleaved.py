@@ -3,10 +3,10 @@
 A fused projection computes queries, keys and values, or the two halves of a gated layer, in one
 matrix product, and a split, slices, or a view with a dim of size three separates its output. With
 the weight in interleaved shards, every rank has its heads of each, without communication. The
-interleavings (relative sizes of the sub-shards) come from the operators that split or concatenate;
-elementwise operators and products propagate them to the weights, and to inputs of the program, of
-which the data loader gives every rank its slice of each thing. Interleavings that reach neither are
-useless, and not offered.
+interleavings (relative sizes of the sub-shards) come from the operators that split or concatenate,
+and from views that split a dim into factors or merge them; elementwise operators and products
+propagate them to the weights, and to inputs of the program, of which the data loader gives every
+rank its slice of each thing. Interleavings that reach neither are useless, and not offered.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -22,8 +22,8 @@ from autoshard.ops.spec import call_of
 from autoshard.ops.views import SELECTING
 
 MAX_SECTIONS = 16
-"""Most sub-shards of a dim that a view suggests. A view of many heads suggests as many, and a shard
-of part of each head is never of use."""
+"""Most sub-shards of a dim that a view suggests. A view of many heads suggests as many, and they
+would add as many layouts to every activation for a shard that is hardly of use."""
 
 _Dim = tuple[str, int]
 """A value and one of its dims."""
@@ -123,6 +123,8 @@ class _Propagation:
         """
         node, rule = self._graph.nodes[number], self._rule(number)
         tensors = (*rule.inputs, *rule.outputs)
+        if all(len(factors) <= 1 for tensor in tensors for factors in tensor):
+            return
         outermost = {dims[0] for tensor in tensors for dims in tensor if dims}
         for value, dims in zip((*node.inputs, *node.outputs), tensors, strict=True):
             for dim, factors in enumerate(dims):

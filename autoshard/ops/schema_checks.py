@@ -30,7 +30,7 @@ _NUM_REDUCTIONS = 3
 _INT64 = 1 << 63
 
 
-def check_arguments(
+def check_against_schema(
     node: Node, schema: FunctionSchema, replaced: Mapping[str, Argument] | None = None
 ) -> None:
     """Check that a schema takes the arguments of a call.

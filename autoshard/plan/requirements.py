@@ -9,7 +9,7 @@ from autoshard.plan.document import Plan
 
 
 def requirements(plan: Plan) -> Iterator[str]:
-    """What `parallelize` is to be told, one sentence each; nothing for most plans."""
+    """Arguments that `parallelize` needs, one sentence each; none for most plans."""
     programs = [stage.program for stage in plan.stages]
     custom = sorted({name for program in programs for name in _custom_operators(program)})
     if custom:

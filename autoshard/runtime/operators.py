@@ -11,7 +11,7 @@ import torch
 
 from autoshard.graph import Argument, Node, Ref, Token, TokenKind, references
 from autoshard.ops.calls import check_token, resolve_operator
-from autoshard.ops.schema_checks import check_arguments
+from autoshard.ops.schema_checks import check_against_schema
 from autoshard.runtime.local_node import Step
 from autoshard.torch_private import schema_of
 
@@ -47,7 +47,7 @@ class OperatorCall:
         self._name, self._num_outputs = node.name, len(node.outputs)
         self._operator = resolve_operator(node.operator, custom=custom)
         schema = schema_of(self._operator)
-        check_arguments(node, schema, replaced)
+        check_against_schema(node, schema, replaced)
         templates = _templates({**dict(node.arguments), **(replaced or {})}, device, node)
         args: list[Any] = []
         for argument in schema.arguments:

@@ -205,7 +205,7 @@ def _distributed(
 
 @dataclass(frozen=True, slots=True)
 class PlannedBuffer:
-    """How a plan stores a buffer.
+    """A buffer as a plan stores it.
 
     Attributes:
         placed: its shape, element type and layout.
@@ -230,7 +230,7 @@ class PlannedBuffer:
         tensor, placed = attribute.get(), self.placed
         if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != placed.shape:
             raise PlanError(
-                f"buffer {placed.target!r} was replaced by {_shown(tensor)}, and the plan is for a "
+                f"buffer {placed.target!r} was replaced by {shown(tensor)}, and the plan is for a "
                 f"tensor of shape {placed.shape}: assign one of this shape, or copy into the buffer"
             )
         if tensor.dtype != getattr(torch, placed.dtype):
@@ -253,7 +253,8 @@ class PlannedBuffer:
         return tensor
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
+    """A value in an error: the shape of a tensor, the beginning of anything else."""
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     return f"{value!r:.80}"

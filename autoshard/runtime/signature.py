@@ -21,6 +21,7 @@ from autoshard.runtime.global_tensors.global_tensor import GlobalTensor
 from autoshard.runtime.global_tensors.origins import fresh
 from autoshard.runtime.global_tensors.placed import Placed
 from autoshard.runtime.local_node import Place
+from autoshard.runtime.parameters import shown
 from autoshard.runtime.shards import local_shard
 from autoshard.torch_private import pytree, version_counter
 
@@ -229,7 +230,7 @@ def check_literal(name: str, exported: object, leaf: Any) -> None:
     if isinstance(leaf, torch.Tensor) or leaf != exported:
         raise PlanError(
             f"argument {name!r} was {exported!r} when the model was exported and is "
-            f"{_shown(leaf)} now; plan again for the new value"
+            f"{shown(leaf)} now; plan again for the new value"
         )
 
 
@@ -283,7 +284,7 @@ class _TensorArgument:
         """Check that a value is a tensor of the planned dtype and, unless any will do, shape."""
         name = self.name
         if not isinstance(value, torch.Tensor):
-            raise PlanError(f"argument {name!r} must be a tensor, not {_shown(value)}")
+            raise PlanError(f"argument {name!r} must be a tensor, not {shown(value)}")
         if value.dtype != self._dtype:
             raise PlanError(f"argument {name!r} is {value.dtype}; the plan is for {self._dtype}")
         shape = tuple(value.shape)
@@ -363,9 +364,3 @@ class Results:
 
 def _has_gradient(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
-    return f"{value!r:.80}"

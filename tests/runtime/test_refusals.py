@@ -1,4 +1,4 @@
-"""What `parallelize` and pipelines refuse, and where planning has said the same before.
+"""Refusals of `parallelize` and pipelines, and where planning has said the same before.
 
 The table has every function of the runtime that raises an error. What depends on the program
 and the options alone is refused when the program is read or planned, or is said of the plan.
@@ -195,11 +195,11 @@ runtime.program: _place
 runtime.python_state.state: PythonState.check_applies
 runtime.torch_check: _check_same_version
 """
-"""What planning cannot know: the model, mesh, ranks, torch and plans that are passed."""
+"""Refusals of a model, mesh, rank, torch or plan that is passed, which planning cannot know."""
 
 OF_DOCUMENTS = """
 ops.calls: check_token
-ops.schema_checks: check_arguments
+ops.schema_checks: check_against_schema
 runtime.constants: prepared_inputs
 runtime.pipelining.devices: _position
 runtime.pipelining.schedules: make_schedule
@@ -209,7 +209,7 @@ runtime.program: _Binder._check_inputs _Binder._local_shapes
 runtime.python_state.state: _record
 runtime.sharded_kernels.halo: _only _check
 """
-"""What no plan of this library has: a document that was written by hand, or changed."""
+"""Refusals of documents that were written by hand, or changed."""
 
 OF_CALLS = """
 runtime.autocast: outside_autocast
@@ -244,7 +244,7 @@ runtime.signature: _TensorArgument.check _TensorArgument.localize
 runtime.state_dicts: _on_mesh
 runtime.unsharded_forward: UnshardedForward._meet
 """
-"""What a call of the planned model, or a function that is given it, refuses."""
+"""Refusals by a call of the planned model, or by a function that is given it."""
 
 
 def listed(table: str) -> set[str]:

@@ -76,13 +76,13 @@ def without_out_arguments(graph: Graph) -> Graph:
     Raises:
         UnsupportedError: the argument has another shape or element type than the result.
     """
-    if not any(functional_overload(node) for node in graph.nodes):
+    forms = [functional_overload(node) for node in graph.nodes]
+    if not any(forms):
         return graph
     values = dict(graph.values)
     value_names, node_names = Names(values), Names(node.name for node in graph.nodes)
     nodes: list[Node] = []
-    for node in graph.nodes:
-        form = functional_overload(node)
+    for node, form in zip(graph.nodes, forms, strict=True):
         if form is None:
             nodes.append(node)
             continue

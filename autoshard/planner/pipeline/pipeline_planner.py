@@ -166,6 +166,7 @@ def _plan(graph: Graph, mesh: Mesh, options: PlanOptions, given: ComparisonLimit
 
 
 def _planned(graph: Graph, mesh: Mesh, options: PlanOptions, given: ComparisonLimits) -> Plan:
+    """The plan of one stage or of a pipeline, by the least times of the steps of planning."""
 
     def plan_stage(
         program: Graph,

@@ -1,4 +1,4 @@
-"""What optimization needs of the gradients of all pipeline stages: norms, and clipping by them."""
+"""Norms of the gradients of all pipeline stages, clipping by them, and optimizers that need all."""
 
 from collections.abc import Sequence
 from functools import cache

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
+from functools import cached_property
 from inspect import Signature
 from typing import Any
 
@@ -90,7 +91,6 @@ class PipelineRunner:
         self._batches = MicroBatches(plan.pipeline, signature, target_dim)
         self.stages = _stages(model, plan, devices, forwards)
         self.is_training = plan.options.mode == "training"
-        self._differentiated = DifferentiatedParameters(plan)
         self._loss_position = -1
         if self.is_training and loss_fn is None:
             self._loss_position = self._find_loss()
@@ -114,6 +114,11 @@ class PipelineRunner:
             steps=deepcopy(self.steps, memo),
             **self._settings,
         )
+
+    @cached_property
+    def _differentiated(self) -> DifferentiatedParameters:
+        """The parameters that results depend on, which training asks for."""
+        return DifferentiatedParameters(self._plan)
 
     @property
     def _last(self) -> PlannedStage | None:

@@ -1,4 +1,4 @@
-"""What lies at the edges of pipelines: targets, buffers, gradients that are None, wrong calls."""
+"""Edges of pipelines: targets, buffers, gradients that are None, wrong calls."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -153,7 +153,7 @@ class Unused(nn.Module):
 
 
 def check_none(habit: Habit) -> None:
-    """What the loss does not depend on has no gradient, and keeps one that it has."""
+    """Parameters without influence on the loss have no gradient, and keep one that they have."""
     planned = parallelize(habit.model, habit.plan, habit.mesh)
     close(planned.step(**habit.batch), expected_step(habit, lambda x: x["loss"]), "loss")
     check_gradients(planned, habit.reference)
@@ -168,7 +168,7 @@ def check_none(habit: Habit) -> None:
 
 
 def check_none_of_results(habit: Habit) -> None:
-    """Which results a loss function uses may change from step to step."""
+    """The results that a loss function uses may change from step to step."""
     used = ["loss"]
     planned = pipeline(
         habit.model,
@@ -245,7 +245,7 @@ def check_refused_norms(habit: Habit) -> None:
 
 
 def check_wrong_arguments(habit: Habit) -> None:
-    """What is wrong in the first step is so on all ranks, also if one rank alone has it."""
+    """An error of one rank in the first step is raised on all."""
     planned = pipeline(habit.model, habit.plan, habit.mesh, loss_fn=_squares)
     wrong = habit.batch["x"].double()
     with pytest.raises(PlanError, match=r"argument 'x' is torch\.float64"):
