@@ -7,7 +7,7 @@ trace function sees which lines run; the bytecode of these lines says what they 
 import dis
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
@@ -17,6 +17,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from autoshard.graph.python_state.code import is_user_code
+
+FreeVariables = Mapping[str, Any]
+"""Values of the free variables of a function, by their names."""
 
 Chain = tuple[str, ...]
 """A global and the attributes that are read of it: `("settings", "model", "tau")`."""
@@ -98,6 +101,7 @@ def _add_names(step: dis.Instruction, code: CodeType, names: Names) -> None:
 
 
 OnCode = Callable[[CodeType, FrameType], None]
+OnFunction = Callable[[CodeType], None]
 OnLine = Callable[[CodeType, int], None]
 OnTorch = Callable[[Any, Any, Any, Any], None]
 
@@ -132,7 +136,8 @@ class ExecutedLines:
     """Traces user code.
 
     Args:
-        on_code: called before a function runs for the first time.
+        on_code: called before the code of a function runs for the first time.
+        on_function: called before it runs for the first time with the free variables that it has.
         on_line: called before a line runs for the first time.
         on_torch: called after user code called a torch function, with its arguments and result.
         on_compiler: called before a compiler runs.
@@ -145,14 +150,16 @@ class ExecutedLines:
     def __init__(
         self,
         on_code: OnCode,
+        on_function: OnFunction,
         on_line: OnLine,
         on_torch: OnTorch,
         on_compiler: Callable[[], None],
     ) -> None:
-        self._on_code, self._on_line, self._on_torch = on_code, on_line, on_torch
-        self._on_compiler = on_compiler
+        self._on_code, self._on_function, self._on_line = on_code, on_function, on_line
+        self._on_torch, self._on_compiler = on_torch, on_compiler
         # By identity: equal functions may be several, and comparing code takes long.
         self._lines: dict[int, tuple[CodeType, set[int]]] = {}
+        self._closures: dict[int, dict[tuple[tuple[str, int], ...], FreeVariables]] = {}
         self._skipped: dict[int, CodeType] = {}
         self.is_paused = True
         self.is_complete = True
@@ -213,6 +220,10 @@ class ExecutedLines:
                 found.update(by_line[line])
         return found
 
+    def closures(self, code: CodeType) -> Collection[FreeVariables]:
+        """The free variables with which a function was called: decorators share the code."""
+        return self._closures.get(id(code), {}).values()
+
     @property
     def functions(self) -> tuple[CodeType, ...]:
         """The code of the functions that ran."""
@@ -233,7 +244,20 @@ class ExecutedLines:
                 return None
             self._lines[id(code)] = code, set()
             self._call(self._on_code, code, frame)
+        if self._is_new_function(code, frame):
+            self._call(self._on_function, code)
         return self._on_event
+
+    def _is_new_function(self, code: CodeType, frame: FrameType) -> bool:
+        """True if the code was not called with these free variables before."""
+        local = frame.f_locals if code.co_freevars else {}
+        values = {name: local[name] for name in code.co_freevars if name in local}
+        key = tuple((name, id(value)) for name, value in values.items())
+        known = self._closures.setdefault(id(code), {})
+        is_new = key not in known
+        # The values are kept, so that no other object gets the number of one of them.
+        known.setdefault(key, values)
+        return is_new
 
     def _on_event(self, frame: FrameType, event: str, _arg: Any) -> Any:
         code, line = frame.f_code, frame.f_lineno

@@ -67,7 +67,7 @@ def namespaces(
             yield holder, class_path(holder)
         elif isinstance(holder, ModuleType) and is_user_module(holder.__name__):
             yield holder, (f"{holder.__name__}:",)
-            for inner in vars(holder).keys() & mentioned:
+            for inner in sorted(vars(holder).keys() & mentioned):
                 kind = vars(holder)[inner]
                 if isinstance(kind, type) and is_user_module(kind.__module__):
                     yield kind, class_path(kind)

@@ -1,6 +1,6 @@
 """The objects that forward may read, each with its path: modules, objects, classes, functions."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from enum import Enum
 from functools import cached_property, partial
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from autoshard.graph.python_state.code import is_user_module
+from autoshard.graph.python_state.executed_lines import FreeVariables
 from autoshard.graph.python_state.paths import (
     Path,
     Place,
@@ -69,9 +70,21 @@ class Holders:
         """The object itself, and its path; None if it is unknown."""
         return self._known.get(identity(holder))
 
-    def functions_of(self, code: CodeType) -> Iterable[tuple[FunctionType, Path]]:
-        """The functions with this code, and their paths; their free variables may differ."""
-        return self._functions.get(id(code), {}).values()
+    def functions_of(
+        self, code: CodeType, closures: Collection[FreeVariables]
+    ) -> Collection[tuple[FunctionType, Path]]:
+        """The functions that ran with this code, and their paths.
+
+        A decorator makes many functions of one code, of other classes in this process too: those
+        ran whose free variables had the values of a call.
+
+        Args:
+            code: the code.
+            closures: values of the free variables in the calls.
+        """
+        alike = self._functions.get(id(code), {}).values()
+        called = [known for known in alike if any(_is_of(known[0], c) for c in closures)]
+        return called or alike  # a free variable may have been set since
 
     @property
     def classes(self) -> tuple[type, ...]:
@@ -149,6 +162,14 @@ class Holders:
         if is_user_module(kind.__module__) or kind.__module__ in _OF_PYTHON:
             self.add_class(kind)
             self._on_object(value, path)
+
+
+def _is_of(function: FunctionType, closure: FreeVariables) -> bool:
+    """True if the free variables of a function have these values."""
+    places = {part[-1]: place for part, place in function_parts(function) if len(part) > 1}
+    return places.keys() == closure.keys() and all(
+        places[name].value is value for name, value in closure.items()
+    )
 
 
 def function_parts(function: FunctionType) -> Iterator[tuple[tuple[str, ...], Place]]:

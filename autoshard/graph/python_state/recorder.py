@@ -137,7 +137,9 @@ class Recorder:
         self._replayed: Path | None = None
         self._holders = Holders(self._watch, self._keep_class)
         self._holders.add_module(model, (), kind)
-        self._lines = ExecutedLines(self._on_code, self._on_line, self._on_torch, self._end)
+        self._lines = ExecutedLines(
+            self._on_code, self._on_function, self._on_line, self._on_torch, self._end
+        )
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -394,17 +396,22 @@ class Recorder:
     def _on_code(self, code: CodeType, frame: FrameType) -> None:
         self._globals[id(code)] = frame.f_globals
         for line, names in names_by_line(code).items():
-            for chain in names.chains:
+            for chain in sorted(names.chains):
                 for path, place in resolve(chain, frame.f_globals):
                     self._holders.add(place.value, path)
                     self.changes.keep(path, place)
                     query = query_of(place.value)
                     if query is not None:
                         self._queries.setdefault((id(code), line), []).append(query)
-        for function, path in self._holders.functions_of(code):
+
+    def _on_function(self, code: CodeType) -> None:
+        for function, path in self._functions(code):
             self.changes.watch(function, path)
             for part, place in function_parts(function):
                 self.changes.keep((*path, *part), place)
+
+    def _functions(self, code: CodeType) -> Collection[tuple[FunctionType, Path]]:
+        return self._holders.functions_of(code, self._lines.closures(code))
 
     def _on_line(self, code: CodeType, line: int) -> None:
         for query in self._queries.get((id(code), line), ()):
@@ -447,23 +454,23 @@ class Recorder:
             if names.has_class:
                 of_classes |= names.mentioned
             self._finish_globals(code, names)
-            for function, path in self._holders.functions_of(code):
+            for function, path in self._functions(code):
                 self._finish_function(function, path, names.free)
         for holder, path in self._unwatched:
             fields = instance_dict(holder)
-            for name in mentioned & fields.keys():
+            for name in sorted(mentioned & fields.keys()):
                 self._record((*path, name), Place(fields, name, fields[name]))
         self._finish_classes(of_classes)
 
     def _finish_globals(self, code: CodeType, names: Names) -> None:
         namespace = self._globals[id(code)]
-        for chain in names.chains:
+        for chain in sorted(names.chains):
             for path, place in resolve(chain, namespace):
                 if not (is_installed(code.co_filename) and _is_cache(place.value)):
                     self._record(path, place)
             for holder, path in namespaces(chain, namespace, names.mentioned):
                 # It may have another name here, as in `import settings as s`.
-                for name in vars(holder).keys() & names.mentioned:
+                for name in sorted(vars(holder).keys() & names.mentioned):
                     found = find_place(holder, name)
                     if found is not None and _is_data(name, found.value):
                         self._record((*path, name), found)
@@ -471,7 +478,7 @@ class Recorder:
     def _finish_classes(self, mentioned: Collection[str]) -> None:
         """Data of classes that is read without an instance, as in `type(self).tau`."""
         for kind in self._holders.classes:
-            for name in vars(kind).keys() & mentioned:
+            for name in sorted(vars(kind).keys() & mentioned):
                 if _is_data(name, vars(kind)[name]):
                     place = Place(kind, name, vars(kind)[name], is_item=False, owner=kind)
                     self._record((*class_path(kind), name), place)
