@@ -4,7 +4,7 @@ import ast
 import re
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 from autoshard.errors import TorchVersionError
-from autoshard.torch_private import check_parts, checks, checks_of_tensors
+from autoshard.torch_private import check_parts, checks, checks_of_tensors, pytree, saves_result
 from autoshard.torch_private.versions import NEWEST, OLDEST, expected_of_torch
 
 ROOT = Path(__file__).parents[1]
@@ -119,6 +120,7 @@ BROKEN: dict[str, tuple[str, Callable[..., Any]]] = {
         lambda sampler: sampler.num_samples,
     ),
     "what a checkpoint recomputes can be changed": ("checkpointed", lambda _: nullcontext()),
+    "nodes of autograd tell whether they save their result": ("saves_result", lambda _: False),
     "clip_grad_norm_ computes the norm by a function that can be replaced": (
         "replace_total_norm",
         lambda _: None,
@@ -243,3 +245,48 @@ def test_what_is_required_is_what_was_tried() -> None:
     page = (ROOT / "docs" / "training.md").read_text()
     section = page.partition("## Versions of PyTorch")[2].partition("\n## ")[0]
     assert all(number in section for number in (oldest, newest, "AUTOSHARD_ANY_TORCH=1"))
+
+
+def test_functions_that_need_their_result_in_backward_are_known() -> None:
+    """A write into such a result makes backward fail on one device."""
+    found = {
+        name: (saves_result(results[0].grad_fn), _is_saved(results[0]))
+        for name, function in _functions_of_a_matrix()
+        if (results := _results(function))
+    }
+    assert len(found) > 150
+    assert [name for name, (told, saved) in found.items() if saved and not told] == []
+    needless = [name for name, (told, saved) in found.items() if told and not saved]
+    assert len(needless) < 10, needless
+    assert not any(name.endswith((".add", ".matmul", ".gelu", ".clone")) for name in needless)
+
+
+NOT_OF_A_MATRIX = {"save", "load", "compile", "lobpcg"}
+
+
+def _functions_of_a_matrix() -> Iterator[tuple[str, Callable[[torch.Tensor], Any]]]:
+    for module in (torch, torch.special, torch.linalg, functional):
+        for name in dir(module):
+            function = getattr(module, name)
+            is_private = name.startswith("_") or name.endswith("_") or isinstance(function, type)
+            if callable(function) and not is_private and name not in NOT_OF_A_MATRIX:
+                yield f"{module.__name__}.{name}", function
+
+
+def _results(function: Callable[[torch.Tensor], Any]) -> list[torch.Tensor]:
+    matrix = torch.rand(4, 4, requires_grad=True) + torch.eye(4)
+    for arguments in ((matrix,), (matrix, 1), (matrix, matrix + 1)):
+        with suppress(Exception), warnings.catch_warnings(action="ignore"):
+            leaves = pytree.tree_leaves(function(*arguments))
+            found = [x for x in leaves if isinstance(x, torch.Tensor) and x.grad_fn is not None]
+            return [x for x in found if x is not matrix]
+    return []
+
+
+def _is_saved(result: torch.Tensor) -> bool:
+    try:
+        result.detach().fill_(0.5)
+        result.sum().abs().backward()
+    except RuntimeError as error:
+        return "needed for gradient computation has been modified" in str(error)
+    return False

@@ -120,10 +120,10 @@ class Chains:
         """
         return ChainCosts(self, self._rows(sources)[:, None], targets[None, :])
 
-    def before(self, source: int) -> NDArray[np.int32]:
+    def before(self, source: int) -> IntArray:
         """The last layout but one of the chain from a layout to each, negative if there is none."""
         row = self._rows(np.array([source]))[0]
-        before: NDArray[np.int32] = self._before[row]
+        before: IntArray = self._before[row]
         return before
 
     @property

@@ -526,6 +526,7 @@ class ReshardingTable:
         )
         self._shards = (*(S(dim) for dim in range(len(shape))), *interleaved)
         self._uneven = uneven_shards(shape, axis_sizes)
+        self._steps: dict[tuple[int, int], Step] = {}
         self.index = {layout: i for i, layout in enumerate(self.layouts)}
 
     def costs(self, sources: IntArray, targets: IntArray) -> ChainCosts:
@@ -555,14 +556,28 @@ class ReshardingTable:
             LayoutError: a layout is illegal for this tensor, or no chain connects them.
         """
         start, end = self._index_of(source), self._index_of(target)
-        before = self._chains.before(start)
+        before = self.before(start)
         chain = [end]
         while chain[-1] != start:
             chain.append(int(before[chain[-1]]))
             if chain[-1] < 0:
                 raise LayoutError(f"no resharding from {source} to {target}")
         chain.reverse()
-        return tuple(self._step(self._step_table.index(*pair)) for pair in pairwise(chain))
+        return tuple(self.step(*pair) for pair in pairwise(chain))
+
+    def before(self, source: int) -> IntArray:
+        """The last layout but one of the cheapest chain from a layout to each, by index.
+
+        It is negative if there is none.
+        """
+        return self._chains.before(source)
+
+    def step(self, source: int, target: int) -> Step:
+        """The step between two layouts, given by index, that one step connects."""
+        if (source, target) not in self._steps:
+            number = self._step_table.index(source, target)
+            self._steps[source, target] = self._step(number)
+        return self._steps[source, target]
 
     def _index_of(self, layout: Layout) -> int:
         if layout not in self.index:

@@ -450,8 +450,8 @@ class PlanOptions(_Options):
         gt=0,
         le=MAX_SECONDS,
         description=(
-            "time limit, seconds, of listing the strategies and of solving; a request should end "
-            "at most 10 % and two seconds after it."
+            "time limit, seconds, of listing the strategies and of solving; a request ends at most "
+            "10 % and two seconds after it on a quiet machine."
         ),
     )
     relative_gap: Number = Field(

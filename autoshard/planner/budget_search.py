@@ -381,10 +381,11 @@ class BudgetSearch(BudgetSolver):
         rounds.limits.record(limited.peak_usage(solution.choice), plan.memory.peak)
 
     def _outcome(self, rounds: Rounds) -> Outcome:
-        """The result of the search; if no plan fits yet, that with the least usage is tried."""
+        """The result of the search; in time, without a plan, that of the least usage is tried."""
         relaxed = rounds.relaxed
         assert relaxed is not None
-        if rounds.best is None and relaxed.status is not SolveStatus.INFEASIBLE:
+        is_open = rounds.best is None and relaxed.status is not SolveStatus.INFEASIBLE
+        if is_open and not self.is_late:
             plan = self.min_usage_plan[1]
             if plan is not None and plan.memory.peak <= rounds.budget:
                 status, objective = SolveStatus.FEASIBLE, plan.costs.total
@@ -424,13 +425,11 @@ class BudgetSearch(BudgetSolver):
         return self.solve(priced, gap=self._loose_gap)
 
     def _is_over(self, rounds: Rounds) -> bool:
-        """True if the search is cancelled, the plan is good enough, or time is up with a plan."""
-        if self.is_cancelled or self._is_good(rounds):
+        """True if the search is cancelled, the plan is good enough, or time is up."""
+        if self.is_cancelled or self.is_late or self._is_good(rounds):
             return True
-        if not rounds.fits:
-            return self.is_late and rounds.best is not None
-        rounds.num_improvements += 1
-        return self.is_late or rounds.num_improvements > _MAX_IMPROVEMENTS
+        rounds.num_improvements += rounds.fits
+        return rounds.num_improvements > _MAX_IMPROVEMENTS
 
     def _is_good(self, rounds: Rounds) -> bool:
         """True if the best plan that fits has at most the requested gap."""

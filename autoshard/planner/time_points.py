@@ -7,20 +7,18 @@ The memory counted at a time point is a lower bound of the true memory there.
 """
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 
-from autoshard.arrays import BoolArray, FloatArray
+from autoshard.arrays import FloatArray
 from autoshard.costs import halo_bytes, saved_bytes
-from autoshard.layouts import Action, Layout, Step
 from autoshard.ops import SavedByAutograd, call_of, passes_gradient, rule_for
 from autoshard.plan.gradients import Gradient
-from autoshard.plan.memory import step_working
-from autoshard.planner.edge_costs import EdgeCosts, local_bytes
+from autoshard.planner.edge_costs import EdgeCosts
 from autoshard.planner.formulation import Formulation, Role, Use
+from autoshard.planner.resharding_memory import ReshardingMemory
 
 Interval = tuple[int, int]
 """Half-open interval of time points."""
@@ -54,6 +52,7 @@ class TimePoints:
     def __init__(self, formulation: Formulation, points: Sequence[BackwardPoint]) -> None:
         self._formulation = formulation
         self._graph = formulation.graph
+        self._memory_of: dict[EdgeCosts, ReshardingMemory] = {}
         placed = sorted((-self._place(point), i) for i, point in enumerate(points))
         self.backward = tuple(points[i] for _, i in placed)
         self._places = [place for place, _ in placed]
@@ -127,13 +126,9 @@ class TimePoints:
         Returns:
             Bytes, shape [R, C].
         """
-        nbytes = np.zeros((len(costs.sources), len(costs.targets)))
         if use.gradient is not Gradient.FLOWS or not self._has_full_gradient(use.value):
-            return nbytes
-        for i, j, path in _paths(costs, costs.is_possible):
-            source, target = costs.source_layouts[i], costs.target_layouts[j]
-            nbytes[i, j] = self._path_bytes(use.value, source, target, path)
-        return nbytes
+            return np.zeros((len(costs.sources), len(costs.targets)))
+        return self._memory(costs).backward
 
     def gathered_bytes(self, use: Use, costs: EdgeCosts) -> FloatArray:
         """Bytes of the all-gathers that backward repeats for the reader of a use.
@@ -150,10 +145,12 @@ class TimePoints:
         nbytes = np.where(costs.is_noop | ~costs.is_possible, 0.0, costs.target_bytes)
         if self._formulation.reads_parameter(use):
             return nbytes  # A bucket may need no working memory.
-        for i, j, path in _paths(costs, nbytes > 0):
-            sizes = self._sizes(use.value, costs.source_layouts[i], path)
-            nbytes[i, j] += _most_working(path, sizes, backward=False)
-        return nbytes
+        return nbytes + np.where(nbytes > 0, self._memory(costs).forward, 0.0)
+
+    def _memory(self, costs: EdgeCosts) -> ReshardingMemory:
+        if costs not in self._memory_of:
+            self._memory_of[costs] = ReshardingMemory(costs)
+        return self._memory_of[costs]
 
     def _place(self, point: BackwardPoint) -> float:
         """Position of a time point in the program; backward runs from the end to the start."""
@@ -170,26 +167,6 @@ class TimePoints:
         if target.role is Role.SHARED and readers:
             return min(readers) - 0.5
         return len(self._graph.nodes) - 0.5
-
-    def _path_bytes(
-        self, value: str, source: Layout, target: Layout, path: Sequence[Step]
-    ) -> float:
-        given = self._local_bytes(value, [target])[0]
-        if all(step.backward is Action.NOTHING for step in path):
-            return given
-        sizes = self._sizes(value, source, path)
-        return given + sizes[0] + _most_working(path, sizes, backward=True)
-
-    def _sizes(self, value: str, source: Layout, path: Sequence[Step]) -> list[float]:
-        """Bytes of a value before a resharding and after each of its steps."""
-        layouts = [source]
-        for step in path:
-            layouts.append(layouts[-1].replace_all(step.axes, step.target))
-        return self._local_bytes(value, layouts)
-
-    def _local_bytes(self, value: str, layouts: Sequence[Layout]) -> list[float]:
-        found = local_bytes(self._graph.values[value], layouts, self._formulation.axes.sizes)
-        return [float(nbytes) for nbytes in found]
 
     def _has_full_gradient(self, value: str) -> bool:
         """True if the gradient of a value needs as much memory as the value.
@@ -213,28 +190,3 @@ class TimePoints:
             if same and len(node.outputs) == 1 and self._has_full_gradient(made):
                 return True
         return False
-
-
-def _paths(costs: EdgeCosts, mask: BoolArray) -> Iterator[tuple[int, int, Sequence[Step]]]:
-    """The steps between each source and target layout where a mask is true, shape [R, C]."""
-    for i, j in np.argwhere(mask).tolist():
-        yield i, j, costs.table.path(costs.source_layouts[i], costs.target_layouts[j])
-
-
-def _most_working(path: Sequence[Step], sizes: Sequence[float], *, backward: bool) -> float:
-    """Most bytes of working memory of the steps of a resharding, in one of its passes.
-
-    Args:
-        path: the steps.
-        sizes: bytes of the tensor before them and after each.
-        backward: True for the backward pass.
-    """
-    between = [0.0, *sizes[1:-1], 0.0]
-    most = 0.0
-    for step, (old, new), around in zip(path, pairwise(sizes), pairwise(between), strict=True):
-        ends, (before, after) = (str(step.source), str(step.target)), (int(old), int(new))
-        working = step_working(step.forward, *ends, before, after)
-        if backward:
-            working = step_working(step.backward, *ends[::-1], after, before)
-        most = max(most, working + sum(around))
-    return most

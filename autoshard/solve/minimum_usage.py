@@ -67,7 +67,7 @@ def _least_of_all(problem: Problem, free: Problem, slack: float, state: SolveSta
     presolve = Presolve(
         (
             MergeTies(),
-            EnforceArcConsistency(),
+            EnforceArcConsistency(state.effort),
             FixVariables(),
             links,
             EliminateNeighbours(links),

@@ -37,6 +37,7 @@ from autoshard.torch_private.tensors import (
     is_transformed,
     own_parameters,
     runs_backward,
+    saves_result,
     schema_of,
     shares_memory,
     version_counter,
@@ -55,6 +56,7 @@ def checks_of_tensors() -> Mapping[str, Check]:
         "what a checkpoint recomputes can be changed": _changes_recomputation,
         "transforms of torch.func are seen": _sees_transforms,
         "functions of subclasses can be left out": _leaves_out_functions,
+        "nodes of autograd tell whether they save their result": _tells_saved_results,
         "views share the storage of their tensor": _compares_storages,
         "operators have a schema": _has_schemas,
         "modules keep their parameters by name": _keeps_parameters,
@@ -94,6 +96,12 @@ def _counts_writes() -> bool:
     before = version_counter(tensor)
     tensor[0] = 1
     return version_counter(tensor) > before
+
+
+def _tells_saved_results() -> bool:
+    leaf = torch.ones(2, 2, requires_grad=True)
+    results = (leaf.tanh(), leaf.exp().t(), leaf.softmax(0), leaf * 2, leaf @ leaf, leaf.sum(0))
+    return [saves_result(x.grad_fn) for x in results] == [True, True, True, False, False, False]
 
 
 def _numbers_backward() -> bool:

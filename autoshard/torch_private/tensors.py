@@ -1,5 +1,6 @@
 """Private parts of `torch` itself: tensors, autograd, modules and operators."""
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
@@ -67,6 +68,49 @@ def register_named_tuple(kind: type, name: str) -> None:
     Relies on: `_register_namedtuple`, which the error of `torch.export.save` tells users to call.
     """
     pytree._register_namedtuple(kind, serialized_type_name=name)
+
+
+_SAVED = "_saved_"
+_ARGUMENTS = re.compile(
+    _SAVED + r"(self|other|input|mat[12]|vec2?|batch[12]|tensors?[12]?|weights?|bias|condition|mask"
+    r"|index|indices|target|exponent|end|query|key|value|running_(mean|var)|result[1-9])"
+)
+"""Names under which autograd keeps arguments of operators, and further results such as means."""
+
+
+def saves_result(node: Node | None) -> bool:
+    """True if backward of the function that computed a tensor may need the tensor itself.
+
+    Relies on: nodes of autograd have what they save as `_saved_<name>`, with the names of
+    `derivatives.yaml`; those of an `autograd.Function` have `saved_tensors`. Public is only the
+    graph of the nodes.
+
+    Args:
+        node: `grad_fn` of the tensor. Views and copies of a tensor that is needed count as well.
+    """
+    while node is not None:
+        saved = [name for name in dir(node) if name.startswith(_SAVED) and _is_tensor(node, name)]
+        if not all(map(_ARGUMENTS.fullmatch, saved)) or _saves_tensors(node):
+            return True
+        if saved or len(node.next_functions) != 1:
+            return False
+        node = node.next_functions[0][0]
+    return False
+
+
+def _saves_tensors(node: Node) -> bool:
+    """True if an `autograd.Function` has saved tensors, which may be its results."""
+    try:
+        return bool(getattr(node, "saved_tensors", ()))
+    except RuntimeError:  # they are freed, since backward has run
+        return False
+
+
+def _is_tensor(node: Node, name: str) -> bool:
+    try:
+        return isinstance(getattr(node, name), torch.Tensor)
+    except RuntimeError:  # written since, or freed
+        return True
 
 
 def version_counter(tensor: torch.Tensor) -> int:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,13 +18,16 @@ from autoshard.runtime.global_tensors.origins import (
     Replay,
     count_write,
     fresh,
+    note_use,
     origin_of,
     replace_contents,
     set_origin,
+    without_memory,
 )
 from autoshard.runtime.global_tensors.placed import Placed
 from autoshard.runtime.global_tensors.rules import operator_rule, rule_of
 from autoshard.runtime.global_tensors.writes import (
+    check_unsaved,
     check_writable,
     has_inplace,
     without_inplace,
@@ -117,17 +120,19 @@ def run(
     call = _Arguments(function, leaves, spec, kind)
     if is_shaped_alike(function):
         return _shaped_alike(call)
+    if kwargs.get("out") is not None:
+        return _on_full_tensors(call)
     rule = rule_of(function)
-    if rule is not None:
-        found = _on_shards(call, rule)
-        if found is not None:
-            return found[0]
+    found = _on_shards(call, rule) if rule is not None else None
     target = leaves[0]
-    if isinstance(target, DTensor) and writes(function, kwargs):
+    if found is None and isinstance(target, DTensor) and writes(function, kwargs):
         check_writable(target)
         if origin_of(target) is None and _written_on_shards(call):
             return None if function.__name__ == "__setitem__" else target
-    return _on_full_tensors(call)
+        return _on_full_tensors(call)
+    result = _on_full_tensors(call) if found is None else found[0]
+    note_use(call.shared.values(), result)
+    return result
 
 
 def run_operator(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], kind: Kind) -> Any:
@@ -238,36 +243,65 @@ def _result(
         number: of the result.
         result: this rank's part of it.
     """
-    for place, base in bases.items():
-        if result.local is base:
-            return call.shared[place]
+    alike = _Aliases.of(call, bases, number, result.local)
+    if alike.same is not None:
+        return call.shared[alike.same]
     if call.is_operator:
-        return _operator_result(call, bases, number, result)
-    views = [n for n, base in bases.items() if shares_memory(result.local, base)]
-    if not (views or result.is_sharded or call.kind.stays_shared):
+        return _operator_result(call, alike.view, number, result)
+    if alike.view is None and any(shares_memory(result.local, x) for x in bases.values()):
+        result = replace(result, local=result.local.clone())
+    if alike.view is None and not (result.is_sharded or call.kind.stays_shared):
         return _plain(result.local)
     wrapped = of_placed(result, call.kind)
-    if views:
-        set_origin(wrapped, call.shared[views[0]], call.replay(views[0], number))
+    if alike.view is not None:
+        set_origin(wrapped, call.shared[alike.view], call.replay(alike.view, number))
     return wrapped
 
 
+_VIEWS_BY_STRIDES = frozenset({"contiguous", "flatten", "ravel", "reshape", "reshape_as"})
+"""Functions that return a view or a copy, as the strides of the tensor are."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Aliases:
+    """The DTensor among the leaves of a call that its result is, or is a view of."""
+
+    same: int | None
+    view: int | None
+
+    @classmethod
+    def of(
+        cls, call: _Arguments, bases: Mapping[int, torch.Tensor], number: int, result: torch.Tensor
+    ) -> "_Aliases":
+        """Find it, as on one device, whatever this rank's part needs.
+
+        The memory of a shard does not tell for functions that copy where strides demand it.
+        """
+        if call.function.__name__ in _VIEWS_BY_STRIDES:
+            leaves = [without_memory(x) if isinstance(x, torch.Tensor) else x for x in call.leaves]
+            args, kwargs = call.with_leaves(leaves)
+            result = pytree.tree_leaves(call.function(*args, **kwargs))[number]
+            bases = {n: leaves[n] for n in bases}
+        same = (n for n, base in bases.items() if result is base)
+        views = (n for n, base in bases.items() if shares_memory(result, base))
+        return cls(next(same, None), next(views, None))
+
+
 def _operator_result(
-    call: _Arguments, bases: Mapping[int, torch.Tensor], number: int, result: Placed
+    call: _Arguments, base: int | None, number: int, result: Placed
 ) -> torch.Tensor:
     """The tensor that an operator returns.
 
     Norms of planned and of other parameters, stacked, are plain, since PyTorch combines what is
     computed from them with gradients of both.
     """
-    views = [n for n, base in bases.items() if shares_memory(result.local, base)]
     is_mixed = any(x.is_floating_point() for x in call.plain) and not torch.is_grad_enabled()
-    if is_mixed and not views and not result.is_sharded:
+    if is_mixed and base is None and not result.is_sharded:
         return result.local
     wrapped = from_local(result.local, result.mesh, result.placements, result.shape)
-    if views and not _is_view_of_shard(result.local, call.shared[views[0]]):
+    if base is not None and not _is_view_of_shard(result.local, call.shared[base]):
         wrapped = call.kind.of(wrapped)
-        set_origin(wrapped, call.shared[views[0]], call.replay(views[0], number))
+        set_origin(wrapped, call.shared[base], call.replay(base, number))
     return wrapped
 
 
@@ -303,12 +337,14 @@ def _written_on_shards(call: _Arguments) -> bool:
     computed = _computed(call, write_on_shards)
     if computed is None:
         return False
+    check_unsaved(call.leaves[0])
     replace_contents(call.leaves[0], of_placed(computed[0], call.kind))
     return True
 
 
 def store(full: torch.Tensor, target: DTensor, kind: Kind) -> None:
     """Give a global tensor other contents; those of a view are written into its base."""
+    check_unsaved(target)
     replays = []
     while (origin := origin_of(target)) is not None:
         replays.append(origin.replay)

@@ -4,7 +4,7 @@ A rank's copy of a view shares no memory with the shards, so a view is a functio
 write into it writes into the base, and it is computed again after the base has changed.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,9 @@ from autoshard.torch_private import pytree, take_shard, version_counter, without
 
 _ORIGIN, _WRITES = "_autoshard_origin", "_autoshard_num_writes"
 """Attributes of tensors: where a view comes from, and how often a tensor was replaced."""
+
+_USED = "_autoshard_used"
+"""Attribute of tensors from which others were computed, with a history."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +43,9 @@ class Replay:
         """The view of a tensor like the base; further tensors are whole if that one is."""
         leaves, spec = pytree.tree_flatten((tuple(self.args), dict(self.kwargs)))
         leaves[self.place] = base
-        if not isinstance(base, DTensor):
+        if base.is_meta:
+            leaves = [without_memory(x) if isinstance(x, torch.Tensor) else x for x in leaves]
+        elif not isinstance(base, DTensor):
             leaves = [Placed.of(x).full() if isinstance(x, DTensor) else x for x in leaves]
         args, kwargs = pytree.tree_unflatten(leaves, spec)
         view: torch.Tensor = pytree.tree_leaves(self.function(*args, **kwargs))[self.number]
@@ -68,16 +73,52 @@ def origin_of(tensor: torch.Tensor) -> Origin | None:
     return origin
 
 
+def root_of(tensor: DTensor) -> DTensor:
+    """The tensor that a view is a view of, or the tensor itself."""
+    while (origin := origin_of(tensor)) is not None:
+        tensor = origin.base
+    return tensor
+
+
+def without_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without memory that has the shape and the strides which one device would have.
+
+    Those of this rank's part do not tell: of a single row, each order of the dims is contiguous.
+    What is no view is taken for contiguous.
+    """
+    origin = origin_of(tensor)
+    if origin is not None:
+        return origin.replay.on(without_memory(origin.base))
+    if isinstance(tensor, DTensor):
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    return tensor.detach().to("meta")
+
+
 def set_origin(view: DTensor, base: DTensor, replay: Replay) -> None:
     """Make a tensor a view of another one."""
     vars(view)[_ORIGIN] = Origin(base, replay, _contents(base))
 
 
-def _contents(tensor: torch.Tensor) -> tuple[int, int]:
+def _contents(tensor: DTensor) -> tuple[int, int]:
     """Numbers that change when the contents of a tensor, or of what it is a view of, do."""
-    while (origin := origin_of(tensor)) is not None:
-        tensor = origin.base
+    tensor = root_of(tensor)
     return version_counter(tensor), vars(tensor).get(_WRITES, 0)
+
+
+def note_use(tensors: Iterable[DTensor], result: Any) -> None:
+    """Note of what tensors are views of that autograd may have saved them for a result."""
+    if not torch.is_grad_enabled():
+        return
+    for new in pytree.tree_leaves(result):
+        if isinstance(new, torch.Tensor) and new.requires_grad and origin_of(new) is None:
+            for tensor in tensors:
+                vars(root_of(tensor))[_USED] = True
+            return
+
+
+def is_used(tensor: DTensor) -> bool:
+    """True if a tensor was an argument of what has a history."""
+    return _USED in vars(tensor)
 
 
 def fresh(tensor: DTensor) -> None:

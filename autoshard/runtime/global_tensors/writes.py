@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from autoshard.errors import PlanError
 from autoshard.runtime.global_tensors.letters import broadcast
 from autoshard.runtime.global_tensors.on_shards import Call, Letters, ShardedCall
-from autoshard.runtime.global_tensors.origins import origin_of
+from autoshard.runtime.global_tensors.origins import is_used, root_of
 from autoshard.runtime.global_tensors.placed import Placed, Shape
 from autoshard.runtime.global_tensors.rules import attribute_of, is_elementwise_write
 from autoshard.runtime.global_tensors.views import index
+from autoshard.torch_private import saves_result
 
 _READS = ("__index__", "__int__", "__invert__")
 
@@ -65,12 +67,33 @@ def check_writable(target: DTensor) -> None:
     """
     if not (torch.is_grad_enabled() and target.requires_grad):
         return
-    root, is_view = target, False
-    while (origin := origin_of(root)) is not None:
-        root, is_view = origin.base, True
+    root = root_of(target)
     if root.is_leaf and root.requires_grad:
-        what = "a view of a leaf Variable" if is_view else "a leaf Variable"
+        what = "a leaf Variable" if root is target else "a view of a leaf Variable"
         raise RuntimeError(f"{what} that requires grad is being used in an in-place operation.")
+
+
+def check_unsaved(target: DTensor) -> None:
+    """Refuse a write that autograd does not see into what it may have saved for backward.
+
+    One device computes gradients from what is written, or raises in backward. A global tensor
+    gets new contents, and autograd would compute from the old ones.
+
+    Raises:
+        PlanError: the write goes through `.data` or `detach()`, or gradients are off, and the
+            tensor has been used, or the function that computed it needs its result in backward.
+    """
+    root = root_of(target)
+    is_seen = torch.is_grad_enabled() and target.requires_grad
+    if root.is_leaf or not root.requires_grad or is_seen:
+        return
+    if is_used(root) or saves_result(root.grad_fn):
+        raise PlanError(
+            f"a write through .data or detach(), or without gradients, into a tensor of shape "
+            f"{tuple(root.shape)} that autograd may have saved for backward: gradients would be "
+            f"those of what was there before. Write into a copy, t = t.clone(), or take "
+            f"torch.where(mask, value, t)"
+        )
 
 
 def write_on_shards(call: Call) -> ShardedCall | None:

@@ -32,7 +32,7 @@ def default_reductions(effort: Effort = DEFAULT_EFFORT) -> tuple[Reduction, ...]
     links = NormalizeLinks()
     return (
         MergeTies(),
-        EnforceArcConsistency(),
+        EnforceArcConsistency(effort),
         SubstituteVariables(),
         SeparateTerms(),
         SimplifyLimits(),

@@ -21,17 +21,23 @@ class EnforceArcConsistency:
 
     This is arc consistency: a dropped strategy can leave strategies of its neighbours
     without a partner, so the neighbours are visited again.
+
+    Args:
+        effort: limits of work, and when to stop.
     """
 
     name = "arc_consistency"
 
-    def __init__(self) -> None:
-        self._finite: dict[bytes, tuple[Matrix, BoolArray | None]] = {}
+    def __init__(self, effort: Effort = DEFAULT_EFFORT) -> None:
+        self._effort = effort
+        # By identity: comparing the contents takes longer than looking through them again.
+        self._finite: dict[int, tuple[Matrix, BoolArray | None]] = {}
 
     def apply(self, network: Network) -> Inverse:
         """Drop strategies until the network is arc consistent."""
         queue = Worklist(network.variables)
         while queue and not network.infeasible:
+            self._effort.check()
             v = queue.pop()
             mask = self._allowed(network, v)
             if not mask.all():
@@ -52,10 +58,10 @@ class EnforceArcConsistency:
 
     def _pairs(self, matrix: Matrix) -> BoolArray | None:
         """Mask of allowed pairs, shape [R, C]; None if all are allowed."""
-        if matrix.key not in self._finite:
+        if id(matrix) not in self._finite:
             finite = np.isfinite(matrix.values)
-            self._finite[matrix.key] = (matrix, None if finite.all() else finite)
-        return self._finite[matrix.key][1]
+            self._finite[id(matrix)] = (matrix, None if finite.all() else finite)
+        return self._finite[id(matrix)][1]
 
 
 Losses = tuple[Matrix, FloatArray | None]

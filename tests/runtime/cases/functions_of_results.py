@@ -10,6 +10,9 @@ from runtime.cases.shared_operands import SHARINGS, Sharing, compare, errors, va
 from torch import nn
 from torch.nn import functional
 
+from autoshard.errors import PlanError
+from autoshard.runtime.global_tensors.global_tensor import GlobalTensor
+
 Tensor = torch.Tensor
 
 
@@ -221,6 +224,14 @@ def _after_use(o: Operands) -> object:
     return [before, o.z * 1]
 
 
+def _strided(z: Tensor) -> None:
+    """Views if the tensor is contiguous, otherwise copies, into which writes do not reach it."""
+    for tensor in (z, z.t(), z[:, :3]):
+        tensor.contiguous()[0].mul_(2.0)
+        tensor.reshape(-1)[3:6].fill_(1.0)
+        tensor.flatten()[1].add_(3.0)
+
+
 @torch.no_grad()
 def _without_gradients(o: Operands) -> None:
     o.z[0] = 5.0
@@ -265,6 +276,8 @@ WRITES: dict[str, Callable[[Operands], object]] = {
     "copy_": lambda o: o.z.copy_(o.p[0]),
     "detached": lambda o: o.z.detach()[0].fill_(5.0),
     "data": lambda o: o.z.data[:, 0].fill_(5.0),
+    "out": lambda o: torch.add(o.z.detach(), o.p.detach(), out=o.z.data),
+    "copies and views by strides": lambda o: _strided(o.z),
     "without gradients": _without_gradients,
 }
 FUNCTIONS: Mapping[str, Function] = {
@@ -332,8 +345,61 @@ class Shared:
         compare(name, both[1], both[0])
 
 
+def _used(z: Tensor) -> Tensor:
+    """A result of which something was computed that needs it in backward."""
+    (z[:, :2] * z[:, 2:4]).sum()
+    return z
+
+
+SAVED: dict[str, Callable[[Tensor], Tensor]] = {
+    "tanh": torch.tanh,
+    "softmax": lambda z: z.softmax(-1),
+    "exp, transposed": lambda z: z.exp().t(),
+    "a used result": _used,
+}
+"""Results that autograd has saved."""
+HIDDEN_WRITES: dict[str, Callable[[Tensor], object]] = {
+    "data": lambda t: t.data.fill_(5.0),
+    "a column of data": lambda t: t.data.__setitem__((slice(None), 0), 5.0),
+    "a row, detached": lambda t: t.detach()[0].mul_(2.0),
+    "data of a row": lambda t: t[1].data.fill_(5.0),
+    "without gradients": torch.no_grad()(lambda t: t.fill_(5.0)),
+    "out": lambda t: torch.add(t.detach(), 1.0, out=t.data),
+}
+"""Writes that autograd does not see."""
+
+
+@dataclass(frozen=True)
+class HiddenWrites:
+    """Writes without autograd's knowledge into what it has saved: an error that says what to do."""
+
+    sharing: Sharing
+
+    def __call__(self) -> None:
+        errors(
+            {
+                f"{saved}: {write}": partial(self._refused, saved, write)
+                for saved in SAVED
+                for write in HIDDEN_WRITES
+            }
+        )
+
+    def _refused(self, saved: str, write: str) -> None:
+        result = SAVED[saved](operands(self.sharing, shared=True)[0].z)
+        if isinstance(result, GlobalTensor):
+            try:
+                HIDDEN_WRITES[write](result)
+            except PlanError as error:
+                assert "t = t.clone()" in str(error)  # noqa: PT017  `errors` collects all
+            else:
+                raise AssertionError("it is not refused")
+
+
 CASES: dict[str, Callable[[], None]] = {str(s): Shared(s, FUNCTIONS) for s in SHARINGS} | {
     str(cube): Shared(cube, CUBES) for s in SHARINGS for cube in (replace(s, shape=(*s.shape, 6)),)
 }
-LONG = tuple(name for name in CASES if name not in {str(s) for s in SHARINGS[2::3]})
+CASES |= {f"hidden writes: {s}": HiddenWrites(s) for s in SHARINGS}
+LONG = tuple(
+    name for name in CASES if name.rpartition(": ")[2] not in {str(s) for s in SHARINGS[2::3]}
+)
 """Every way to share a dim is in one of the cases that stay."""
