@@ -81,6 +81,9 @@ test-torchs:  ## Do so with each PyTorch that is supported, one after the other;
 upgrade: $(INSTALLED)  ## Run two releases on one database, and change between them, into docs/reliability.md
 	$(BIN)/python -m benchmarks.upgrade
 
+guard: $(INSTALLED)  ## Make thirteen plans that no change of the code alone may change
+	$(BIN)/python -m benchmarks.guard
+
 prove: $(INSTALLED)  ## Compare 100,000 random problems with brute force
 	$(BIN)/python -m benchmarks.random_problems --count 100000 --processes 2
 
