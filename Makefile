@@ -7,7 +7,7 @@ BASE ?= python:3.13-slim-trixie
 BUILD ?= docker build
 TORCH ?= 2.15.0
 TORCHS := 2.13.0 2.14.1 2.15.0
-TORCH_TESTS := $(addprefix tests/,costs discovery graph integrations layouts ops plan runtime zoo test_torch_private.py)
+TORCH_TESTS := $(addprefix tests/,checker checkpoint costs discovery exports graph integrations launching layouts lowering measure ops plan pricing report runtime schedules zoo test_torch_private.py)
 DEVICE ?= cuda
 GPU_PYTHON ?= $(if $(filter cpu,$(DEVICE)),$(BIN)/python,$(PYTHON))
 # `make gpu-wheels PYTHON=3.12` names a version, not an interpreter.
@@ -80,6 +80,9 @@ test-torchs:  ## Do so with each PyTorch that is supported, one after the other;
 
 upgrade: $(INSTALLED)  ## Run two releases on one database, and change between them, into docs/reliability.md
 	$(BIN)/python -m benchmarks.upgrade
+
+guard: $(INSTALLED)  ## Make thirteen plans that no change of the code alone may change
+	$(BIN)/python -m benchmarks.guard
 
 prove: $(INSTALLED)  ## Compare 100,000 random problems with brute force
 	$(BIN)/python -m benchmarks.random_problems --count 100000 --processes 2

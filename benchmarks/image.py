@@ -27,7 +27,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from autoshard import Client, load_graph, make_mesh, make_plan
-from autoshard.cli.demo import export_gpt2
+from autoshard.cli.commands.demo import export_gpt2
 from autoshard.errors import ServiceUnavailableError
 from benchmarks.document import replace_table
 from benchmarks.faults.postgres import Cluster, binaries

@@ -22,8 +22,8 @@ from scipy.stats import spearmanr
 from torch.distributed.device_mesh import init_device_mesh
 
 from autoshard import LaunchContext, Plan, launch
+from autoshard.measure.profiling import SyntheticStep
 from autoshard.mesh import topology_from_json
-from autoshard.runtime.profiling import SyntheticStep
 from benchmarks.document import caption, replace_table
 from benchmarks.ranked import MODELS
 

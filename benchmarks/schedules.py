@@ -24,8 +24,9 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
-from autoshard.plan import Schedule, StageTimes, simulate_schedule
-from autoshard.plan.schedules import SCHEDULE_NAMES
+from autoshard.plan import StageTimes
+from autoshard.schedules import Schedule, simulate_schedule
+from autoshard.schedules.schedule import SCHEDULE_NAMES
 from benchmarks.document import caption, replace_table
 
 _DOCUMENT = Path(__file__).parent.parent / "docs" / "internals" / "schedules.md"

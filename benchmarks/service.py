@@ -26,7 +26,7 @@ from typing import Any
 import httpx2
 import psutil
 
-from autoshard.cli.demo import service
+from autoshard.cli.commands.demo import service
 from autoshard.client import Client
 from autoshard.errors import AutoshardError
 from autoshard.plan import PlanOptions

@@ -13,10 +13,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 from support.on_ranks import on_ranks, run_launch
+from support.planned import megatron, planned
 
 from benchmarks.faults.postgres import Cluster, binaries, running_cluster
 
-__all__ = ["on_ranks", "run_launch"]
+__all__ = ["megatron", "on_ranks", "planned", "run_launch"]
 
 SLOW_FILES = (
     *(

@@ -15,7 +15,7 @@ from support.wrong_values import wrong_values
 
 import autoshard
 from autoshard import ForbiddenCollective, PlanOptions, make_mesh, make_plan
-from autoshard.arguments import checked_arguments
+from autoshard.base.arguments import checked_arguments
 from autoshard.cli.main import COMMANDS
 from autoshard.client import Retry
 from autoshard.errors import InputError, OptionError

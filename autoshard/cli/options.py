@@ -19,21 +19,22 @@ from urllib.parse import urlsplit
 import typer
 from httpx2 import codes
 
-from autoshard.cli.numbers import count
-from autoshard.cli.output import check_output
-from autoshard.cli.tables import Format
-from autoshard.cli.wording import in_flags
+from autoshard.base.files import explain_topology_error, read_file
+from autoshard.base.integers import MAX_INT32
+from autoshard.base.outcome import OWN_SOLVER
+from autoshard.base.quantities import MIN_PLAUSIBLE_BYTES, parse_bytes, unit_hint
+from autoshard.cli.rendering.numbers import count
+from autoshard.cli.rendering.output import check_output
+from autoshard.cli.rendering.tables import Format
+from autoshard.cli.rendering.wording import in_flags
 from autoshard.client import Client
 from autoshard.client.requests import validate_options
 from autoshard.client.variables import SERVER_VARIABLE
 from autoshard.costs import Optimizer
 from autoshard.errors import InputError, MeshError, OptionError, PlanError, RequestRejectedError
-from autoshard.files import explain_topology_error, read_file
-from autoshard.integers import MAX_INT32
 from autoshard.layouts import Notation
 from autoshard.mesh import Topology as MeshTopology
 from autoshard.mesh import parse_shape, topology_from_json
-from autoshard.outcome import OWN_SOLVER
 from autoshard.plan import Algorithm, Mode, Plan, PlanOptions
 from autoshard.plan.options import (
     AttentionKernel,
@@ -44,7 +45,6 @@ from autoshard.plan.options import (
     StateDType,
     SubMeshes,
 )
-from autoshard.quantities import MIN_PLAUSIBLE_BYTES, parse_bytes, unit_hint
 
 _PIN_KINDS = {
     "input": "inputs",

@@ -5,9 +5,8 @@ from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Self, TypeVar, Unpack, cast
 
-from autoshard import plan as plans
-from autoshard import planner
-from autoshard.arguments import Count, Seconds, Share, check_methods
+from autoshard import exports, planner, pricing, report
+from autoshard.base.arguments import Count, Seconds, Share, check_methods
 from autoshard.client import core
 from autoshard.client.local import Local
 from autoshard.client.offline import Offline, OfflinePlans, open_folder
@@ -290,7 +289,7 @@ class AsyncClient(_Base):
         mesh: "MeshLike | None" = None,
         plan: Plan | None = None,
         discover: bool = True,
-    ) -> "plans.Coverage":
+    ) -> "report.Coverage":
         """List the operators of a model that can be sharded; as `autoshard.operator_coverage`.
 
         Args:
@@ -423,7 +422,7 @@ class AsyncClient(_Base):
             waiting=True,
         )
 
-    async def compare(self, before: Plan | str, after: Plan | str) -> "plans.PlanDifference":
+    async def compare(self, before: Plan | str, after: Plan | str) -> "report.PlanDifference":
         """Compare two plans of one graph; as `autoshard.compare_plans`.
 
         Args:
@@ -438,11 +437,11 @@ class AsyncClient(_Base):
         return await self._compute_from_plans(
             before,
             after,
-            kind=plans.PlanDifference,
+            kind=report.PlanDifference,
             make_request=lambda *pair: post(
                 f"{PLANS}:compare", {"before": pair[0], "after": pair[1]}
             ),
-            compute=plans.compare_plans,
+            compute=report.compare_plans,
         )
 
     async def export(
@@ -467,7 +466,7 @@ class AsyncClient(_Base):
             make_request=lambda plan_id: get(
                 f"{PLANS}/{plan_id}/export", to=target, min_expressed=min_expressed
             ),
-            compute=lambda made: plans.export_plan(made, target, min_expressed=min_expressed),
+            compute=lambda made: exports.export_plan(made, target, min_expressed=min_expressed),
         )
 
     async def trace(self, plan: Plan | str) -> str:
@@ -485,7 +484,7 @@ class AsyncClient(_Base):
             plan,
             kind=str,
             make_request=lambda plan_id: get(f"{PLANS}/{plan_id}/trace"),
-            compute=lambda made: plans.chrome_trace(plans.simulate(made)),
+            compute=lambda made: pricing.chrome_trace(pricing.simulate(made)),
         )
 
     async def list_plans(

@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
-from autoshard import ops, planner
-from autoshard import plan as plans
+from autoshard import ops, planner, report
+from autoshard.base.outcome import SolveStatus
 from autoshard.client.results import JobProgress, MeshSearch, SearchedMesh, Validation
 from autoshard.errors import PlanError
 from autoshard.graph import ArchiveLimits, Graph, load_graph, rules_from_json
 from autoshard.mesh import Mesh, Topology
-from autoshard.outcome import SolveStatus
 from autoshard.plan import Plan, PlanOptions
 
 if TYPE_CHECKING:
@@ -156,7 +155,7 @@ def validate(
 
 def coverage(
     graph: Graph, axis_sizes: Collection[int], resources: Resources
-) -> "tuple[plans.Coverage, bool]":
+) -> "tuple[report.Coverage, bool]":
     """List the operators that can be sharded, and the reasons why others cannot.
 
     Args:
@@ -169,7 +168,7 @@ def coverage(
         the coverage; true if it is final.
     """
     found, is_complete = find_rules(graph, resources)
-    return plans.operator_coverage(found, axis_sizes=axis_sizes), is_complete
+    return report.operator_coverage(found, axis_sizes=axis_sizes), is_complete
 
 
 def load_planned_graph(graph: bytes, made: Plan) -> Graph:
@@ -184,14 +183,14 @@ def load_planned_graph(graph: bytes, made: Plan) -> Graph:
     return ops.with_rules(load_graph(graph), [*distinct])
 
 
-def plan_coverage(graph: bytes, made: Plan) -> "plans.Coverage":
+def plan_coverage(graph: bytes, made: Plan) -> "report.Coverage":
     """List the operators that can be sharded, with the time that each takes under a plan.
 
     Raises:
         GraphError: the graph cannot be read.
         PlanError: the plan is not one of this graph.
     """
-    return plans.operator_coverage(load_planned_graph(graph, made), made)
+    return report.operator_coverage(load_planned_graph(graph, made), made)
 
 
 def explain(

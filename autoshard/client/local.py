@@ -10,8 +10,8 @@ from threading import Event, Lock, Thread
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from autoshard import plan as plans
-from autoshard import planner
+from autoshard import planner, report
+from autoshard.base.outcome import SolveStatus
 from autoshard.client import core
 from autoshard.client.offline import Offline, OfflinePlans, require_plan
 from autoshard.client.requests import CoverageRequest, PlanRequest, SearchRequest
@@ -29,7 +29,6 @@ from autoshard.client.results import (
 from autoshard.client.transport import Transport
 from autoshard.errors import MeshError, RequestRejectedError
 from autoshard.mesh import Topology, get_topology, list_topologies, resolve_topology
-from autoshard.outcome import SolveStatus
 from autoshard.plan import PLAN_VERSION, Plan
 
 if TYPE_CHECKING:
@@ -411,7 +410,7 @@ class Local:
         )
         return validation
 
-    async def coverage(self, request: CoverageRequest) -> "plans.Coverage":
+    async def coverage(self, request: CoverageRequest) -> "report.Coverage":
         """List the operators that can be sharded.
 
         Raises:

@@ -7,12 +7,12 @@ import os
 from pathlib import Path
 from typing import Literal
 
+from autoshard.base.outcome import SolveStatus
 from autoshard.client.requests import PlanRequest
 from autoshard.client.results import PlanResult
 from autoshard.errors import AutoshardError, ServiceUnavailableError
 from autoshard.graph import graph_digest
 from autoshard.mesh import Mesh, mesh_to_json
-from autoshard.outcome import SolveStatus
 from autoshard.plan import PLAN_VERSION, Plan
 from autoshard_solver_cache import FolderCache
 

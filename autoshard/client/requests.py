@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, NotRequired, TypeAlias, TypedDict
 
 from pydantic import ValidationError
 
+from autoshard.base.files import read_graph_file
 from autoshard.client.core import load_request_graph
 from autoshard.errors import ArgumentTypeError, GraphError, MeshError
-from autoshard.files import read_graph_file
 from autoshard.graph import (
     ArchiveLimits,
     Graph,

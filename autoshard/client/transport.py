@@ -30,7 +30,7 @@ import anyio.to_thread
 import httpx2
 import platformdirs
 
-from autoshard.arguments import Count, Wait, check_methods
+from autoshard.base.arguments import Count, Wait, check_methods
 from autoshard.client.results import JobProgress, OnProgress, rejected
 from autoshard.errors import (
     OptionError,

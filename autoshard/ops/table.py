@@ -8,10 +8,10 @@ from types import ModuleType
 
 from autoshard.layouts import P
 from autoshard.ops.examples import Example, examples_of
-from autoshard.ops.index_space import replicated
 from autoshard.ops.registry import FAMILIES, SPECS, rule_for, saved_tensors
-from autoshard.ops.rule import AxisRule, OperatorRule, axis_rules
-from autoshard.ops.spec import Call, ExtraTensor, Kernel, OperatorSpec
+from autoshard.ops.rules.index_space import replicated
+from autoshard.ops.rules.rule import AxisRule, OperatorRule, axis_rules
+from autoshard.ops.rules.spec import Call, ExtraTensor, Kernel, OperatorSpec
 
 _HEAD = """# Operators
 

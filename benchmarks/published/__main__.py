@@ -14,7 +14,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from autoshard.plan.accuracy import TABLE
+from autoshard.pricing.accuracy import TABLE
 from benchmarks.document import replace_table
 from benchmarks.published import report
 from benchmarks.published.accuracy import accuracy_json, accuracy_rows, accuracy_table
@@ -24,7 +24,7 @@ from benchmarks.published.predictions import Prediction, predict
 from benchmarks.published.ranking import ranking_table
 from benchmarks.published.rows import ROWS, Row, RowError, read_rows
 
-_TABLE = "autoshard/plan/accuracy.json"
+_TABLE = "autoshard/pricing/accuracy.json"
 _PICTURE = Path("pictures") / "predictions.svg"
 
 

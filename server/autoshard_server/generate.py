@@ -9,10 +9,10 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from autoshard.base.quantities import format_bytes, format_flops, format_rate
 from autoshard.errors import MeshError
+from autoshard.exports import EXPORT_TARGETS
 from autoshard.mesh import Topology, get_topology, list_topologies
-from autoshard.plan import EXPORT_TARGETS
-from autoshard.quantities import format_bytes, format_flops, format_rate
 from autoshard_server.app import create_app
 from autoshard_server.problems import ProblemType
 from autoshard_server.settings import Settings

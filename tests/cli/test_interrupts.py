@@ -16,11 +16,12 @@ from rich.console import Console
 from support.command_line import autoshard
 from support.models import llama, meta
 
+from autoshard.base.outcome import SolveStatus
+from autoshard.checker import check_plan
 from autoshard.cli import ExitCode, progress
 from autoshard.client import Client, JobProgress
 from autoshard.graph import export_model, load_graph
-from autoshard.outcome import SolveStatus
-from autoshard.plan import Plan, check_plan
+from autoshard.plan import Plan
 
 
 @pytest.fixture(scope="module")

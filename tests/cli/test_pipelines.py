@@ -7,18 +7,12 @@ import pytest
 from support.command_line import autoshard
 from support.models import gpt2, graph_of, meta
 
-from autoshard.cli.output import console
+from autoshard.base.quantities import format_seconds
+from autoshard.cli.rendering.output import console
 from autoshard.graph import export_model
-from autoshard.plan import (
-    Plan,
-    compare_plans,
-    fold_parameters,
-    operator_coverage,
-    stage_modules,
-    stage_plan,
-)
+from autoshard.plan import Plan, stage_modules, stage_plan
 from autoshard.planner import explain
-from autoshard.quantities import format_seconds
+from autoshard.report import compare_plans, fold_parameters, operator_coverage
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from support.services import Mlp, keeping, serving
 from typer.testing import CliRunner, Result
 
 from autoshard.cli import NO_PLAN, app, options, progress
-from autoshard.cli.runs import fetch_plan_file
+from autoshard.cli.commands.runs import fetch_plan_file
 from autoshard.client import Client, JobProgress, Retry
 from autoshard.errors import OptionError, RequestRejectedError, ServiceUnavailableError
 from autoshard.graph import export_model

@@ -28,8 +28,8 @@ from autoshard.ops import (
     strategies,
 )
 from autoshard.ops.examples import examples_of
-from autoshard.ops.index_space import operator_rule
 from autoshard.ops.registry import FAMILIES
+from autoshard.ops.rules.index_space import operator_rule
 
 CASES = [
     (operator, arguments)

@@ -27,9 +27,9 @@ from autoshard.graph import (
     graph_from_json,
     graph_to_json,
 )
+from autoshard.graph.archive.parse import Body, Program
 from autoshard.graph.dims import dim_arguments
 from autoshard.graph.normalise import normalise
-from autoshard.graph.parse import Body, Program
 from autoshard.ops import has_rule
 
 Check = Callable[..., Graph]

@@ -20,7 +20,7 @@ from autoshard.graph import (
     load_graph,
     resized,
 )
-from autoshard.graph.expressions import evaluate
+from autoshard.graph.sizes.expressions import evaluate
 
 OPEN = {0: Dim("batch", max=64), 1: Dim("sequence", max=64)}
 

@@ -23,7 +23,7 @@ from autoshard.graph import (
     export_model,
     load_graph,
 )
-from autoshard.plan import operator_coverage
+from autoshard.report import operator_coverage
 
 
 class Branch(nn.Module):

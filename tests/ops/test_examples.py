@@ -13,9 +13,9 @@ from autoshard.graph import Argument, Node, Ref, Tensor, Token
 from autoshard.graph.normalise.functional import OVERWRITES, functional_form, is_inplace
 from autoshard.ops import has_rule, spec_for
 from autoshard.ops.examples import Example, examples_of
-from autoshard.ops.index_space import replicated
 from autoshard.ops.registry import FAMILIES
-from autoshard.ops.spec import saves_everything
+from autoshard.ops.rules.index_space import replicated
+from autoshard.ops.rules.spec import saves_everything
 from autoshard.ops.table import NOT_PLANNED, page
 
 PAGE = Path(__file__).parents[2] / "docs" / "operators.md"

@@ -8,11 +8,11 @@ import pytest
 from support.meshes import slow_devices
 from support.models import Planner, gpt2, llama, mlp, small_graph
 
+from autoshard.base.outcome import SolveStatus
+from autoshard.constraints import ParameterShards
 from autoshard.graph import Graph
 from autoshard.mesh import make_mesh
-from autoshard.outcome import SolveStatus
 from autoshard.plan import Baseline, Plan, PlanOptions
-from autoshard.plan.constraints import ParameterShards
 from autoshard.plan.option_restrictions import restrictions
 from autoshard.planner import compare_baselines, make_plan
 

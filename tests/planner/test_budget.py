@@ -11,7 +11,7 @@ from support.models import Planner, graph_of, llama, meta, mlp
 
 from autoshard.graph import Graph
 from autoshard.plan import Plan, Stage
-from autoshard.planner.budget_rounds import LimitSearch
+from autoshard.planner.budget.rounds import LimitSearch
 
 MESH = slow_devices(a=2, b=2)
 

@@ -9,9 +9,10 @@ from support.meshes import slow_devices
 from support.models import Planner, graph_of, llama, meta, mlp, residuals
 from torch import nn
 
+from autoshard.checker import check_plan
 from autoshard.errors import OptionError
 from autoshard.graph import Graph, graph_from_json
-from autoshard.plan import Plan, PlanOptions, check_plan
+from autoshard.plan import Plan, PlanOptions
 from autoshard.planner import make_plan, problem_size
 
 MESH = slow_devices(a=2, b=2)

@@ -6,9 +6,10 @@ import pytest
 from support.meshes import slow_devices
 from support.models import graph_of, meta, mlp
 
+from autoshard.base.outcome import SolveStatus
+from autoshard.checker import check_plan
 from autoshard.graph import Graph
-from autoshard.outcome import SolveStatus
-from autoshard.plan import Plan, PlanOptions, check_plan
+from autoshard.plan import Plan, PlanOptions
 from autoshard.planner import make_plan
 
 MESH = slow_devices(a=2, b=2)

@@ -8,12 +8,12 @@ from scenarios.architectures import mlp as chain
 from support.meshes import slow_devices
 from support.models import Planner, gpt2, graph_of, llama, meta, residuals
 
+from autoshard.base.outcome import SolveStatus
 from autoshard.graph import Graph
-from autoshard.outcome import SolveStatus
 from autoshard.plan import PlanOptions
 from autoshard.planner import make_plan
-from autoshard.planner.least_activations import least_activations
-from autoshard.planner.least_memory import LeastMemory
+from autoshard.planner.memory.least_activations import least_activations
+from autoshard.planner.memory.least_memory import LeastMemory
 
 MESH = slow_devices(a=2, b=2)
 MODELS: dict[str, Callable[[], Graph]] = {

@@ -9,7 +9,7 @@ import pytest
 from support.meshes import slow_devices
 from support.models import Planner, bert, gpt2, llama, meta, mlp, small_graph
 
-from autoshard.outcome import SolveStatus
+from autoshard.base.outcome import SolveStatus
 from autoshard.plan import Plan
 
 LLAMA = partial(llama, layers=1)

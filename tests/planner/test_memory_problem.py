@@ -16,15 +16,15 @@ from torch import nn
 from autoshard.costs import GATHERED_ONCE, Frequency
 from autoshard.errors import PlanError
 from autoshard.layouts import Action
+from autoshard.lowering.timeline import timeline
 from autoshard.mesh import Mesh, make_mesh
 from autoshard.plan import PlanOptions
-from autoshard.plan.timeline import timeline
-from autoshard.planner.budget_solver import BudgetSolver
-from autoshard.planner.formulation import Formulation, Role
-from autoshard.planner.memory_problem import MemoryProblem
-from autoshard.planner.saved_tensors import SavedTensors
-from autoshard.planner.stage_builder import Decisions, StageBuilder, with_gathers_again
-from autoshard.planner.time_points import BackwardPoint
+from autoshard.planner.budget.solver import BudgetSolver
+from autoshard.planner.formulation.formulation import Formulation, Role
+from autoshard.planner.formulation.saved_tensors import SavedTensors
+from autoshard.planner.formulation.stage_builder import Decisions, StageBuilder, with_gathers_again
+from autoshard.planner.memory.memory_problem import MemoryProblem
+from autoshard.planner.memory.time_points import BackwardPoint
 from autoshard.solve import minimum_usage, solve_problem
 
 

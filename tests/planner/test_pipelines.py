@@ -7,6 +7,8 @@ import torch
 from support.models import gpt2, graph_of, llama, meta, residuals
 from torch import nn
 
+from autoshard.base.outcome import SolveStatus
+from autoshard.checker import check_plan
 from autoshard.errors import OptionError
 from autoshard.graph import (
     Graph,
@@ -17,11 +19,10 @@ from autoshard.graph import (
     resized,
 )
 from autoshard.mesh import make_mesh
-from autoshard.outcome import SolveStatus
-from autoshard.plan import Plan, PlanOptions, check_plan
-from autoshard.plan.schedule_simulation import simulate_schedule
-from autoshard.plan.schedules import Schedule
+from autoshard.plan import Plan, PlanOptions
 from autoshard.planner import choose_micro_batches, make_plan
+from autoshard.schedules.schedule import Schedule
+from autoshard.schedules.simulation import simulate_schedule
 from benchmarks.random_pipelines import compare
 
 

@@ -9,13 +9,13 @@ import torch
 from support.models import gpt2, graph_of, llama, meta, mlp, small_graph
 from torch import nn
 
+from autoshard.base.outcome import SolveStatus
 from autoshard.errors import GraphError, OptionError
 from autoshard.graph import export_model, load_graph
 from autoshard.mesh import make_mesh
-from autoshard.outcome import SolveStatus
 from autoshard.plan import PlanOptions
 from autoshard.planner import make_plan, plan_id
-from autoshard.planner.formulation import Formulation
+from autoshard.planner.formulation.formulation import Formulation
 from autoshard.solve import brute_force
 
 

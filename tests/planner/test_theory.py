@@ -6,7 +6,7 @@ import pytest
 from support.meshes import mase_mesh, roofline_mesh, slow_devices
 from support.models import Case, Planner, bert, gpt2, llama, meta, mlp, small_graph
 
-from autoshard.outcome import SolveStatus
+from autoshard.base.outcome import SolveStatus
 from autoshard.plan import Plan
 
 

@@ -20,10 +20,10 @@ import autoshard
 from autoshard import errors
 from autoshard.errors import ExportError, InputError, OptionError, UnsupportedError
 from autoshard.graph import export_model, load_graph
-from autoshard.graph.export import save_exported
+from autoshard.graph.export.model import save_exported
 from autoshard.plan import Plan, PlanOptions
-from autoshard.plan.requirements import requirements
 from autoshard.planner import make_plan
+from autoshard.report.requirements import requirements
 
 X = torch.randn(8, 8)
 

@@ -26,7 +26,8 @@ from scenarios.alpa import (
 from scenarios.architectures import empty, function_graph, mlp, trained
 from torch import nn
 
-from autoshard.plan import PlanOptions, check_plan
+from autoshard.checker import check_plan
+from autoshard.plan import PlanOptions
 from autoshard.planner import make_plan
 
 narrow = partial(mlp, layers=6, batch=256, width=32)

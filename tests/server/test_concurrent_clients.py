@@ -7,9 +7,10 @@ from typing import Any
 
 import httpx2
 
+from autoshard.checker import check_plan
 from autoshard.graph import load_graph
 from autoshard.mesh import make_mesh
-from autoshard.plan import Plan, PlanOptions, check_plan
+from autoshard.plan import Plan, PlanOptions
 from autoshard.planner import plan_id
 from autoshard_server.solvers.executor import ThreadExecutor
 from autoshard_server.solvers.solving import solve

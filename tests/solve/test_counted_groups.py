@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from support.layered import layered, with_modes
 
-from autoshard.arrays import FloatArray
+from autoshard.base.arrays import FloatArray
 from autoshard.solve import Problem, SolverSettings, restrict, solve_problem
 from autoshard.solve.runs import counted_groups, find_runs, solve_runs
 from autoshard.solve.runs.block_table import Component, RunBlock

@@ -5,9 +5,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from autoshard.arrays import FloatArray
+from autoshard.base.arrays import FloatArray
 from autoshard.solve import Edge, Node, Problem, SolverSettings, brute_force, solve_problem
-from autoshard.solve.forest_search import ForestSearch, search_forests
+from autoshard.solve.bounds.forest_search import ForestSearch, search_forests
 from autoshard.solve.network import Network
 from autoshard.solve.presolve import EnforceArcConsistency, MergeTies, Presolve
 from autoshard.solve.reduced_problem import ReducedProblem

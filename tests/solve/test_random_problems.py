@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autoshard.outcome import SolveStatus
+from autoshard.base.outcome import SolveStatus
 from autoshard.solve import Edge, Node, Problem, Repeat, brute_force, minimum_usage, solve_problem
 from benchmarks.random_problems import ROUTES, examine
 from tests.support.layered import layered

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autoshard.base.outcome import SolveStatus
 from autoshard.errors import ProblemError
-from autoshard.outcome import SolveStatus
 from autoshard.solve import (
     Edge,
     MinMarginals,
@@ -21,9 +21,9 @@ from autoshard.solve import (
     brute_force,
     solve_problem,
 )
-from autoshard.solve.quotient_bounds import QuotientMessages, strategy_bounds
-from autoshard.solve.quotient_graph import QuotientGraph
-from autoshard.solve.restricted_problem import one_per_run, restrict
+from autoshard.solve.bounds.quotient_bounds import QuotientMessages, strategy_bounds
+from autoshard.solve.bounds.quotient_graph import QuotientGraph
+from autoshard.solve.programs.restricted_problem import one_per_run, restrict
 from autoshard.solve.runs import find_runs, independent_runs
 from autoshard.solve.settings import Effort
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.layered import free_node, layered
 
-from autoshard.outcome import SolveStatus
+from autoshard.base.outcome import SolveStatus
 from autoshard.solve import Node, Problem, Repeat, SolverSettings, brute_force, solve_problem
 from autoshard.solve.runs import RunOutcome, find_runs, solve_runs
 from autoshard.solve.runs.run_tables import batched_min_plus, cheapest_path, power

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoshard.arrays import IntArray
+from autoshard.base.arrays import IntArray
+from autoshard.base.outcome import SolveStatus
 from autoshard.errors import OptionError
-from autoshard.outcome import SolveStatus
 from autoshard.solve import (
     Edge,
     Node,

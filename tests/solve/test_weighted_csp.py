@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from support.layered import edge, free_node, layered
 
-from autoshard.outcome import SolveStatus
+from autoshard.base.outcome import SolveStatus
 from autoshard.solve import Problem, solve_problem
 from benchmarks.weighted_csp import weighted_csp_optimum
 

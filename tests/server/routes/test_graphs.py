@@ -12,8 +12,9 @@ import pytest
 from autoshard import Client
 from autoshard.graph import load_graph
 from autoshard.mesh import make_mesh
-from autoshard.plan import Plan, PlanOptions, chrome_trace, simulate
+from autoshard.plan import Plan, PlanOptions
 from autoshard.planner import candidate_meshes, make_plan, problem_size
+from autoshard.pricing import chrome_trace, simulate
 from autoshard_server import ThreadExecutor
 from autoshard_server.solvers.solving import solve
 

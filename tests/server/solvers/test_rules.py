@@ -12,12 +12,13 @@ import torch
 from support import custom_operators
 from support.models import Case
 
+from autoshard.checker import check_plan
 from autoshard.client import Client
 from autoshard.discovery import discover
 from autoshard.errors import RequestRejectedError
 from autoshard.graph import RULES_VERSION, export_model, load_graph, rules_to_json
 from autoshard.mesh import make_mesh
-from autoshard.plan import Plan, PlanOptions, check_plan
+from autoshard.plan import Plan, PlanOptions
 from autoshard.planner import plan_id
 from autoshard_server import ThreadExecutor
 from autoshard_server.requests import PlanQuery, PlanRequest
