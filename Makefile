@@ -29,10 +29,13 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED)  ## Plan GPT-2 through the service, then run a sharded GPT-2 on 4 ranks
 	$(BIN)/autoshard demo
 
-test: $(INSTALLED)  ## Run the tests, a file per processor
-	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile
+test: $(INSTALLED)  ## Run the tests that show every behaviour, a file per processor
+	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile --part sample
 
-test-all: $(INSTALLED)  ## Run the tests, and the cases of matrices of which `test` runs a part
+test-rest: $(INSTALLED)  ## Run the slow proofs and the cases that `test` leaves out
+	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile --part rest
+
+test-all: $(INSTALLED)  ## Run all of both, and the many cases that are marked `long`
 	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile -m ''
 
 check: $(INSTALLED)  ## Lint, format, types, direction of imports

@@ -35,6 +35,7 @@ def table_of(page: Path, name: str) -> str:
     return page.read_text(encoding="utf-8").split(f"<!-- {name} -->")[1].split("<!-- /")[0]
 
 
+@pytest.mark.thorough
 def test_a_tiny_model_gets_its_lines_and_the_rest_of_the_page_stays(
     folder: Path, tmp_path: Path
 ) -> None:
@@ -69,6 +70,7 @@ def test_the_page_has_one_place_for_every_table() -> None:
         assert text.count(f"<!-- {name} -->") == text.count(f"<!-- /{name} -->") == 1, name
 
 
+@pytest.mark.thorough
 def test_every_model_of_a_table_is_one_that_can_be_exported() -> None:
     code = (
         "from benchmarks.models import MODELS; from benchmarks import tables; "

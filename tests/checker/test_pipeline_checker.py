@@ -31,6 +31,7 @@ def pipeline(planned: Planner, graph: Graph) -> Plan:
     return planned(graph, (2, 2), micro_batches=4, **options)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("shape", "options"),
     [
@@ -180,6 +181,7 @@ CASES: dict[str, tuple[Tamper, str]] = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", CASES)
 def test_tampering_is_found_out(pipeline: Plan, graph: Graph, name: str) -> None:
     tamper, finding = CASES[name]

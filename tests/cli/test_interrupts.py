@@ -53,6 +53,7 @@ def wait_for(process: "subprocess.Popen[str]", pattern: str) -> None:
     pytest.fail(f"the command ended without {pattern!r}")
 
 
+@pytest.mark.thorough
 def test_ctrl_c_ends_a_search_with_the_meshes_that_are_planned(graph: Path, tmp_path: Path) -> None:
     best = tmp_path / "best.json"
     options = ("--devices", 16, "--max-axes", 4, "--workers", 1, "--no-cache", "-o", best)

@@ -327,6 +327,7 @@ ASKED: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("method", ASKED)
 def test_what_fails_on_the_way_is_sent_again_and_stays_the_same(
     method: str, through: Call, proxy: Proxy, graph: bytes

@@ -196,6 +196,7 @@ def stepping() -> Iterator[tuple[str, Event]]:
         go.set()
 
 
+@pytest.mark.thorough
 def test_a_stream_of_events_goes_on_where_it_broke_off(
     call: Call, stepping: tuple[str, Event], graph: bytes
 ) -> None:
@@ -239,6 +240,7 @@ def test_without_streams_it_asks_from_time_to_time(
     assert len(proxy.faults) == 8
 
 
+@pytest.mark.thorough
 def test_streams_that_fail_are_no_outage(stepping: tuple[str, Event], graph: bytes) -> None:
     url, go = stepping
     seen: list[str] = []
@@ -280,6 +282,7 @@ class Server:
             self._process.wait()
 
 
+@pytest.mark.thorough
 def test_it_waits_through_a_restart_of_the_service(tmp_path: Path, graph: bytes) -> None:
     server = Server(tmp_path)
     server.start(workers=0)

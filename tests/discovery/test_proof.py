@@ -99,6 +99,7 @@ for _operator, _arguments in CASES:
     BY_OPERATOR.setdefault(_operator, []).append(_arguments)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("operator", BY_OPERATOR)
 def test_all_that_is_found_is_true_and_nothing_is_missing(operator: str) -> None:
     for arguments in BY_OPERATOR[operator]:
@@ -145,6 +146,7 @@ LARGE = [
 ]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("call", LARGE, ids=lambda call: call.operator)
 def test_small_shapes_speak_for_large_ones(call: Call) -> None:
     """The rule of a call with dims of hundreds and thousands, found on a few dozen elements."""

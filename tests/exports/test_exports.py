@@ -455,6 +455,7 @@ MADE_FOR: list[tuple[str, Any, dict[str, int]]] = [
 ]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("target", "build", "axes"), MADE_FOR)
 def test_plans_made_for_a_target_are_expressed(
     target: str, build: Any, axes: dict[str, int]

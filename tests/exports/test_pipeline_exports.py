@@ -32,6 +32,7 @@ def interleaved(planned: Planner, graph: Graph) -> Plan:
     )
 
 
+@pytest.mark.thorough
 def test_torchtitan_gets_the_modules_of_stages(interleaved: Plan) -> None:
     text = export_plan(interleaved, "torchtitan", min_expressed=0)
     found = tomllib.loads(text)["parallelism"]

@@ -120,6 +120,7 @@ READERS: dict[str, tuple[Any, Callable[[Any], object]]] = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", READERS)
 def test_huge_numbers_in_a_document_are_refused_or_do_no_harm(name: str) -> None:
     document, read = READERS[name]

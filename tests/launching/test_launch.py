@@ -50,6 +50,7 @@ def path(plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks
 def test_a_function_runs_on_every_rank(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
@@ -62,6 +63,7 @@ def test_a_function_runs_on_every_rank(plan: Plan, monkeypatch: pytest.MonkeyPat
         assert gradient == pytest.approx(0.0, abs=1e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks
 def test_a_failing_rank_ends_the_job_and_shows_its_traceback_once(
     plan: Plan, tmp_path: Path
@@ -94,6 +96,7 @@ def test_a_failing_rank_ends_the_job_and_shows_its_traceback_once(
     assert "is done" not in done.stdout
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     "axes", [pytest.param({"a": 4}, id="4", marks=pytest.mark.long), {"a": 2, "b": 2}]

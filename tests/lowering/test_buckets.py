@@ -45,6 +45,7 @@ def buckets(options: str) -> tuple[Bucket, ...]:
     return buckets_of(plan.stages[0], graph)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("options", ["sharded", "whole", "again", "checkpointed"])
 def test_members_take_the_same_steps(options: str) -> None:
     found = buckets(options)

@@ -118,6 +118,7 @@ def inputs_of(plan: Plan, case: Case, program: LocalProgram) -> list[torch.Tenso
     return inputs
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", CASES)
 def test_training_takes_the_memory_that_is_predicted(
     name: str, planned: Planner, mesh: DeviceMesh

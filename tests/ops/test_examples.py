@@ -98,6 +98,7 @@ def _concrete(argument: Argument, values: Iterator[torch.Tensor]) -> Any:
     return getattr(torch, argument.value) if isinstance(argument, Token) else argument
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "example", EXAMPLES, ids=[f"{i}-{e.call.operator}" for i, e in enumerate(EXAMPLES)]
 )
@@ -120,6 +121,7 @@ def test_examples_are_real_calls(example: Example) -> None:
 PROVED = list(example_cases())
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("operator", "arguments"), PROVED, ids=[f"{i}-{case[0]}" for i, case in enumerate(PROVED)]
 )

@@ -171,6 +171,7 @@ CASES = [
 ]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("operator", "arguments", "expected"),
     CASES,

@@ -69,6 +69,7 @@ def test_two_pins_on_one_thing_conflict(graph: Graph) -> None:
     )
 
 
+@pytest.mark.thorough
 def test_memory_that_is_short_for_the_pins_is_told_apart(graph: Graph) -> None:
     cut = planned(graph, pins={"parameters": {"*.weight": "S(0),S(1)"}})
     whole = {"parameters": {"*.weight": "I,I", "*.bias": "*,*"}}
@@ -86,6 +87,7 @@ def test_memory_that_is_short_for_the_pins_is_told_apart(graph: Graph) -> None:
     assert planned(graph, memory_budget=budget).found
 
 
+@pytest.mark.thorough
 def test_memory_that_is_short_anyway_blames_no_pin(graph: Graph) -> None:
     plan = planned(graph, pins={"parameters": {"*.weight": "I,I"}}, memory_budget=1000)
     assert plan.conflict is not None

@@ -13,6 +13,7 @@ from autoshard.planner.formulation.formulation import Formulation
 from autoshard.solve import ShortestPathCost
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "options",
     [

@@ -124,6 +124,7 @@ def test_meshes_of_other_shapes_are_explained(
     assert best.layouts.count(",") == len(shape) - 1
 
 
+@pytest.mark.thorough
 def test_bad_questions_are_refused(planned: Planner, graph: Graph, plan: Plan) -> None:
     with pytest.raises(OptionError, match=r"no node.*linear"):
         explain(graph, plan, "linera")

@@ -33,6 +33,7 @@ def free(planned: Planner, graph: Graph) -> Plan:
     return planned(graph, MESH, micro_batches=8)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("share", [0.95, 0.8])
 @pytest.mark.parametrize(
     "options",

@@ -38,6 +38,7 @@ def graph(request: pytest.FixtureRequest) -> Graph:
     return MODELS[request.param]()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", OPTIONS)
 def test_no_plan_has_less(planned: Planner, graph: Graph, name: str) -> None:
     plan = planned(graph, MESH, **OPTIONS[name])
@@ -59,6 +60,7 @@ def test_more_layers_keep_more_although_each_is_recomputed() -> None:
     assert least_activations(many, never) > least_activations(many, options)
 
 
+@pytest.mark.thorough
 def test_activations_alone_can_exceed_all_devices() -> None:
     graph = graph_of(meta(residuals, layers=100, batch=1 << 20))
     assert len(graph.nodes) > 500

@@ -91,6 +91,7 @@ def test_a_pipeline_ends_at_its_time_limit_too() -> None:
     assert "raise time_limit" in plan.reason
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("limit", [0.3, 2.0])
 @pytest.mark.parametrize(
     "options",

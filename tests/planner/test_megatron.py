@@ -99,6 +99,7 @@ def test_axes_that_do_not_divide_the_batch_stay_idle(planned: Planner) -> None:
     assert plan.stages[0].inputs[-1].layout == "R,S(0),R"
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("build", [mlp, gpt2, bert, LLAMA])
 @pytest.mark.parametrize("mode", ["training", "inference"])
 def test_the_pattern_never_beats_the_optimum(

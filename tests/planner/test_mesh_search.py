@@ -184,6 +184,7 @@ def test_a_bound_is_of_plans_of_one_stage() -> None:
     assert plans_one_stage(graph, make_mesh((2, 2, 2)), PlanOptions())
 
 
+@pytest.mark.thorough
 def test_a_search_keeps_and_reuses_solved_blocks() -> None:
     graph = small_graph(partial(residuals, layers=4))
     block_cache = NamespacedCache(SolverCache("sqlite://"), "blocks")

@@ -146,6 +146,7 @@ COMPARED = [
 """`make test` has each model with each mesh, each with each set of options, and so on."""
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("name", "mesh", "limits"), COMPARED)
 def test_it_never_costs_more(planned: Planner, name: str, mesh: str, limits: str) -> None:
     graph, options = small_graph(MODELS[name]), {"relative_gap": 0, **LIMITS[limits]}

@@ -31,6 +31,7 @@ def graph() -> Graph:
     return graph_of(meta(gpt2, layers=4))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("stages", "schedule", "shape"),
     [
@@ -157,6 +158,7 @@ def test_memory_that_no_stage_fits_is_explained(graph: Graph) -> None:
     assert "memory" in plan.reason
 
 
+@pytest.mark.thorough
 def test_two_stages_of_a_rank_share_its_memory() -> None:
     graph = graph_of(meta(residuals, layers=8))
     mesh, wanted = make_mesh((2, 2), topology="h100-sxm"), {"stages": 4, "micro_batches": 8}

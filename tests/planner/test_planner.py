@@ -93,6 +93,7 @@ def test_progress_names_the_phases() -> None:
     assert all(isinstance(phase, str) for phase in phases)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("share", [2.0, 0.8])
 def test_progress_has_bounds_of_all_plans_that_fit(share: float) -> None:
     graph, mesh = small_graph(partial(llama, layers=3)), make_mesh((2, 2))

@@ -111,6 +111,7 @@ def test_an_axis_larger_than_every_dim_is_left_idle(planned: Planner) -> None:
     assert plan.collectives == ()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("build", [mlp, gpt2, bert, llama])
 @pytest.mark.parametrize("mode", ["training", "inference"])
 @pytest.mark.parametrize("shape", [(4,), (2, 2)])

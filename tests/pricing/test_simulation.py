@@ -49,6 +49,7 @@ def waited(simulation: Simulation) -> Iterator[Event]:
     return (event for event in simulation.events if not event.overlapped)
 
 
+@pytest.mark.matrix
 def test_the_step_takes_what_the_plan_says(simulated: tuple[Plan, Simulation]) -> None:
     plan, simulation = simulated
     assert plan.costs is not None

@@ -46,6 +46,7 @@ def total(plan: Plan, times: StageTimes) -> float:
     return number * (times.forward + times.backward_input + times.backward_weight) + times.end
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", OPTIONS)
 def test_passes_and_end_add_up_to_the_cost_of_the_plan(name: str, planned: Planner) -> None:
     plan = planned(small_graph(gpt2), MESH, pins=GATHERED, **OPTIONS[name])
@@ -56,6 +57,7 @@ def test_passes_and_end_add_up_to_the_cost_of_the_plan(name: str, planned: Plann
     assert (times.backward_weight > 0) == splits_backward(plan.stages[0])
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("model", [bert, llama])
 @pytest.mark.parametrize("options", [{}, {"micro_batches": 5}, {"mode": "inference"}])
 def test_other_models_too(model: Any, options: dict[str, Any], planned: Planner) -> None:

@@ -53,6 +53,7 @@ def test_meshes_may_differ(planned: Planner, graph: Graph) -> None:
     assert difference.meshes == ("a=2 x b=2", "c=4")
 
 
+@pytest.mark.thorough
 def test_what_cannot_be_compared_is_refused(planned: Planner, graph: Graph) -> None:
     plan = planned(graph, MESH)
     with pytest.raises(PlanError, match="different graphs"):

@@ -120,6 +120,7 @@ def test_checkpointed_blocks_are_counted() -> None:
     assert sentences(plan)[-1] == "Activation checkpointing on 1 of 2 blocks to fit the memory."
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("build", [gpt2, bert, t5, resnet])
 def test_shares_of_roles_add_up(build: partial[object]) -> None:
     for use in find_roles(planned(build, "2x2", "free")).axes:

@@ -344,6 +344,7 @@ CASES = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.ranks
 @pytest.mark.parametrize("case", CASES)
 def test_regather(case: str, on_ranks: Callable[[str], None]) -> None:

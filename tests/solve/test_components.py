@@ -84,6 +84,7 @@ def test_free_links_have_no_modes() -> None:
     assert RunBlock(problem, run, None).components == ({},)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("share", [0.1, 0.4])
 def test_modes_under_a_limit(seed: int, share: float) -> None:

@@ -67,6 +67,7 @@ def test_components_are_combined_within_the_limit() -> None:
     assert search.price(best) == pytest.approx(brute_force(problem).objective, rel=2e-3)
 
 
+@pytest.mark.thorough
 def test_steps_lower_the_price_and_keep_the_limits(random_problem: RandomProblem) -> None:
     num_better = 0
     for seed in range(120):
@@ -106,6 +107,7 @@ def test_the_search_reaches_the_optimum_of_a_cycle_under_a_limit() -> None:
     assert state.objective == pytest.approx(brute_force(problem).objective, rel=1e-12)
 
 
+@pytest.mark.thorough
 def test_a_huge_problem_ends_with_a_feasible_choice_and_a_bound() -> None:
     rng = np.random.default_rng(1)
     ends = [(int(u), v) for v in range(1, 10) for u in rng.choice(v, min(v, 3), replace=False)]

@@ -78,6 +78,7 @@ def test_messages_are_exact_on_a_tree() -> None:
     assert state.objective == pytest.approx(optimum, rel=1e-12)
 
 
+@pytest.mark.thorough
 @thorough
 @given(seed=seeds)
 def test_large_problems_find_what_brute_force_finds(

@@ -219,6 +219,7 @@ LIMITED_SOLVERS: dict[str, Callable[[Problem], Solution]] = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("solver", LIMITED_SOLVERS)
 @pytest.mark.parametrize("seed", range(4))
 def test_a_limit_is_kept_to_the_last_byte(seed: int, solver: str) -> None:

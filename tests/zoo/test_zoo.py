@@ -32,6 +32,7 @@ def page(tmp_path: Path) -> Path:
     return Path(shutil.copy(PAGE, tmp_path))
 
 
+@pytest.mark.thorough
 def test_a_run_that_failed_is_named_and_one_goes_on_where_it_was(
     page: Path, tmp_path: Path
 ) -> None:
@@ -62,6 +63,7 @@ def test_what_failed_on_ranks_is_named() -> None:
     assert "- dit float64 on 8: ValueError: not equal" in table
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks
 def test_families_run_on_ranks_once(page: Path, tmp_path: Path) -> None:
     arguments = ("--ranks", "4", "--precisions", "float32", "--families", "lstm")

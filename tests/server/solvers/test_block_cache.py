@@ -38,6 +38,7 @@ def assert_fresh(plan: Plan, archive: bytes) -> None:
     assert plan.model_dump(exclude=left_out) == fresh.model_dump(exclude=left_out)
 
 
+@pytest.mark.thorough
 def test_solver_processes_share_blocks(
     start_service: Any, archives: dict[int, bytes], tmp_path: Path
 ) -> None:

@@ -68,6 +68,7 @@ def ask(service: Any, archive: bytes, rules: Any) -> Any:
     return service.post(archive, {"mesh": {"shape": [4]}, "rules": rules}, wait=60)
 
 
+@pytest.mark.thorough
 def test_rules_make_another_plan_under_another_id(
     service: Any, archive: bytes, rules: list[dict[str, Any]]
 ) -> None:
@@ -134,6 +135,7 @@ def test_a_rule_whose_outputs_do_not_fit_is_named(
     assert "shardtest.gate.default" in answer.json()["detail"]
 
 
+@pytest.mark.thorough
 def test_the_client_tries_operators_and_sends_rules(start_service: Any, archive: bytes) -> None:
     running = start_service(executor=ThreadExecutor(solve))
     model, kwargs = LARGE()
@@ -248,6 +250,7 @@ def test_a_plan_is_not_kept_where_there_was_no_time_to_try(
     assert ask(running, archive, []).headers["Autoshard-Cache"] == "hit"
 
 
+@pytest.mark.thorough
 def test_an_id_says_what_would_find_rules_where_there_are_none(
     archive: bytes, graph: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
