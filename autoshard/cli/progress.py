@@ -21,7 +21,7 @@ from rich.progress import (
 from autoshard.cli.rendering.output import console, errors
 from autoshard.cli.rendering.tables import milliseconds
 from autoshard.client import JobProgress
-from autoshard.client.core import ProgressListener
+from autoshard.requests.running import ProgressListener
 
 if TYPE_CHECKING:
     from autoshard.measure.calibration import Progress as CalibrationProgress

@@ -9,7 +9,8 @@ if TYPE_CHECKING:
         AsyncClient,
         Client,
     )
-    from autoshard.client.results import (
+    from autoshard.client.transport import Retry
+    from autoshard.requests.results import (
         JobProgress,
         JobStatus,
         MeshSearch,
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
         SearchResult,
         Validation,
     )
-    from autoshard.client.transport import Retry
 else:
     __getattr__, __dir__ = lazy_names(__name__)
 

@@ -18,19 +18,6 @@ from pydantic import ValidationError
 from autoshard import report
 from autoshard.base.schemas import type_adapter
 from autoshard.client.local import Local
-from autoshard.client.offline import Offline, OfflinePlans, require_plan
-from autoshard.client.requests import CoverageRequest, GraphRequest, PlanRequest, SearchRequest
-from autoshard.client.results import (
-    JobProgress,
-    JobStatus,
-    MeshSearch,
-    OnProgress,
-    PlanEntry,
-    PlanResult,
-    SearchResult,
-    Validation,
-    read_job,
-)
 from autoshard.client.transport import (
     Failures,
     Request,
@@ -43,6 +30,19 @@ from autoshard.client.transport import (
 from autoshard.errors import RequestRejectedError, ServiceError, ServiceUnavailableError
 from autoshard.mesh import Topology, topology_to_json
 from autoshard.plan import Plan
+from autoshard.requests.kept_plans import Offline, OfflinePlans, require_plan
+from autoshard.requests.models import CoverageRequest, GraphRequest, PlanRequest, SearchRequest
+from autoshard.requests.results import (
+    JobProgress,
+    JobStatus,
+    MeshSearch,
+    OnProgress,
+    PlanEntry,
+    PlanResult,
+    SearchResult,
+    Validation,
+    read_job,
+)
 
 if TYPE_CHECKING:
     from autoshard.solve import CancelToken

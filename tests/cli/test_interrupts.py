@@ -22,6 +22,7 @@ from autoshard.cli import ExitCode, progress
 from autoshard.client import Client, JobProgress
 from autoshard.graph import export_model, load_graph
 from autoshard.plan import Plan
+from autoshard.requests.this_process import ThisProcess
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +137,7 @@ def test_ctrl_c_elsewhere_ends_the_command_without_a_traceback(
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Client, "coverage", interrupt)
+    monkeypatch.setattr(ThisProcess, "coverage", interrupt)
     result = autoshard("coverage", graph)
     assert result.exit_code == ExitCode.INTERRUPTED
     assert result.output == "interrupted\n"

@@ -21,10 +21,10 @@ from support.proxy import Cut, Drop, Passed, Proxy, Say, proxied
 from support.services import free_port, serving
 
 from autoshard.client import AsyncClient, Client, JobProgress, Retry
-from autoshard.client.results import rejected
 from autoshard.client.transport import retry_after
 from autoshard.errors import RequestRejectedError, ServiceError, ServiceUnavailableError
 from autoshard.plan import Plan
+from autoshard.requests.results import rejected
 from autoshard_server import ThreadExecutor
 from autoshard_server.solvers.solving import solve
 

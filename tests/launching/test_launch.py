@@ -16,13 +16,13 @@ from typer.testing import CliRunner
 
 import autoshard
 from autoshard.cli import app
-from autoshard.client.offline import OfflinePlans
 from autoshard.errors import LaunchError, PlanError
 from autoshard.graph import graph_from_json
 from autoshard.launching.functions import failures_recorded, first_failure
 from autoshard.lowering.buckets import buckets_of
 from autoshard.plan import Plan, PlanOptions
 from autoshard.planner import make_plan
+from autoshard.requests.kept_plans import OfflinePlans
 
 PROGRAM = Path(launched_program.__file__)
 TIMEOUT = 300

@@ -37,6 +37,14 @@ from autoshard.client import PlanResult
 from autoshard.exports import read_like
 from autoshard.mesh import Axis, Mesh, make_mesh
 from autoshard.plan import Plan, PlanOptions
+from autoshard.requests.models import (
+    CoverageRequest,
+    PlanRequest,
+    SearchArguments,
+    SearchRequest,
+    read_model,
+)
+from autoshard.requests.running import plan_coverage
 
 _SOURCES = {
     "service": "made by the service",
@@ -108,15 +116,19 @@ def plan(
     if like is not None:
         devices, options = _laid_out(like, devices, options)
     discover = custom.discover()
-    with connection.open() as client, _followed(connection, quiet=quiet) as run:
-        result = client.request_plan(
-            graph,
-            mesh=devices,
-            options=options,
-            discover=discover,
-            on_progress=run.report,
-            stop=run.stop,
-        )
+    with _followed(connection, quiet=quiet) as run:
+        if connection.server:
+            with connection.open() as client:
+                result = client.request_plan(
+                    graph,
+                    mesh=devices,
+                    options=options,
+                    discover=discover,
+                    on_progress=run.report,
+                )
+        else:
+            request = PlanRequest(graph, mesh=devices, options=options, discover=discover)
+            result = connection.here().plan(request, on_progress=run.report, cancel=run.stop)
     found = result.plan
     assert found is not None, "the request waits for the plan"
     if connection.server:
@@ -161,25 +173,27 @@ def search(
 
     The column error says how much more or less 80 % of comparable published runs took.
     """
-    options, discover = planning.read(), custom.discover()
-    with connection.open(num_workers=workers) as client:
-        with _followed(connection, quiet=quiet) as run:
-            result = client.request_search(
-                graph,
-                num_devices=devices,
-                topology=read_topology(topology),
-                nodes=nodes,
-                gpus_per_node=gpus_per_node,
-                max_axes=max_axes,
-                options=options,
-                discover=discover,
-                on_progress=run.report,
-                stop=run.stop,
-            )
-        found = result.search
-        assert found is not None, "the request waits for the search"
-        ids = [mesh.plan_id for mesh in found.meshes]
-        plans = [None if known is None else client.get_plan(known) for known in ids]
+    arguments = SearchArguments(
+        num_devices=devices,
+        topology=read_topology(topology),
+        nodes=nodes,
+        gpus_per_node=gpus_per_node,
+        max_axes=max_axes,
+        options=planning.read(),
+        discover=custom.discover(),
+    )
+    with _followed(connection, quiet=quiet) as run:
+        if connection.server:
+            with connection.open() as client:
+                found = client.search(graph, on_progress=run.report, **arguments)
+                ids = [mesh.plan_id for mesh in found.meshes]
+                plans = [None if known is None else client.get_plan(known) for known in ids]
+        else:
+            here = connection.here(num_workers=workers)
+            request = SearchRequest(graph, **arguments)
+            found = here.search(request, on_progress=run.report, cancel=run.stop)
+            ids = [mesh.plan_id for mesh in found.meshes]
+            plans = [None if known is None else here.get_plan(known) for known in ids]
     best = plans[0] if plans else None
     if best is not None:
         _write(best, output)
@@ -203,8 +217,13 @@ def coverage(
     With a plan, the costs are worked out in this process.
     """
     made, discover = None if plan is None else connection.read_plan(plan), custom.discover()
-    with connection.open() as client:
-        found = client.coverage(graph, plan=made, discover=discover)
+    if made is not None:
+        found = plan_coverage(read_model(graph), made)
+    elif connection.server:
+        with connection.open() as client:
+            found = client.coverage(graph, discover=discover)
+    else:
+        found = connection.here().coverage(CoverageRequest(graph, discover=discover))
     if output_format.chosen == "json":
         write_stdout(found.model_dump_json() + "\n")
     else:

@@ -37,13 +37,15 @@ from autoshard.cli.rendering.render import (
     explanation_report,
 )
 from autoshard.cli.rendering.render_plan import SECTIONS, plan_report
-from autoshard.client.core import load_planned_graph
-from autoshard.client.requests import read_model
-from autoshard.exports import EXPORT_TARGETS
+from autoshard.exports import EXPORT_TARGETS, export_plan
 from autoshard.graph import load_graph
 from autoshard.plan.options import MIN_EXPRESSED
 from autoshard.planner import OptimalityCheck, check_optimality
+from autoshard.report import compare_plans
 from autoshard.report.choices import find_choices
+from autoshard.requests import running
+from autoshard.requests.models import read_model
+from autoshard.requests.running import load_planned_graph
 
 mase = typer.Typer(
     no_args_is_help=True,
@@ -163,10 +165,13 @@ def explain(
         choices = choices_report(name, found, limit=limit, notation=notation)
         print_output(choices, output.chosen)
         return
-    with connection.open() as client, followed(quiet=quiet, can_stop=False):
-        explanation = client.explain(
-            connection.plan_or_id(plan), name, value=value, time_limit=time_limit
-        )
+    with followed(quiet=quiet, can_stop=False):
+        if connection.server:
+            with connection.open() as client:
+                source = connection.plan_or_id(plan)
+                explanation = client.explain(source, name, value=value, time_limit=time_limit)
+        else:
+            explanation = running.explain(made, name, value=value, time_limit=time_limit)[0]
     report = explanation_report(explanation, made.performance, limit=limit, notation=notation)
     print_output(report, output.chosen)
 
@@ -180,9 +185,12 @@ def compare(
     connection: Connection,
 ) -> None:
     """Show the differences between two plans of one graph."""
-    with connection.open() as client:
-        plans = connection.plan_or_id(before), connection.plan_or_id(after)
-        difference = client.compare(*plans)
+    if connection.server:
+        with connection.open() as client:
+            plans = connection.plan_or_id(before), connection.plan_or_id(after)
+            difference = client.compare(*plans)
+    else:
+        difference = compare_plans(connection.read_plan(before), connection.read_plan(after))
     print_output(difference_report(difference, notation=notation), output.chosen)
 
 
@@ -216,13 +224,16 @@ def export(
     The first line says what share of the plan the target expresses. It fails if that is too
     little: then plan again with --exportable-to.
     """
-    with connection.open() as client:
-        source = connection.plan_or_id(plan)
-        text = client.export(source, to, min_expressed=min_expressed)
-        if output is not None:
-            write_file(output, text)
+    if connection.server:
+        with connection.open() as client:
+            source = connection.plan_or_id(plan)
+            text = client.export(source, to, min_expressed=min_expressed)
+    else:
+        text = export_plan(connection.read_plan(plan), to, min_expressed=min_expressed)
     if output is None:
         write_stdout(text)
+    else:
+        write_file(output, text)
 
 
 @mase.command("write")

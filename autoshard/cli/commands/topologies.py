@@ -7,7 +7,7 @@ from autoshard.base.quantities import format_flops, format_rate
 from autoshard.cli.options import Connection, Output
 from autoshard.cli.rendering.output import print_output, write_stdout
 from autoshard.cli.rendering.tables import Column, Report, Table, Unit
-from autoshard.mesh import Topology
+from autoshard.mesh import Topology, get_topology, list_topologies
 
 
 def topologies(
@@ -19,8 +19,11 @@ def topologies(
 
     With a service, its stored topologies are listed too.
     """
-    with connection.open() as client:
-        found = [client.get_topology(name) for name in client.list_topologies()]
+    if connection.server:
+        with connection.open() as client:
+            found = [client.get_topology(name) for name in client.list_topologies()]
+    else:
+        found = [get_topology(name) for name in list_topologies()]
     if output.chosen == "json":
         write_stdout(js.dumps([_figures(topology) for topology in found]) + "\n")
     else:

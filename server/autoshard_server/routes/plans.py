@@ -9,11 +9,11 @@ import anyio.to_thread
 from fastapi import APIRouter, Query, Request, Response
 
 from autoshard import exports
-from autoshard.client.results import Validation
 from autoshard.plan import Plan
 from autoshard.plan.options import MIN_EXPRESSED
 from autoshard.planner import Explanation
 from autoshard.report import PlanDifference
+from autoshard.requests.results import Validation
 from autoshard_server.callers import Caller
 from autoshard_server.http.auth import Planner, Reader
 from autoshard_server.http.documents import KnownPlan, PlanPage

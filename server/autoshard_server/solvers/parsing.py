@@ -10,13 +10,13 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from autoshard import exports, report
-from autoshard.client.core import load_request_graph
 from autoshard.errors import ArchiveError
 from autoshard.graph import ArchiveLimits, Graph
 from autoshard.mesh import topology_from_json
 from autoshard.plan import Plan
 from autoshard.planner import identity_of
 from autoshard.report import PlanDifference
+from autoshard.requests.running import load_request_graph
 from autoshard_server.problems import ProblemType, limit_error
 from autoshard_server.requests import (
     GraphDescription,

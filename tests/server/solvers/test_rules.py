@@ -201,7 +201,7 @@ def test_the_client_warns_of_operators_that_run_whole(
     with Client(running.url) as client:
         client.plan(archive, mesh=(2,), mode="inference")
         client.plan(archive, mesh=(2,), mode="inference", discover=False)
-    (record,) = (r for r in caplog.records if r.name == "autoshard.client.requests")
+    (record,) = (r for r in caplog.records if r.name == "autoshard.requests.models")
     assert record.levelname == "WARNING"
     assert "shardtest.broken.default is replicated" in record.getMessage()
     assert "it never runs" in record.getMessage()

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Literal
 
 from autoshard.base.outcome import SolveStatus
-from autoshard.client.requests import PlanRequest
-from autoshard.client.results import PlanResult
 from autoshard.errors import AutoshardError, ServiceUnavailableError
 from autoshard.graph import graph_digest
 from autoshard.mesh import Mesh, mesh_to_json
 from autoshard.plan import PLAN_VERSION, Plan
+from autoshard.requests.models import PlanRequest
+from autoshard.requests.results import PlanResult
 from autoshard_solver_cache import FolderCache
 
 Offline = Literal["fallback", "never", "only"]

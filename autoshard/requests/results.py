@@ -139,6 +139,22 @@ class PlanEntry(_Document):
     topology: str
     graph_digest: str = Field(description="of the canonical program")
 
+    @classmethod
+    def of(cls, plan: Plan, created_at: datetime) -> "PlanEntry":
+        """The entry of a plan."""
+        return cls(
+            id=plan.id,
+            created_at=created_at,
+            status=plan.certificate.status,
+            objective=plan.certificate.objective,
+            gap=plan.certificate.gap,
+            peak_memory=None if plan.memory is None else plan.memory.peak,
+            mode=plan.options.mode,
+            mesh=tuple((axis.name, axis.size) for axis in plan.mesh.axes),
+            topology=plan.mesh.topology.name,
+            graph_digest=plan.graph.digest,
+        )
+
 
 class Validation(_Document):
     """Result of a validation: the request would be planned, and how large its problem is."""

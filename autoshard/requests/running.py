@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from autoshard import ops, planner, report
 from autoshard.base.outcome import SolveStatus
-from autoshard.client.results import JobProgress, MeshSearch, SearchedMesh, Validation
 from autoshard.errors import PlanError
 from autoshard.graph import ArchiveLimits, Graph, load_graph, rules_from_json
 from autoshard.mesh import Mesh, Topology
 from autoshard.plan import Plan, PlanOptions
+from autoshard.requests.results import JobProgress, MeshSearch, SearchedMesh, Validation
 
 if TYPE_CHECKING:
     from autoshard.solve import CancelToken, KeyValueStore, Progress

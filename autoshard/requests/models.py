@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NotRequired, TypeAlias, TypedDict
 from pydantic import ValidationError
 
 from autoshard.base.files import read_graph_file
-from autoshard.client.core import load_request_graph
 from autoshard.errors import ArgumentTypeError, GraphError, MeshError
 from autoshard.graph import (
     ArchiveLimits,
@@ -36,6 +35,7 @@ from autoshard.mesh import (
 from autoshard.mesh.sources import MeshLike as PlainMeshLike
 from autoshard.plan import Mode, PlanOptions
 from autoshard.plan.options import option_error, to_options
+from autoshard.requests.running import load_request_graph
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -195,11 +195,11 @@ class CoverageRequest(GraphRequest):
     def __init__(
         self,
         model: ModelLike,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any] | None,
-        mesh: "MeshLike | None",
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        mesh: "MeshLike | None" = None,
         *,
-        discover: bool,
+        discover: bool = True,
     ) -> None:
         members = {} if mesh is None else {"mesh": _mesh_document(mesh)}
         super().__init__(model, args, kwargs, members, discover=discover)
