@@ -52,6 +52,7 @@ def test_a_tiny_model_gets_its_lines_and_the_rest_of_the_page_stays(
     assert len(list((folder / "results").glob("gpt2-tiny-*.json"))) == 2
 
 
+@pytest.mark.thorough
 def test_a_case_that_is_stopped_stays_with_its_reason(folder: Path, tmp_path: Path) -> None:
     page = Path(shutil.copy(PAGE, tmp_path))
     asked = ("--tables", "models", "--models", "gpt2-tiny", "--meshes", "8", "--timeout", "0.01")

@@ -12,7 +12,7 @@ CASES = joined(weights, checkpoints)
 LONG = long_of(checkpoints)
 
 
-@pytest.mark.matrix(8)
+@pytest.mark.matrix(3)
 @pytest.mark.ranks
 @pytest.mark.parametrize("case", with_long(CASES, LONG))
 def test_case(case: str, on_ranks: Callable[[str], None]) -> None:

@@ -17,7 +17,10 @@ WITH_CODE = [
     )
 ]
 
-SLOW = {"README.md", "docs/client.md", "docs/exports.md", "docs/launch.md"}
+SLOW = {
+    "README.md",
+    *(f"docs/{name}.md" for name in ("baselines", "client", "exports", "launch", "service")),
+}
 """Pages whose code exports models of real sizes, or starts services and ranks."""
 
 

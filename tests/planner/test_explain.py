@@ -71,6 +71,7 @@ def tight(planned: Planner, wide: Graph) -> Plan:
     return plan
 
 
+@pytest.mark.thorough
 def test_totals_obey_the_budget(planned: Planner, wide: Graph, tight: Plan) -> None:
     alternatives = explain(wide, tight, "up.weight").alternatives
     assert chosen(alternatives).regret == pytest.approx(0, abs=1e-4 * tight.costs.total)

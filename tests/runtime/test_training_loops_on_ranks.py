@@ -64,7 +64,7 @@ LONG = {
 PAGE = Path(__file__).parents[2] / "docs" / "training.md"
 
 
-@pytest.mark.matrix(19)
+@pytest.mark.matrix(10)
 @pytest.mark.ranks
 @pytest.mark.parametrize("case", with_long(CASES, LONG))
 def test_case(case: str, on_ranks: Callable[[str], None]) -> None:

@@ -54,6 +54,7 @@ def test_solver_processes_share_blocks(
     assert service.app.state.service.cache.stats("blocks").num_entries > 0
 
 
+@pytest.mark.thorough
 def test_projects_share_no_blocks(
     start_service: Any, archives: dict[int, bytes], tmp_path: Path
 ) -> None:
@@ -68,6 +69,7 @@ def test_projects_share_no_blocks(
         assert service.app.state.service.cache.stats(f"{project}_blocks").num_entries > 0
 
 
+@pytest.mark.thorough
 def test_a_killed_solver_leaves_the_blocks_usable(
     start_service: Any, archives: dict[int, bytes], tmp_path: Path, recording: Any
 ) -> None:
