@@ -2,11 +2,13 @@
 
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from types import MappingProxyType
+from typing import NamedTuple
 
 from benchmarks.archives import ExportFailedError, archive
 from benchmarks.planning import UNLIMITED, Case, Result, Settings, measure_case, run_module
@@ -45,7 +47,6 @@ _BUDGETS = (30, 20, 12)
 _LIMITED = ("qwen2-7b", LLAMA, "llama3-70b", "mixtral-8x7b")
 _SHARES = (0.6, 0.4)
 _CLOSE = 0.005
-_PHASES = ("load", "formulate", "solve", "find conflict", "assemble", "check")
 _SLOW = 30.0
 _WIDE = 0.01
 
@@ -58,16 +59,21 @@ class Selection:
         models: of the table of models; all if empty.
         meshes: of the table of models; all if empty.
         instances: files of the contest, each PATH or PATH:SECONDS.
-        num_problems: random problems compared with brute force.
     """
 
     models: tuple[str, ...] = ()
     meshes: tuple[tuple[int, ...], ...] = ()
     instances: tuple[str, ...] = ()
-    num_problems: int = 10_000
 
 
-Table = Callable[[Settings, Selection], str]
+class Long(NamedTuple):
+    """A table of many cases: its summary for the page, and all rows for a file of their own."""
+
+    summary: str
+    rows: str
+
+
+Table = Callable[[Settings, Selection], str | Long]
 
 
 def rows(header: Sequence[str], cells: Iterable[Sequence[str]]) -> str:
@@ -149,7 +155,7 @@ def _budget_row(result: Result) -> tuple[str, ...]:
     )
 
 
-def shares(settings: Settings, selection: Selection) -> str:
+def shares(settings: Settings, selection: Selection) -> Long:
     """Models in training under the device's memory, and under shares of what they need freely."""
     results: list[Result] = []
     for name in selection.models or _LIMITED:
@@ -168,7 +174,8 @@ def shares(settings: Settings, selection: Selection) -> str:
         *("total, s", "of the processor, s", "MB"),
     )
     table = rows(header, (_share_row(result) for result in results))
-    return "\n\n".join([table, _within(results), _notes(results)]).rstrip()
+    summary = f"{_by_mesh(results)}\n\n{_within(results)}"
+    return Long(summary, f"{table}\n\n{_notes(results)}".rstrip())
 
 
 def _share_row(result: Result) -> tuple[str, ...]:
@@ -183,7 +190,7 @@ def _within(results: Sequence[Result]) -> str:
     return f"{len(results)} cases: {len(close)} have a gap of at most {_CLOSE:.1%}."
 
 
-def models(settings: Settings, selection: Selection) -> str:
+def models(settings: Settings, selection: Selection) -> Long:
     """Every model, on 8 devices in three shapes, in training and inference."""
     results: list[Result] = []
     for name in selection.models or SMALL:
@@ -192,7 +199,30 @@ def models(settings: Settings, selection: Selection) -> str:
                 results += _with_lifted(Case(name, mesh, mode), settings)
     header = ("case", "memory", "status", "gap", "step, ms", "formulate", "solve", "total, s", "MB")
     table = rows(header, (_model_row(result) for result in results))
-    return "\n\n".join([table, _verdict(results), _notes(results)]).rstrip()
+    summary = f"{_by_mesh(results)}\n\n{_verdict(results)}"
+    return Long(summary, f"{table}\n\n{_notes(results)}".rstrip())
+
+
+def _by_mesh(results: Sequence[Result]) -> str:
+    """The worst of the cases of each mesh and mode."""
+    groups: dict[tuple[tuple[int, ...], str], list[Result]] = defaultdict(list)
+    for result in results:
+        groups[result.case.mesh, result.case.mode].append(result)
+    header = ("mesh", "cases", "with a plan", "largest gap", "longest, s", "largest process, MB")
+    return rows(header, (_worst(*group, found) for group, found in groups.items()))
+
+
+def _worst(mesh: tuple[int, ...], mode: str, results: Sequence[Result]) -> tuple[str, ...]:
+    run = [result for result in results if result.runs]
+    gaps = [result.gap for result in run if result.gap is not None]
+    return (
+        f"{'x'.join(map(str, mesh))}, {mode}",
+        str(len(results)),
+        str(sum(result.found for result in run)),
+        f"{max(gaps):.3%}" if gaps else "-",
+        f"{max(result.seconds('total') for result in run):.1f}" if run else "-",
+        f"{max(result.peak for result in run) / 1e6:.0f}" if run else "-",
+    )
 
 
 def _with_lifted(case: Case, settings: Settings) -> list[Result]:
@@ -303,12 +333,6 @@ def contest(_: Settings, selection: Selection) -> str:
     return _script("iopddl", *selection.instances)
 
 
-def random(_: Settings, selection: Selection) -> str:
-    """Random small problems compared with brute force, by `benchmarks/random_problems.py`."""
-    _log(f"random: {selection.num_problems} problems")
-    return _script("random_problems", "--count", str(selection.num_problems))
-
-
 def _script(name: str, *arguments: str) -> str:
     """Output of a module's command, with its errors if it fails."""
     done = subprocess.run(  # noqa: S603  a constant command
@@ -337,7 +361,6 @@ TABLES: Mapping[str, Table] = MappingProxyType(
         "misses": misses,
         "search": search,
         "startup": startup,
-        "random": random,
         "contest": contest,
     }
 )
@@ -366,20 +389,16 @@ def _log(text: str) -> None:
 
 
 def _phases(results: Sequence[Result]) -> str:
-    shown = [phase for phase in _PHASES if any(r.runs and r.seconds(phase) for r in results)]
-    header = ("case", "status", "gap", *(f"{phase}, s" for phase in shown))
-    cells = (_phase_row(result, shown) for result in results)
-    table = rows((*header, "total, s", "least to most", "peak MB"), cells)
-    return f"{table}\n\n{_notes(results)}".rstrip()
+    header = ("case", "status", "gap", "solve, s", "total, s", "peak MB")
+    return f"{rows(header, map(_phase_row, results))}\n\n{_notes(results)}".rstrip()
 
 
-def _phase_row(result: Result, shown: Sequence[str]) -> tuple[str, ...]:
+def _phase_row(result: Result) -> tuple[str, ...]:
     start = (str(result.case), result.status, _gap_text(result))
     if not result.runs:
-        return (*start, *["-"] * (len(shown) + 3))
-    seconds = (f"{result.seconds(phase):.2f}" for phase in (*shown, "total"))
-    least, most = result.spread
-    return (*start, *seconds, f"{least:.2f} to {most:.2f}", f"{result.peak / 1e6:.0f}")
+        return (*start, "-", "-", "-")
+    seconds = (f"{result.seconds(phase):.2f}" for phase in ("solve", "total"))
+    return (*start, *seconds, f"{result.peak / 1e6:.0f}")
 
 
 def _model_row(result: Result) -> tuple[str, ...]:
