@@ -31,7 +31,6 @@ _ROWS = 20_000
 _MEMORY = 600_000_000
 _LATENCY = 0.1
 _TOGETHER = "all attacks at the same time"
-_HEAD = "| tried | before | now | as it should be |\n|---|---|---|---|"
 
 Row = Callable[[Target], Outcome]
 
@@ -60,30 +59,30 @@ def _campaign(folder: Path, chosen: set[str], rows: int) -> dict[str, str]:
     _fill(url, rows)
     found: dict[str, str] = {}
 
-    def note(table: Mapping[Row, str], outcomes: Iterable[Outcome], names: Iterable[Row]) -> None:
+    def note(outcomes: Iterable[Outcome], names: Iterable[Row]) -> None:
         for row, outcome in zip(names, outcomes, strict=True):
-            found[row.__name__] = _line(str(row.__doc__), table[row], outcome)
+            found[row.__name__] = _line(str(row.__doc__), outcome)
             sys.stdout.write(found[row.__name__] + "\n")
             sys.stdout.flush()
 
-    def selected(table: Mapping[Row, str]) -> list[Row]:
+    def selected(table: Iterable[Row]) -> list[Row]:
         return [row for row in table if row.__name__ in chosen]
 
     callers = {ATTACKER: "one", OTHER: "two"}
     with ExitStack() as stack:
         attacked = stack.enter_context(target(folder, url, callers))
         for row in selected(BEFORE_STORM):
-            note(BEFORE_STORM, [_run(row, attacked)], [row])
+            note([_run(row, attacked)], [row])
         attacks = selected(ATTACKS)
         if attacks:
             archives.prepare()
             with watching(attacked) as watched, ThreadPoolExecutor(len(attacks)) as pool:
                 outcomes = list(pool.map(lambda row: _run(row, attacked), attacks))
-            note(ATTACKS, outcomes, attacks)
-            found[_TOGETHER] = _line(_TOGETHER, "", _judge(watched))
+            note(outcomes, attacks)
+            found[_TOGETHER] = _line(_TOGETHER, _judge(watched))
             sys.stdout.write(found[_TOGETHER] + "\n")
         for row in selected(AFTER_STORM):
-            note(AFTER_STORM, [_run(row, attacked)], [row])
+            note([_run(row, attacked)], [row])
     return found
 
 
@@ -117,9 +116,9 @@ def _judge(watched: Watched) -> Outcome:
     return Outcome(text, is_quick and watched.server < _MEMORY)
 
 
-def _line(tried: str, before: str, outcome: Outcome) -> str:
+def _line(tried: str, outcome: Outcome) -> str:
     now = " ".join(outcome.text.split()).replace("|", "\\|")
-    cells = (tried.splitlines()[0].rstrip("."), before, now, "yes" if outcome.holds else "**no**")
+    cells = (tried.splitlines()[0].rstrip("."), now, "yes" if outcome.holds else "**no**")
     return f"| {' | '.join(cells)} |"
 
 
@@ -129,9 +128,7 @@ def _write(document: Path, head: str, found: Mapping[str, str]) -> None:
     before = text.partition("<!-- hostile -->")[2].partition("<!-- /hostile -->")[0]
     known = [line for line in before.splitlines() if line[:2] == "| "]
     tried = {line.split("|")[1]: line for line in [*known[1:], *found.values()]}
-    table = "\n".join(
-        ["| tried | before | now | as it should be |", "|---|---|---|---|", *tried.values()]
-    )
+    table = "\n".join(["| tried | outcome | as it should be |", "|---|---|---|", *tried.values()])
     changed = replace_table(text, "hostile", f"{head}\n\n{table}")
     document.write_text(changed, encoding="utf-8")
 
