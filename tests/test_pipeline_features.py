@@ -19,7 +19,7 @@ def rows() -> Iterator[tuple[str, list[str]]]:
     """The features of the table, each with the tests that it names."""
     with (TESTS.parent / "docs" / "pipeline_features.csv").open(encoding="utf-8") as file:
         for row in csv.DictReader(file):
-            yield row["feature"], row["tests"].split("; ") if row["tests"] else []
+            yield row["feature"], row["tests"].split(" | ")
 
 
 def test_each_row_names_tests_that_exist() -> None:
