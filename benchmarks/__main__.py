@@ -30,7 +30,7 @@ def main() -> int:
         settings = _settings(options, name)
         conditions = _conditions(name, settings, selection)
         code = code_digest()
-        head = caption(f"code {code}; {conditions}")
+        head = caption(conditions)
         made = TABLES[name](settings, selection)
         if code_digest() != code:
             head += "\n\n**The code changed while this was measured: rows may not be comparable.**"

@@ -43,7 +43,6 @@ _PARTS = {
     "total": "request until the plan is there, without the upload",
 }
 _DEPTHS = ("llama3-8b-8-layers", LLAMA, "llama3-8b-128-layers")
-_BUDGETS = (30, 20, 12)
 _LIMITED = ("qwen2-7b", LLAMA, "llama3-70b", "mixtral-8x7b")
 _SHARES = (0.6, 0.4)
 _CLOSE = 0.005
@@ -96,13 +95,12 @@ def depth(settings: Settings, _: Selection) -> str:
         for free in lifted
         if free.found
     ]
-    ratios = [_ratio("with memory lifted", lifted), _ratio("under the budgets", limited)]
-    return "\n\n".join([_phases([*lifted, *limited]), *ratios])
+    return f"{_phases([*lifted, *limited])}\n\n{_ratio(lifted)}"
 
 
-def _ratio(condition: str, results: Sequence[Result]) -> str:
-    if len(results) < len(_DEPTHS) or not all(result.found for result in results):
-        return f"No ratio {condition}: one of the depths has no plan."
+def _ratio(results: Sequence[Result]) -> str:
+    if not all(result.found for result in results):
+        return "No ratio: one of the depths has no plan."
     least, most = results[0], results[-1]
     total = most.seconds("total") / least.seconds("total")
     planned = (most.seconds("total") - most.seconds("load")) / (
@@ -110,7 +108,7 @@ def _ratio(condition: str, results: Sequence[Result]) -> str:
     )
     solved = most.seconds("solve") / least.seconds("solve")
     return (
-        f"From 8 to 128 layers {condition}, 16 times as many, the total grows by {total:.1f}x, by "
+        f"From 8 to 128 layers with memory lifted, the total grows by {total:.1f}x, by "
         f"{planned:.1f}x with loading left out, and solving by {solved:.1f}x."
     )
 
@@ -124,21 +122,6 @@ def large(settings: Settings, _: Selection) -> str:
     """DeepSeek-V3 on meshes of 2,048 devices."""
     cases = (Case(_SEARCHED, mesh, memory_budget=UNLIMITED) for mesh in ((256, 8), (32, 8, 8)))
     return _phases([_measure(case, settings) for case in cases])
-
-
-def memory(settings: Settings, _: Selection) -> str:
-    """Llama-3-70B, for the memory that planning it takes."""
-    return _phases([_measure(Case("llama3-70b", (8, 8), mode), settings) for mode in MODES])
-
-
-def budgets(settings: Settings, _: Selection) -> str:
-    """Llama-3-8B with decreasing memory budgets."""
-    given = (UNLIMITED, *(size * 10**9 for size in _BUDGETS))
-    cases = (Case(LLAMA, (8, 8), memory_budget=budget) for budget in given)
-    results = [_measure(case, settings) for case in cases]
-    header = ("case", "status", "gap", "step, ms", "peak of the plan, GB", "total, s", "MB")
-    table = rows(header, (_budget_row(result) for result in results))
-    return f"{table}\n\n{_notes(results)}".rstrip()
 
 
 def _budget_row(result: Result) -> tuple[str, ...]:
@@ -354,8 +337,6 @@ TABLES: Mapping[str, Table] = MappingProxyType(
         "axes": axes,
         "large": large,
         "models": models,
-        "memory": memory,
-        "budgets": budgets,
         "shares": shares,
         "service": service,
         "misses": misses,
@@ -367,13 +348,11 @@ TABLES: Mapping[str, Table] = MappingProxyType(
 """Tables by name, which is also that of the markers in the document."""
 
 REPETITIONS: Mapping[str, int] = MappingProxyType(
-    {"models": 1, "memory": 3, "large": 3, "budgets": 1, "shares": 1, "search": 1, "startup": 20}
+    {"models": 1, "large": 3, "shares": 1, "search": 1, "startup": 20}
 )
 """Measurements of each case, for tables with many or slow cases; the others have 5."""
 
-TIME_LIMITS: Mapping[str, float] = MappingProxyType(
-    {"models": 30.0, "budgets": 60.0, "shares": 30.0}
-)
+TIME_LIMITS: Mapping[str, float] = MappingProxyType({"models": 30.0, "shares": 30.0})
 """Time limit of the solver in seconds, for tables with another one than the default."""
 
 
