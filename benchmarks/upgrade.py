@@ -267,8 +267,8 @@ def _totals(steps: Sequence[Step]) -> str:
     )
     requests = sum(step.versions.total() for step in steps) + failures
     return (
-        f"{requests} requests in {len(steps)} steps: {right} got a correct plan, {failures} failed. "
-        f"Of {checks} checks of readiness {unready} failed."
+        f"{requests} requests in {len(steps)} steps: {right} got a correct plan, {failures} failed."
+        f" Of {checks} checks of readiness {unready} failed."
     )
 
 
