@@ -1,7 +1,7 @@
 """Scenarios A: data parallelism, tensor parallelism and ZeRO, under Alpa's costs.
 
-Each id names one published scenario; docs/scenarios.csv and docs/scenarios.md list them
-all, the latter those that do not hold. `sum of all-reduces` are Alpa's objectives without its penalty on replicated
+Each id names one published scenario; docs/scenarios.csv lists them all, with those that
+do not hold. `sum of all-reduces` are Alpa's objectives without its penalty on replicated
 optimizer state, which stands for memory that we count as memory.
 """
 
