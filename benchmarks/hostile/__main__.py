@@ -19,7 +19,7 @@ from sqlalchemy import delete
 from autoshard_server import Settings
 from autoshard_server.store import tables
 from autoshard_server.store.database import Stores
-from benchmarks.document import caption, replace_table
+from benchmarks.document import RESULTS, caption, replace_table
 from benchmarks.hostile import archives
 from benchmarks.hostile.quiet import AFTER_STORM, BEFORE_STORM
 from benchmarks.hostile.storm import ATTACKER, ATTACKS, OTHER, raise_open_files
@@ -42,6 +42,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=sorted(rows), help="not all")
     parser.add_argument("--rows", type=int, default=_ROWS, help="plans and jobs of the database")
     parser.add_argument("--document", type=Path, default=_DOCUMENT)
+    parser.add_argument("--details", type=Path, default=RESULTS / "hostile.md")
     options = parser.parse_args()
     raise_open_files()
     niceness = os.getpriority(os.PRIO_PROCESS, 0)
@@ -49,7 +50,7 @@ def main() -> int:
     chosen = {name for name in rows if options.only is None or name in options.only}
     with tempfile.TemporaryDirectory() as folder:
         found = _campaign(Path(folder), chosen, options.rows)
-    _write(options.document, head, found)
+    _write(options.document, options.details, head, found)
     return 0 if all(line.endswith("yes |") for line in found.values()) else 1
 
 
@@ -122,14 +123,17 @@ def _line(tried: str, outcome: Outcome) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _write(document: Path, head: str, found: Mapping[str, str]) -> None:
-    """Replace the lines of the rows that ran."""
-    text = document.read_text(encoding="utf-8")
-    before = text.partition("<!-- hostile -->")[2].partition("<!-- /hostile -->")[0]
-    known = [line for line in before.splitlines() if line[:2] == "| "]
+def _write(document: Path, details: Path, head: str, found: Mapping[str, str]) -> None:
+    """Replace the lines of the rows that ran, and count all of them on the page."""
+    known = [line for line in details.read_text(encoding="utf-8").splitlines() if line[:2] == "| "]
     tried = {line.split("|")[1]: line for line in [*known[1:], *found.values()]}
-    table = "\n".join(["| tried | outcome | as it should be |", "|---|---|---|", *tried.values()])
-    changed = replace_table(text, "hostile", f"{head}\n\n{table}")
+    table = ["| tried | outcome | as it should be |", "|---|---|---|", *tried.values()]
+    details.write_text("\n".join([head, "", *table]) + "\n", encoding="utf-8")
+    missed = [line for line in tried.values() if not line.endswith("| yes |")]
+    summary = f"{len(tried) - len(missed)} of {len(tried)} are as they should be."
+    rows = ["", *table[:2], *missed] if missed else []
+    text = document.read_text(encoding="utf-8")
+    changed = replace_table(text, "hostile", "\n".join([head, "", summary, *rows]))
     document.write_text(changed, encoding="utf-8")
 
 
