@@ -16,6 +16,8 @@ from benchmarks.planning import Settings, code_digest
 from benchmarks.tables import REPETITIONS, TABLES, TIME_LIMITS, Long, Selection
 
 _DOCUMENT = Path(__file__).parent.parent / "docs" / "performance.md"
+_LIMIT, _GAP = 120.0, 1e-3
+"""Limit of the solver in seconds, and gap at which it stops, unless a caption says otherwise."""
 
 
 def main() -> int:
@@ -57,15 +59,16 @@ def _conditions(name: str, settings: Settings, selection: Selection) -> str:
     part = ", a part of the models and meshes" if selection.models or selection.meshes else ""
     resumed = ", results of an earlier run taken where there were any" if settings.resume else ""
     times = "one run" if settings.repetitions == 1 else f"medians of {settings.repetitions} runs"
-    limits = f"solver limit {settings.time_limit:g} s, relative_gap {settings.relative_gap:g}"
-    return f"{times}{part}{resumed}, {limits}"
+    limit = f", solver limit {settings.time_limit:g} s" if settings.time_limit != _LIMIT else ""
+    gap = f", relative_gap {settings.relative_gap:g}" if settings.relative_gap != _GAP else ""
+    return f"{times}{part}{resumed}{limit}{gap}"
 
 
 def _settings(options: argparse.Namespace, table: str) -> Settings:
     return Settings(
         options.folder,
         repetitions=options.repetitions or REPETITIONS.get(table, 5),
-        time_limit=options.time_limit or TIME_LIMITS.get(table, 120.0),
+        time_limit=options.time_limit or TIME_LIMITS.get(table, _LIMIT),
         relative_gap=options.relative_gap,
         timeout=options.timeout,
         most_memory=int(options.most_memory * 1e9),
@@ -82,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--instances", nargs="+", default=[], help="contest files, PATH or PATH:SECONDS")
     add("--repetitions", type=int, help="measurements per case; default: 5, fewer of long tables")
     add("--time-limit", type=float, help="seconds for the solver; default: that of the table")
-    add("--relative-gap", type=float, default=1e-3, help="at which the solver stops")
+    add("--relative-gap", type=float, default=_GAP, help="at which the solver stops")
     add("--timeout", type=float, default=600.0, help="seconds until a measurement is stopped")
     add("--most-memory", type=float, default=12.0, help="GB that a measurement may use")
     add("--folder", type=Path, default=Path("build/benchmarks"), help="exports and results")

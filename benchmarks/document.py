@@ -5,7 +5,6 @@ import platform
 import re
 import subprocess
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 
 RESULTS = Path(__file__).parent / "results"
@@ -35,14 +34,12 @@ def replace_table(document: str, name: str, table: str) -> str:
 def caption(conditions: str) -> str:
     """Day, machine, commit and conditions of a measurement; call it at its start.
 
-    The commit says the versions of all packages but torch: they are in constraints.txt.
+    The commit says the versions of all packages: they are in constraints.txt.
     """
-    busy, cores = os.getloadavg()[0], os.cpu_count()
-    made = f", commit {found}" if (found := commit()) else ""
+    made = f"; commit {found}" if (found := commit()) else ""
     return (
-        f"*{datetime.now(UTC):%Y-%m-%d}; {processor()}, {cores} cores, "
-        f"{_memory() / 1e9:.0f} GB, load {busy:.1f} when it began; "
-        f"torch {version('torch')}{made}; {conditions}.*"
+        f"*{datetime.now(UTC):%Y-%m-%d}; {processor()}, {os.cpu_count()} cores, "
+        f"load {os.getloadavg()[0]:.1f}{made}; {conditions}.*"
     )
 
 
@@ -68,7 +65,3 @@ def processor() -> str:
         if named:
             return named.group(1)
     return platform.processor() or platform.machine()
-
-
-def _memory() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -30,7 +30,7 @@ _PICTURE = Path("pictures") / "predictions.svg"
 _ROWS, _SOURCES, _CHOICES = "predictions.csv", "predictions_by_source.md", "predictions_best.md"
 _SOURCES_HEAD = """# Errors of predictions by source
 
-By source and GPU, and on the rows of each source that fitted no constant."""
+By source and GPU; on the rows of each source that fitted no constant; and pairs of layouts."""
 _CHOICES_HEAD = """# The optimizer's own choice on the largest dense rows
 """
 
@@ -92,7 +92,7 @@ def _predictions(rows: list[Row], options: argparse.Namespace) -> list[Predictio
 def _tables(predictions: list[Prediction]) -> dict[str, str]:
     return {
         "errors": report.summary_table(predictions),
-        "ranking": ranking_table(predictions),
+        "ranking": ranking_table(predictions).splitlines()[0],
         "memory": memory_table(predictions),
         "reasons": report.reasons_table(predictions),
         "accuracy": accuracy_table(accuracy_rows(predictions)),
@@ -108,8 +108,12 @@ def _write(document: Path, predictions: list[Prediction]) -> None:
 
 
 def _write_details(folder: Path, predictions: list[Prediction]) -> None:
-    by_source = report.source_table(predictions), report.cross_validation_table(predictions)
-    (folder / _SOURCES).write_text("\n\n".join([_SOURCES_HEAD, *by_source]) + "\n", "utf-8")
+    tables = (
+        report.source_table(predictions),
+        report.cross_validation_table(predictions),
+        ranking_table(predictions),
+    )
+    (folder / _SOURCES).write_text("\n\n".join([_SOURCES_HEAD, *tables]) + "\n", "utf-8")
     (folder / _ROWS).write_text(report.rows_csv(predictions), encoding="utf-8", newline="")
 
 
