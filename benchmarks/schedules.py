@@ -2,9 +2,9 @@
 
     python -m benchmarks.schedules
 
-Writes all cases into benchmarks/results and a summary into docs/internals/schedules.md. A sleeping stage needs no core, so ranks do not
-disturb each other: what is compared is when actions run. Backward of weights is apart, as in
-torch's `PipelineStage`.
+Writes all cases into benchmarks/results, and a summary into docs/internals/schedules.md. A sleeping
+stage needs no core, so ranks do not disturb each other: what is compared is when actions run.
+Backward of weights is apart, as in torch's `PipelineStage`.
 """
 
 import argparse

@@ -4,9 +4,7 @@ import csv
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from io import StringIO
-from itertools import chain
 from pathlib import Path
-from types import ModuleType
 
 from autoshard.layouts import P
 from autoshard.ops.examples import Example, examples_of
@@ -17,13 +15,12 @@ from autoshard.ops.rules.spec import Call, ExtraTensor, Kernel, OperatorSpec
 
 _HEAD = """# Operators
 
-The operators that can be sharded. This page and [operators.csv](operators.csv) are generated from
-the operators' specs by `python -m autoshard.ops.table`. Operators that are not listed are
+[operators.csv](operators.csv) has all operators with a rule. It and this page are generated from
+the specs by `python -m autoshard.ops.table`. Operators that are not listed are
 replicated, which is valid for every deterministic operator. A name without an overload stands for
 all overloads. In-place operators are planned in their functional form, `add_` as `add`.
 
-operators.csv has the options of one mesh axis for an example of each rule, besides running it
-replicated:
+It has the options of one mesh axis for an example of each rule, besides running it replicated:
 
 * **sharded**: dims that may be sharded, in every tensor that has them. Tensors that lack the dim
   are replicated, and their gradients are all-reduced.
@@ -74,7 +71,7 @@ NOT_PLANNED: Mapping[str, str] = {
 
 def page() -> str:
     """Return the page as Markdown."""
-    parts = [_HEAD, *map(_family, FAMILIES)]
+    parts = [_HEAD, "\n| family | operators | number |\n|---|---|---:|\n", *_families()]
     parts.append("\n## Dims that are not sharded, and why\n\n| operators | reason |\n|---|---|\n")
     reasons: dict[str, list[str]] = {}
     for name, spec in SPECS.items():
@@ -89,7 +86,7 @@ def page() -> str:
 
 
 def table() -> str:
-    """Return the examples of all operators, and those that are always replicated, as CSV."""
+    """Return all operators, with an example of each rule, as CSV."""
     text = StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(_COLUMNS)
@@ -97,18 +94,22 @@ def table() -> str:
         name = family.__name__.rpartition(".")[2]
         specs: tuple[OperatorSpec, ...] = family.SPECS
         for spec in specs:
-            writer.writerows((name, *_row(spec, example)) for example in examples_of(spec))
-        whole = chain.from_iterable(s.names for s in specs if s.rule is replicated)
-        writer.writerows((name, _short(operator), "always replicated") for operator in whole)
+            rows = [tuple(_row(spec, example)) for example in examples_of(spec)]
+            writer.writerows((name, *row) for row in rows)
+            others = [one for one in map(_short, spec.names) if one not in {row[0] for row in rows}]
+            alone = "always replicated" if spec.rule is replicated else "as others of the family"
+            call = f"as {rows[0][0]}" if rows else alone
+            writer.writerows((name, operator, call) for operator in others)
     return text.getvalue()
 
 
-def _family(family: ModuleType) -> str:
-    """Section of a family: a list of its operators."""
-    title = (family.__doc__ or "").partition("\n")[0]
-    specs: tuple[OperatorSpec, ...] = family.SPECS
-    sharded = chain.from_iterable(s.names for s in specs if s.rule is not replicated)
-    return f"\n## {title.rstrip('.')}\n\n{_names(sharded)}\n"
+def _families() -> Iterator[str]:
+    """Rows of the families, with the number of operators of each that can be sharded."""
+    for family in FAMILIES:
+        title = (family.__doc__ or "").partition("\n")[0].rstrip(".")
+        specs: tuple[OperatorSpec, ...] = family.SPECS
+        sharded = sum(len(spec.names) for spec in specs if spec.rule is not replicated)
+        yield f"| {family.__name__.rpartition('.')[2]} | {title} | {sharded} |\n"
 
 
 def _row(spec: OperatorSpec, example: Example) -> Iterator[str]:
