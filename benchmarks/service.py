@@ -15,10 +15,9 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from datetime import datetime
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -88,7 +87,7 @@ def _answer_seconds(
 
 
 def measure_misses(case: dict[str, Any]) -> dict[str, Any]:
-    """Plans that are not cached: seconds of one by its parts, and plans per second.
+    """Plans that are not cached: seconds of one, and plans per second.
 
     Args:
         case: `archive`, a path; `mesh`; `options`; the number of `workers` of the service, of
@@ -148,12 +147,6 @@ def _processor_seconds(process: psutil.Process) -> float:
         with suppress(psutil.NoSuchProcess):
             used += sum(each.cpu_times()[:4])
     return used
-
-
-def _seconds(action: Callable[[], httpx2.Response]) -> float:
-    start = time.perf_counter()
-    action().raise_for_status()
-    return time.perf_counter() - start
 
 
 def main() -> int:
