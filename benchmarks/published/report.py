@@ -55,6 +55,7 @@ def _table(first: str, second: str, groups: Mapping[tuple[str, str], Sequence[Pr
     lines += [
         f"| {name} | {other} | {len(group)} | {_errors(group)} |"
         for (name, other), group in sorted(groups.items())
+        if any(one.ratio is not None for one in group)
     ]
     return "\n".join(lines)
 
