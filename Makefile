@@ -138,7 +138,7 @@ zoo-ranks: $(INSTALLED)  ## Run small models of all families on 4 and 8 ranks, i
 	$(BIN)/python -m benchmarks.zoo --ranks 8 4
 
 published: $(INSTALLED)  ## Predict published training runs, into docs/predictions.md
-	$(BIN)/python -m benchmarks.published --document docs/predictions.md --accuracy
+	$(BIN)/python -m benchmarks.published --document docs/predictions.md --details benchmarks/results --accuracy
 
 format: $(INSTALLED)  ## Format the code
 	$(BIN)/ruff check --fix .

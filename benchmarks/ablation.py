@@ -1,7 +1,7 @@
 """Worth of each technique of the solver: cases solved again without it.
 
     python -m benchmarks.ablation bert-base t5-base --meshes 8 2x4 2x2x2 --random 300
-        --budgets llama3-8b:2x4:60e9 --instances A.json.gz --document docs/internals/solver.md
+        --budgets llama3-8b:2x4:60e9 --instances A.json.gz --document benchmarks/results/ablation.md
 
 A case is the problem of a model on a mesh, in training and in inference, without a limit; the
 search of a plan in training under a memory budget; an instance of the contest; or a number of

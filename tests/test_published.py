@@ -257,12 +257,14 @@ def test_error_bars_are_made_from_predictions_without_planning(
     path = tmp_path / "out.json"
     path.write_text(json.dumps(predicted), encoding="utf-8")
     document = tmp_path / "page.md"
-    tables = ("errors", "sources", "cross-validation", "ranking", "memory", "reasons", "rows")
-    tables = (*tables, "accuracy")
+    tables = ("errors", "ranking", "memory", "reasons", "accuracy")
     document.write_text("\n".join(f"<!-- {name} -->\n<!-- /{name} -->" for name in tables))
     (tmp_path / "pictures").mkdir()
-    done = run("--predictions", path, "--document", document)
+    done = run("--predictions", path, "--document", document, "--details", tmp_path)
     assert done.returncode == 0, done.stderr
+    written = csv.DictReader((tmp_path / "predictions.csv").read_text("utf-8").splitlines())
+    assert {one["row"] for one in written} == {one["id"] for one in predicted}
+    assert "| llmf |" in (tmp_path / "predictions_by_source.md").read_text(encoding="utf-8")
     line = "| data parallel or FSDP | Hopper | 10 | +- 8.0% |"
     assert line in document.read_text(encoding="utf-8").splitlines()
     assert "Ampere" not in document.read_text(encoding="utf-8").split("<!-- accuracy -->")[1]

@@ -16,7 +16,7 @@ from autoshard.ops.examples import Example, examples_of
 from autoshard.ops.registry import FAMILIES
 from autoshard.ops.rules.index_space import replicated
 from autoshard.ops.rules.spec import saves_everything
-from autoshard.ops.table import NOT_PLANNED, page
+from autoshard.ops.table import NOT_PLANNED, page, table
 
 PAGE = Path(__file__).parents[2] / "docs" / "operators.md"
 SPECS = [spec for family in FAMILIES for spec in family.SPECS]
@@ -70,6 +70,7 @@ SEEN = """
 
 def test_the_committed_page_is_that_of_the_code() -> None:
     assert PAGE.read_text() == page(), "run `python -m autoshard.ops.table`"
+    assert PAGE.with_suffix(".csv").read_text() == table(), "run `python -m autoshard.ops.table`"
 
 
 @pytest.mark.parametrize("name", SEEN)

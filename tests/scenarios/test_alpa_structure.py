@@ -1,6 +1,6 @@
 """Scenarios A: data parallelism, tensor parallelism and ZeRO, under Alpa's costs.
 
-Each id names one published scenario; docs/scenarios.md lists them all, with those that
+Each id names one published scenario; docs/scenarios.csv lists them all, with those that
 do not hold. `sum of all-reduces` are Alpa's objectives without its penalty on replicated
 optimizer state, which stands for memory that we count as memory.
 """
