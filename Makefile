@@ -7,7 +7,7 @@ BASE ?= python:3.13-slim-trixie
 BUILD ?= docker build
 TORCH ?= 2.15.0
 TORCHS := 2.13.0 2.14.1 2.15.0
-TORCH_TESTS := $(addprefix tests/,costs discovery graph integrations layouts ops plan runtime zoo test_torch_private.py)
+TORCH_TESTS := $(addprefix tests/,checker checkpoint costs discovery exports graph integrations launching layouts lowering measure ops plan pricing report runtime schedules zoo test_torch_private.py)
 DEVICE ?= cuda
 GPU_PYTHON ?= $(if $(filter cpu,$(DEVICE)),$(BIN)/python,$(PYTHON))
 # `make gpu-wheels PYTHON=3.12` names a version, not an interpreter.
@@ -29,10 +29,13 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED)  ## Plan GPT-2 through the service, then run a sharded GPT-2 on 4 ranks
 	$(BIN)/autoshard demo
 
-test: $(INSTALLED)  ## Run the tests, a file per processor
-	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile
+test: $(INSTALLED)  ## Run the tests that show every behaviour, a file per processor
+	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile --part sample
 
-test-all: $(INSTALLED)  ## Run the tests, and the cases of matrices of which `test` runs a part
+test-rest: $(INSTALLED)  ## Run the slow proofs and the cases that `test` leaves out
+	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile --part rest
+
+test-all: $(INSTALLED)  ## Run all of both, and the many cases that are marked `long`
 	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile -m ''
 
 check: $(INSTALLED)  ## Lint, format, types, direction of imports
@@ -135,7 +138,7 @@ zoo-ranks: $(INSTALLED)  ## Run small models of all families on 4 and 8 ranks, i
 	$(BIN)/python -m benchmarks.zoo --ranks 8 4
 
 published: $(INSTALLED)  ## Predict published training runs, into docs/predictions.md
-	$(BIN)/python -m benchmarks.published --document docs/predictions.md --accuracy
+	$(BIN)/python -m benchmarks.published --document docs/predictions.md --details benchmarks/results --accuracy
 
 format: $(INSTALLED)  ## Format the code
 	$(BIN)/ruff check --fix .

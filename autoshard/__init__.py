@@ -14,27 +14,21 @@ Public names are imported on first use: neither `import autoshard` nor
 
 from typing import TYPE_CHECKING
 
-from autoshard.lazy_imports import lazy_names
+from autoshard.base.lazy_imports import lazy_names
 
 if TYPE_CHECKING:
     from autoshard.automatic import auto_parallelize
+    from autoshard.base.outcome import SolveStatus
+    from autoshard.checker import check_plan
+    from autoshard.checkpoint import load_checkpoint, save_checkpoint
     from autoshard.client import AsyncClient, Client
     from autoshard.discovery import discover
     from autoshard.errors import AutoshardError
+    from autoshard.exports import export_plan
     from autoshard.graph import Graph, MixedPrecision, OpaqueModule, export_model, load_graph
+    from autoshard.launching import LaunchContext, get_context, launch
     from autoshard.mesh import Mesh, get_topology, list_topologies, make_mesh
-    from autoshard.outcome import SolveStatus
-    from autoshard.plan import (
-        ForbiddenCollective,
-        Pins,
-        Plan,
-        PlanOptions,
-        check_plan,
-        compare_plans,
-        export_plan,
-        operator_coverage,
-        simulate,
-    )
+    from autoshard.plan import ForbiddenCollective, Pins, Plan, PlanOptions
     from autoshard.planner import (
         check_optimality,
         compare_baselines,
@@ -43,19 +37,18 @@ if TYPE_CHECKING:
         make_plans,
         search_meshes,
     )
+    from autoshard.pricing import simulate
+    from autoshard.report import compare_plans, operator_coverage
     from autoshard.runtime import (
         dcp_state_dict,
         full_tensor,
         init_empty_weights,
-        load_checkpoint,
         local,
         parallelize,
         pipeline,
         rng_step,
-        save_checkpoint,
         shard_loader,
     )
-    from autoshard.runtime.launch import LaunchContext, get_context, launch
     from autoshard.version import __version__
 else:
     __getattr__, __dir__ = lazy_names(__name__)

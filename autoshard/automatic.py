@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autoshard import errors
-from autoshard.arguments import Seed, check_arguments
+from autoshard.base.arguments import Seed, check_arguments
 from autoshard.client import Client
 from autoshard.client.variables import SERVER_VARIABLE
 from autoshard.errors import AutoshardError, MeshError
@@ -20,7 +20,7 @@ from autoshard.mesh import Topology, default_axis_names, mesh_sizes, parse_shape
 from autoshard.plan import Plan, PlanOptions
 from autoshard.plan.options import to_options
 from autoshard.runtime import parallelize
-from autoshard.runtime.agreement import broadcast_text, raised_on_all_ranks
+from autoshard.runtime.checks.agreement import broadcast_text, raised_on_all_ranks
 
 ModelT = TypeVar("ModelT", bound=torch.nn.Module)
 

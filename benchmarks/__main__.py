@@ -11,11 +11,13 @@ import argparse
 import sys
 from pathlib import Path
 
-from benchmarks.document import caption, replace_table
+from benchmarks.document import RESULTS, caption, replace_table
 from benchmarks.planning import Settings, code_digest
-from benchmarks.tables import REPETITIONS, TABLES, TIME_LIMITS, Selection
+from benchmarks.tables import REPETITIONS, TABLES, TIME_LIMITS, Long, Selection
 
 _DOCUMENT = Path(__file__).parent.parent / "docs" / "performance.md"
+_LIMIT, _GAP = 120.0, 1e-3
+"""Limit of the solver in seconds, and gap at which it stops, unless a caption says otherwise."""
 
 
 def main() -> int:
@@ -25,16 +27,19 @@ def main() -> int:
         models=tuple(options.models),
         meshes=tuple(options.meshes),
         instances=tuple(options.instances),
-        num_problems=options.num_problems,
     )
     for name in options.tables or _possible(selection):
         settings = _settings(options, name)
         conditions = _conditions(name, settings, selection)
         code = code_digest()
-        head = caption(f"code {code}; {conditions}")
-        table = TABLES[name](settings, selection)
+        head = caption(conditions)
+        made = TABLES[name](settings, selection)
         if code_digest() != code:
             head += "\n\n**The code changed while this was measured: rows may not be comparable.**"
+        if isinstance(made, Long):
+            path = options.details / f"planning_{name}.md"
+            path.write_text(f"{head}\n\n{made.rows}\n", encoding="utf-8")
+        table = made.summary if isinstance(made, Long) else made
         document = options.document.read_text(encoding="utf-8")
         changed = replace_table(document, name, f"{head}\n\n{table}")
         options.document.write_text(changed, encoding="utf-8")
@@ -47,22 +52,23 @@ def _possible(selection: Selection) -> list[str]:
 
 
 def _conditions(name: str, settings: Settings, selection: Selection) -> str:
-    if name in {"contest", "random"}:
+    if name == "contest":
         return "one run"
     if name == "startup":
         return f"medians of {settings.repetitions} runs"
     part = ", a part of the models and meshes" if selection.models or selection.meshes else ""
     resumed = ", results of an earlier run taken where there were any" if settings.resume else ""
     times = "one run" if settings.repetitions == 1 else f"medians of {settings.repetitions} runs"
-    limits = f"solver limit {settings.time_limit:g} s, relative_gap {settings.relative_gap:g}"
-    return f"{times}{part}{resumed}, {limits}"
+    limit = f", solver limit {settings.time_limit:g} s" if settings.time_limit != _LIMIT else ""
+    gap = f", relative_gap {settings.relative_gap:g}" if settings.relative_gap != _GAP else ""
+    return f"{times}{part}{resumed}{limit}{gap}"
 
 
 def _settings(options: argparse.Namespace, table: str) -> Settings:
     return Settings(
         options.folder,
         repetitions=options.repetitions or REPETITIONS.get(table, 5),
-        time_limit=options.time_limit or TIME_LIMITS.get(table, 120.0),
+        time_limit=options.time_limit or TIME_LIMITS.get(table, _LIMIT),
         relative_gap=options.relative_gap,
         timeout=options.timeout,
         most_memory=int(options.most_memory * 1e9),
@@ -77,14 +83,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--models", nargs="+", default=[], help="of the table of models, or .pt2; default: all")
     add("--meshes", nargs="+", type=_mesh, default=[], help="such as 8 2x4; default: all")
     add("--instances", nargs="+", default=[], help="contest files, PATH or PATH:SECONDS")
-    add("--num-problems", type=int, default=10_000, help="random problems")
     add("--repetitions", type=int, help="measurements per case; default: 5, fewer of long tables")
     add("--time-limit", type=float, help="seconds for the solver; default: that of the table")
-    add("--relative-gap", type=float, default=1e-3, help="at which the solver stops")
+    add("--relative-gap", type=float, default=_GAP, help="at which the solver stops")
     add("--timeout", type=float, default=600.0, help="seconds until a measurement is stopped")
     add("--most-memory", type=float, default=12.0, help="GB that a measurement may use")
     add("--folder", type=Path, default=Path("build/benchmarks"), help="exports and results")
     add("--document", type=Path, default=_DOCUMENT, help="file that the tables are written into")
+    add("--details", type=Path, default=RESULTS, help="folder for the rows of long tables")
     add("--resume", action="store_true", help="reuse results of the same code and settings")
     return parser
 

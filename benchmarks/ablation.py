@@ -1,7 +1,7 @@
 """Worth of each technique of the solver: cases solved again without it.
 
     python -m benchmarks.ablation bert-base t5-base --meshes 8 2x4 2x2x2 --random 300
-        --budgets llama3-8b:2x4:60e9 --instances A.json.gz --document docs/internals/solver.md
+        --budgets llama3-8b:2x4:60e9 --instances A.json.gz --document benchmarks/results/ablation.md
 
 A case is the problem of a model on a mesh, in training and in inference, without a limit; the
 search of a plan in training under a memory budget; an instance of the contest; or a number of
@@ -23,9 +23,10 @@ from typing import Any, get_args
 
 from autoshard import PlanOptions, load_graph, make_mesh, make_plan
 from autoshard.plan.options import Mode
-from autoshard.planner import budget_solver
-from autoshard.planner.formulation import Formulation
+from autoshard.planner.budget import solver as budget_solver
+from autoshard.planner.formulation.formulation import Formulation
 from autoshard.solve import Problem, Solution, SolverSettings, read_iopddl, solve_problem, solver
+from autoshard.solve.bounds.trws import TRWS
 from autoshard.solve.local_search import CoordinateDescent
 from autoshard.solve.presolve import (
     DropDominated,
@@ -33,11 +34,10 @@ from autoshard.solve.presolve import (
     SubstituteVariables,
     nothing_to_undo,
 )
-from autoshard.solve.restricted_problem import LimitedRestriction, RestrictedSolver
+from autoshard.solve.programs.restricted_problem import LimitedRestriction, RestrictedSolver
 from autoshard.solve.runs import block_table, contraction, limited
 from autoshard.solve.runs.contraction import ContractedProblem
 from autoshard.solve.runs.group_master import GroupMaster
-from autoshard.solve.trws import TRWS
 from benchmarks.archives import archive
 from benchmarks.document import caption, replace_table
 from benchmarks.random_families import draw

@@ -18,7 +18,7 @@ from pathlib import Path
 import httpx2
 import torch
 
-from autoshard.cli.demo import service
+from autoshard.cli.commands.demo import service
 from autoshard.graph import export_model
 from autoshard_server import Settings
 from autoshard_server.store.database import Stores

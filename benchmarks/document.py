@@ -5,10 +5,10 @@ import platform
 import re
 import subprocess
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 
-_PACKAGES = ("autoshard", "highspy", "numpy", "torch", "transformers")
+RESULTS = Path(__file__).parent / "results"
+"""Folder of results that are too long for a page."""
 
 
 class MarkerMissingError(Exception):
@@ -32,14 +32,14 @@ def replace_table(document: str, name: str, table: str) -> str:
 
 
 def caption(conditions: str) -> str:
-    """Time, machine, versions and conditions of a measurement; call it at its start."""
-    busy, cores = os.getloadavg()[0], os.cpu_count()
-    packages = ", ".join(f"{name} {version(name)}" for name in _PACKAGES)
-    made = f", commit {found}" if (found := commit()) else ""
+    """Day, machine, commit and conditions of a measurement; call it at its start.
+
+    The commit says the versions of all packages: they are in constraints.txt.
+    """
+    made = f"; commit {found}" if (found := commit()) else ""
     return (
-        f"*{datetime.now(UTC):%Y-%m-%d %H:%M} UTC; {processor()}, {cores} cores, "
-        f"{_memory() / 1e9:.0f} GB, load {busy:.1f} when it began; {platform.system()}, "
-        f"Python {platform.python_version()}, {packages}{made}; {conditions}.*"
+        f"*{datetime.now(UTC):%Y-%m-%d}; {processor()}, {os.cpu_count()} cores, "
+        f"load {os.getloadavg()[0]:.1f}{made}; {conditions}.*"
     )
 
 
@@ -65,7 +65,3 @@ def processor() -> str:
         if named:
             return named.group(1)
     return platform.processor() or platform.machine()
-
-
-def _memory() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

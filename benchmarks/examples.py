@@ -15,7 +15,7 @@ from typing import Any
 import httpx2
 import torch
 
-from autoshard.cli.demo import service
+from autoshard.cli.commands.demo import service
 from autoshard.graph import export_model
 from autoshard_server.http import examples
 

@@ -43,8 +43,8 @@ from autoshard import (
     make_plan,
     parallelize,
 )
+from autoshard.exports import read_like
 from autoshard.mesh import Topology, topology_from_json
-from autoshard.plan import read_like
 from benchmarks.document import caption, replace_table
 from benchmarks.plain_models import Gpt2, Inputs, Llama, PlainModel, Sizes
 

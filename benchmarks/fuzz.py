@@ -25,7 +25,7 @@ import httpx2
 import psutil
 import torch
 
-from autoshard.cli.demo import service
+from autoshard.cli.commands.demo import service
 from autoshard.errors import GraphError
 from autoshard.graph import ArchiveLimits, export_model, load_graph
 from benchmarks.document import caption, replace_table

@@ -16,8 +16,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from autoshard.exports import read_like
 from autoshard.graph import Graph, load_graph
-from autoshard.plan import Plan, PlanOptions, read_like
+from autoshard.plan import Plan, PlanOptions
 from autoshard.planner import make_plan
 from benchmarks.models import MODELS
 

@@ -5,7 +5,7 @@ image runs with its own settings (user, variables, command) in new namespaces, w
 file system, /tmp in memory and one writable volume. Its health check must pass, and its plan of
 GPT-2 must equal the one that is made here. Then a server without workers and a worker run in a
 container each, on one PostgreSQL, and plan GPT-2 too. The program ends with status 1 if a check
-fails; with `--write` it writes the results into docs/deploy.md.
+fails; with `--write` it writes the results into benchmarks/results.
 
 Run `make prove-image` as root on Linux with buildah, debootstrap, util-linux and PostgreSQL.
 """
@@ -27,13 +27,13 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from autoshard import Client, load_graph, make_mesh, make_plan
-from autoshard.cli.demo import export_gpt2
+from autoshard.cli.commands.demo import export_gpt2
 from autoshard.errors import ServiceUnavailableError
-from benchmarks.document import replace_table
+from benchmarks.document import RESULTS, caption
 from benchmarks.faults.postgres import Cluster, binaries
 
 ROOT = Path(__file__).parent.parent
-DOCUMENT = ROOT / "docs" / "deploy.md"
+RESULT = RESULTS / "image.md"
 BASE = "localhost/python-base"
 IMAGE = "localhost/autoshard"
 SUITE = "trixie"
@@ -286,8 +286,9 @@ def main() -> None:
         "--volume", action="append", default=[], help="read-only in the build: settings of pip"
     )
     parser.add_argument("--build-arg", action="append", default=[], help="of the Dockerfile")
-    parser.add_argument("--write", action="store_true", help="into docs/deploy.md")
+    parser.add_argument("--write", action="store_true", help="into benchmarks/results")
     given = parser.parse_args()
+    head = caption("the container image")
     if not given.keep_base:
         make_base()
     rows = [("build", f"{build(given.volume, given.build_arg):.0f} s"), ("image", size_of(IMAGE))]
@@ -302,8 +303,7 @@ def main() -> None:
     table = "\n".join(lines)
     sys.stdout.write(table + "\n")
     if given.write:
-        text = DOCUMENT.read_text(encoding="utf-8")
-        DOCUMENT.write_text(replace_table(text, "image", table), encoding="utf-8")
+        RESULT.write_text(f"{head}\n\n{table}\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

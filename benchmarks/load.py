@@ -23,7 +23,7 @@ import httpx2
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from autoshard.cli.demo import service
+from autoshard.cli.commands.demo import service
 from autoshard.graph import export_model
 from benchmarks.document import caption, replace_table
 

@@ -15,11 +15,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from autoshard.checker import check_plan
 from autoshard.errors import AutoshardError
 from autoshard.graph import load_graph
 from autoshard.mesh import make_mesh
-from autoshard.plan import Plan, PlanOptions, check_plan, operator_coverage
+from autoshard.plan import Plan, PlanOptions
 from autoshard.planner import make_plan
+from autoshard.report import operator_coverage
 from autoshard.solve import Progress
 from autoshard_solver_cache import FolderCache, NamespacedCache
 

@@ -3,10 +3,11 @@
     autoshard calibrate --nproc 2 --mesh 2 -o topology.json
     python -m benchmarks.pipeline_ranking topology.json
 
-Writes a table into docs/measured.md. GPT-2 runs in two stages on two gloo ranks, cut before each of
-twelve places, and where the planner cuts it. Each round runs one step of every plan, so that other
-load of the machine affects all plans equally; the table has medians of wall times, since ranks wait
-for each other. The machine needs a free processor for each rank.
+Writes a row into docs/measured.md, and all plans into benchmarks/results. GPT-2 runs in two stages
+on two gloo ranks, cut before each of twelve places, and where the planner cuts it. Each round runs
+one step of every plan, so that other load of the machine affects all plans equally; times are
+medians of wall times, since ranks wait for each other. The machine needs a free processor for each
+rank.
 """
 
 import argparse
@@ -37,8 +38,8 @@ from autoshard.mesh import topology_from_json
 from autoshard.mesh.topology import Topology
 from autoshard.planner import cut_names
 from autoshard.planner.pipeline.policies import stage_cutter
-from benchmarks.document import caption, replace_table
-from benchmarks.ranking import table
+from benchmarks.document import RESULTS, caption, replace_table
+from benchmarks.ranking import HEAD, summary, table
 
 _DOCUMENT = Path(__file__).parent.parent / "docs" / "measured.md"
 _ROUNDS = 7
@@ -116,19 +117,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("topology", type=Path)
     parser.add_argument("--document", type=Path, default=_DOCUMENT)
+    parser.add_argument("--details", type=Path, default=RESULTS / "pipeline_ranking.md")
     options = parser.parse_args()
     topology = topology_from_json(options.topology.read_bytes())
     made = plans(topology)
     documents = [plan.to_json() for plan in made.values()]
     seconds = launch(measured, made[CHOSEN], (documents,))[0]
     ratio = seconds[0] / min(seconds[1:])
-    text = "\n\n".join(
-        (
-            caption(f"wall time, medians of {_ROUNDS} rounds; topology {topology.source}"),
-            table(made, seconds),
-            f"The chosen plan takes {ratio:.3f} times as long as the best other.",
-        )
-    )
+    head = caption(f"wall time, medians of {_ROUNDS} rounds; topology {topology.source}")
+    row = f"{HEAD}\n{summary('GPT-2', made, seconds)}"
+    chosen = f"The chosen plan takes {ratio:.3f} times as long as the best other."
+    rows = table(made, seconds)
+    options.details.write_text(f"{head}\n\n{rows}\n", encoding="utf-8")
+    text = f"{head}\n\n{row}\n\n{chosen}"
+    print(rows)
     print(text)
     document = options.document.read_text(encoding="utf-8")
     options.document.write_text(replace_table(document, "pipeline ranking", text), encoding="utf-8")

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from autoshard.arrays import FloatArray
+from autoshard.base.arrays import FloatArray
 from autoshard.solve import Edge, Node, Problem
 from benchmarks.random_runs import draw_runs
 

@@ -19,12 +19,12 @@ from torch import nn
 from autoshard.graph import CutPoint, export_model, load_graph
 from autoshard.mesh import make_mesh
 from autoshard.plan.options import PlanOptions
-from autoshard.plan.schedule_simulation import simulate_schedule
-from autoshard.plan.schedules import Schedule
 from autoshard.plan.sub_meshes import is_aligned, sub_mesh_sizes
 from autoshard.planner.pipeline.partition import all_partitions
 from autoshard.planner.pipeline.policies import stage_cutter
 from autoshard.planner.pipeline.search import PipelineSearch
+from autoshard.schedules.schedule import Schedule
+from autoshard.schedules.simulation import simulate_schedule
 
 _ROUNDING = 1e-9
 _MOST_POINTS = 9

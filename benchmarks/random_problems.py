@@ -34,7 +34,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from autoshard.outcome import SolveStatus
+from autoshard.base.outcome import SolveStatus
 from autoshard.solve import (
     Problem,
     Solution,

@@ -12,7 +12,7 @@ from functools import partial
 
 import numpy as np
 
-from autoshard.arrays import FloatArray, IntArray
+from autoshard.base.arrays import FloatArray, IntArray
 from autoshard.solve import Edge, Node, Problem, Repeat, ShortestPathCost
 
 _MOST_CHOICES = 1 << 14

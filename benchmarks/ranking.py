@@ -3,10 +3,11 @@
     autoshard calibrate --nproc 4 --mesh 2,2 -o topology.json
     python -m benchmarks.ranking topology.json
 
-Writes the tables into docs/measured.md. Each round runs one step of every plan of a model, so that
-other load of the machine affects all plans equally; the table has medians. On a machine with other
-work, calibrate with `--busy` and rank with `--busy`: the ranking then uses the processor time of
-all ranks, divided by the number of processors.
+Writes the rank correlations into docs/measured.md, and all plans into benchmarks/results. Each
+round runs one step of every plan of a model, so that other load of the machine affects all plans
+equally; times are medians. On a machine with other work, calibrate with `--busy` and rank with
+`--busy`: the ranking then uses the processor time of all ranks, divided by the number of
+processors.
 """
 
 import argparse
@@ -22,9 +23,9 @@ from scipy.stats import spearmanr
 from torch.distributed.device_mesh import init_device_mesh
 
 from autoshard import LaunchContext, Plan, launch
+from autoshard.measure.profiling import SyntheticStep
 from autoshard.mesh import topology_from_json
-from autoshard.runtime.profiling import SyntheticStep
-from benchmarks.document import caption, replace_table
+from benchmarks.document import RESULTS, caption, replace_table
 from benchmarks.ranked import MODELS
 
 _DOCUMENT = Path(__file__).parent.parent / "docs" / "measured.md"
@@ -62,21 +63,37 @@ def _seconds(step: SyntheticStep) -> Seconds:
     return perf_counter() - wall, process_time() - processor
 
 
-def table(plans: Mapping[str, Plan], seconds: Sequence[float]) -> str:
-    """Table of the plans, ordered by predicted time, and the rank correlation."""
-    rows = [
-        (plan.costs.total + plan.costs.overlapped, time, name)
-        for (name, plan), time in zip(plans.items(), seconds, strict=True)
-        if plan.costs is not None
-    ]
+HEAD = """| model | plans | rank correlation | measured / predicted |
+|---|---:|---:|---:|"""
+"""Of the rows that `summary` makes."""
+
+
+def summary(name: str, plans: Mapping[str, Plan], seconds: Sequence[float]) -> str:
+    """Spearman's rank correlation of a model's plans, and the range of the errors, as a row."""
+    rows = _ordered(plans, seconds)
     correlation = spearmanr([row[0] for row in rows], [row[1] for row in rows]).statistic
+    ratios = [time / predicted for predicted, time, _ in rows]
+    least, most = min(ratios), max(ratios)
+    return f"| {name} | {len(rows)} | {correlation:.3f} | {least:.2f} to {most:.2f} |"
+
+
+def table(plans: Mapping[str, Plan], seconds: Sequence[float]) -> str:
+    """Table of the plans, ordered by predicted time."""
     lines = ["| plan | predicted | measured | times as long |", "|---|---:|---:|---:|"]
     lines += [
         f"| {name} | {1e3 * predicted:.1f} ms | {1e3 * time:.1f} ms | {time / predicted:.2f} |"
-        for predicted, time, name in sorted(rows)
+        for predicted, time, name in _ordered(plans, seconds)
     ]
-    last = f"Spearman's rank correlation of {len(rows)} plans: **{correlation:.3f}**"
-    return "\n".join([*lines, "", last])
+    return "\n".join(lines)
+
+
+def _ordered(plans: Mapping[str, Plan], seconds: Sequence[float]) -> list[tuple[float, float, str]]:
+    """Predicted and measured seconds of each plan with its name, by predicted time."""
+    return sorted(
+        (plan.costs.total + plan.costs.overlapped, time, name)
+        for (name, plan), time in zip(plans.items(), seconds, strict=True)
+        if plan.costs is not None
+    )
 
 
 def main() -> None:
@@ -85,18 +102,23 @@ def main() -> None:
     parser.add_argument("topology", type=Path)
     parser.add_argument("--busy", action="store_true", help="rank by processor time")
     parser.add_argument("--document", type=Path, default=_DOCUMENT)
+    parser.add_argument("--details", type=Path, default=RESULTS / "ranking.md")
     options = parser.parse_args()
     topology = topology_from_json(options.topology.read_bytes())
     clock = "processor time per processor" if options.busy else "wall time"
-    parts = [caption(f"{clock}, medians of {_ROUNDS} rounds; topology {topology.source}")]
+    head = caption(f"{clock}, medians of {_ROUNDS} rounds; topology {topology.source}")
+    parts, rows = [head], [HEAD]
     for name, ranked in MODELS.items():
         plans = dict(ranked.plans(topology))
         documents = [plan.to_json() for plan in plans.values()]
         seconds = launch(measured, next(iter(plans.values())), (documents,))[0]
-        parts += [f"**{name}**", table(plans, [pair[options.busy] for pair in seconds])]
-        print("\n\n".join(parts[-2:]), flush=True)
+        clocked = [pair[options.busy] for pair in seconds]
+        parts += [f"**{name}**", table(plans, clocked)]
+        rows.append(summary(name, plans, clocked))
+        print("\n\n".join([*parts[-2:], rows[-1]]), flush=True)
+    options.details.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     document = options.document.read_text(encoding="utf-8")
-    changed = replace_table(document, "ranking", "\n\n".join(parts))
+    changed = replace_table(document, "ranking", "\n\n".join([head, "\n".join(rows)]))
     options.document.write_text(changed, encoding="utf-8")
 
 

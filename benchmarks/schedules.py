@@ -2,9 +2,9 @@
 
     python -m benchmarks.schedules
 
-Writes the table into docs/internals/schedules.md. A sleeping stage needs no core, so ranks do not
-disturb each other: what is compared is when actions run. Backward of weights is apart, as in
-torch's `PipelineStage`.
+Writes all cases into benchmarks/results, and a summary into docs/internals/schedules.md. A sleeping
+stage needs no core, so ranks do not disturb each other: what is compared is when actions run.
+Backward of weights is apart, as in torch's `PipelineStage`.
 """
 
 import argparse
@@ -24,9 +24,10 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
-from autoshard.plan import Schedule, StageTimes, simulate_schedule
-from autoshard.plan.schedules import SCHEDULE_NAMES
-from benchmarks.document import caption, replace_table
+from autoshard.plan import StageTimes
+from autoshard.schedules import Schedule, simulate_schedule
+from autoshard.schedules.schedule import SCHEDULE_NAMES
+from benchmarks.document import RESULTS, caption, replace_table
 
 _DOCUMENT = Path(__file__).parent.parent / "docs" / "internals" / "schedules.md"
 _RANKS, _MICRO_BATCHES, _STEPS = 4, 8, 4
@@ -126,25 +127,34 @@ def _step_seconds(rank: int, schedule: Schedule, times: Sequence[StageTimes]) ->
 
 
 def table(seconds: Sequence[float]) -> str:
-    """Table of all cases, and the rank correlation."""
+    """Table of all cases."""
     lines = ["| schedule | stages | predicted | measured | times as long |"]
     lines.append("|---|---|---:|---:|---:|")
-    figures = []
     for (kind, schedule, times), measured in zip(cases(), seconds, strict=True):
         predicted = simulate_schedule(schedule, times).seconds
-        figures.append((predicted, measured))
         lines.append(
             f"| {schedule.name} | {schedule.num_stages}, {kind} | {1e3 * predicted:.0f} ms | "
             f"{1e3 * measured:.0f} ms | {measured / predicted:.2f} |"
         )
-    correlation = spearmanr(*zip(*figures, strict=True)).statistic
-    return "\n".join([*lines, "", f"Spearman's rank correlation: **{correlation:.3f}**"])
+    return "\n".join(lines)
+
+
+def summary(seconds: Sequence[float]) -> str:
+    """Range of the errors of all cases, and the rank correlation."""
+    predicted = [simulate_schedule(schedule, times).seconds for _, schedule, times in cases()]
+    ratios = [measured / one for measured, one in zip(seconds, predicted, strict=True)]
+    correlation = spearmanr(predicted, seconds).statistic
+    return (
+        f"{len(ratios)} cases took {min(ratios):.2f} to {max(ratios):.2f} times as long as "
+        f"predicted. Spearman's rank correlation: **{correlation:.3f}**"
+    )
 
 
 def main() -> None:
     """Measure, and write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--document", type=Path, default=_DOCUMENT)
+    parser.add_argument("--details", type=Path, default=RESULTS / "schedules.md")
     options = parser.parse_args()
     text = caption(f"least of {_STEPS} steps")
     path = options.document.with_suffix(".seconds.pt")
@@ -153,8 +163,9 @@ def main() -> None:
     mp.spawn(measure, (port, str(path)), _RANKS)
     seconds = torch.load(path).tolist()
     path.unlink()
-    found = f"{text}\n\n{table(seconds)}"
-    print(found, flush=True)
+    options.details.write_text(f"{text}\n\n{table(seconds)}\n", encoding="utf-8")
+    found = f"{text}\n\n{summary(seconds)}"
+    print(table(seconds), found, sep="\n\n", flush=True)
     document = options.document.read_text(encoding="utf-8")
     options.document.write_text(replace_table(document, "schedules", found), encoding="utf-8")
 

@@ -15,10 +15,9 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from datetime import datetime
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,7 +25,7 @@ from typing import Any
 import httpx2
 import psutil
 
-from autoshard.cli.demo import service
+from autoshard.cli.commands.demo import service
 from autoshard.client import Client
 from autoshard.errors import AutoshardError
 from autoshard.plan import PlanOptions
@@ -88,7 +87,7 @@ def _answer_seconds(
 
 
 def measure_misses(case: dict[str, Any]) -> dict[str, Any]:
-    """Plans that are not cached: seconds of one by its parts, and plans per second.
+    """Plans that are not cached: seconds of one, and plans per second.
 
     Args:
         case: `archive`, a path; `mesh`; `options`; the number of `workers` of the service, of
@@ -103,9 +102,8 @@ def measure_misses(case: dict[str, Any]) -> dict[str, Any]:
         service(Path(folder)) as url,
         httpx2.Client(base_url=url, timeout=600.0) as http,
     ):
-        _seconds(lambda: http.put(f"/v1/graphs/{digest}", content=data))
-        upload = _seconds(lambda: http.put(f"/v1/graphs/{digest}", content=data))
-        parts = [_miss(http, next(requests)) for _ in range(1 + case["requests"])][1:]
+        http.put(f"/v1/graphs/{digest}", content=data)
+        alone = [_miss(http, next(requests)) for _ in range(1 + case["requests"])][1:]
         several = list(itertools.islice(requests, case["requests"]))
         (process,) = (p for p in psutil.Process().children() if "autoshard_server" in p.cmdline())
         before = _processor_seconds(process)
@@ -115,8 +113,7 @@ def measure_misses(case: dict[str, Any]) -> dict[str, Any]:
         wall = time.perf_counter() - start
         used = _processor_seconds(process) - before
     return {
-        "upload": upload,
-        **{name: median(part[name] for part in parts) for name in parts[0]},
+        "total": median(alone),
         "rate": len(several) / wall,
         "processor": used / len(several),
     }
@@ -130,26 +127,17 @@ def _requests(digest: str, case: dict[str, Any]) -> Iterator[str]:
         yield json.dumps({"graph_sha256": digest, "mesh": mesh, "options": case["options"]})
 
 
-def _miss(http: httpx2.Client, request: str) -> dict[str, float]:
-    """Seconds of a request whose plan is not cached, and of its parts."""
+def _miss(http: httpx2.Client, request: str) -> float:
+    """Seconds of a request whose plan is not cached."""
     headers = {"Content-Type": "application/json"}
     start = time.perf_counter()
     accepted = http.post("/v1/plans", content=request, headers=headers)
-    submitted = time.perf_counter()
     if accepted.status_code != httpx2.codes.ACCEPTED:
         raise AutoshardError(f"expected a job, got {accepted.status_code}: {accepted.text[:200]}")
     made = http.post("/v1/plans", content=request, headers={**headers, "Prefer": "wait=60"})
-    end = time.perf_counter()
     if made.status_code != httpx2.codes.OK:
         raise AutoshardError(f"expected a plan, got {made.status_code}: {made.text[:200]}")
-    job = http.get(accepted.headers["Location"]).json()
-    created, started, finished = (
-        datetime.fromisoformat(job[f"{name}_at"]) for name in ("created", "started", "finished")
-    )
-    run, waiting = (finished - started).total_seconds(), (started - created).total_seconds()
-    parse = submitted - start
-    others = end - start - parse - waiting - run
-    return {"total": end - start, "parse": parse, "wait": waiting, "run": run, "others": others}
+    return time.perf_counter() - start
 
 
 def _processor_seconds(process: psutil.Process) -> float:
@@ -159,12 +147,6 @@ def _processor_seconds(process: psutil.Process) -> float:
         with suppress(psutil.NoSuchProcess):
             used += sum(each.cpu_times()[:4])
     return used
-
-
-def _seconds(action: Callable[[], httpx2.Response]) -> float:
-    start = time.perf_counter()
-    action().raise_for_status()
-    return time.perf_counter() - start
 
 
 def main() -> int:

@@ -2,11 +2,13 @@
 
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from types import MappingProxyType
+from typing import NamedTuple
 
 from benchmarks.archives import ExportFailedError, archive
 from benchmarks.planning import UNLIMITED, Case, Result, Settings, measure_case, run_module
@@ -32,20 +34,10 @@ _SEARCHED = "deepseek-v3-micro-batch"
 _NUM_DEVICES = 2048
 _WORKERS = (1, 2, 4)
 _CLIENTS = 8
-_PARTS = {
-    "upload": "upload of the graph, with its parsing",
-    "parse": "request until the job is submitted: parsing of the graph and the plan's id",
-    "wait": "job in the queue",
-    "run": "job in a solver process: parsing, planning, plan in the cache",
-    "others": "response",
-    "total": "request until the plan is there, without the upload",
-}
 _DEPTHS = ("llama3-8b-8-layers", LLAMA, "llama3-8b-128-layers")
-_BUDGETS = (30, 20, 12)
 _LIMITED = ("qwen2-7b", LLAMA, "llama3-70b", "mixtral-8x7b")
 _SHARES = (0.6, 0.4)
 _CLOSE = 0.005
-_PHASES = ("load", "formulate", "solve", "find conflict", "assemble", "check")
 _SLOW = 30.0
 _WIDE = 0.01
 
@@ -58,16 +50,21 @@ class Selection:
         models: of the table of models; all if empty.
         meshes: of the table of models; all if empty.
         instances: files of the contest, each PATH or PATH:SECONDS.
-        num_problems: random problems compared with brute force.
     """
 
     models: tuple[str, ...] = ()
     meshes: tuple[tuple[int, ...], ...] = ()
     instances: tuple[str, ...] = ()
-    num_problems: int = 10_000
 
 
-Table = Callable[[Settings, Selection], str]
+class Long(NamedTuple):
+    """A table of many cases: its summary for the page, and all rows for a file of their own."""
+
+    summary: str
+    rows: str
+
+
+Table = Callable[[Settings, Selection], str | Long]
 
 
 def rows(header: Sequence[str], cells: Iterable[Sequence[str]]) -> str:
@@ -90,13 +87,12 @@ def depth(settings: Settings, _: Selection) -> str:
         for free in lifted
         if free.found
     ]
-    ratios = [_ratio("with memory lifted", lifted), _ratio("under the budgets", limited)]
-    return "\n\n".join([_phases([*lifted, *limited]), *ratios])
+    return f"{_phases([*lifted, *limited])}\n\n{_ratio(lifted)}"
 
 
-def _ratio(condition: str, results: Sequence[Result]) -> str:
-    if len(results) < len(_DEPTHS) or not all(result.found for result in results):
-        return f"No ratio {condition}: one of the depths has no plan."
+def _ratio(results: Sequence[Result]) -> str:
+    if not all(result.found for result in results):
+        return "No ratio: one of the depths has no plan."
     least, most = results[0], results[-1]
     total = most.seconds("total") / least.seconds("total")
     planned = (most.seconds("total") - most.seconds("load")) / (
@@ -104,7 +100,7 @@ def _ratio(condition: str, results: Sequence[Result]) -> str:
     )
     solved = most.seconds("solve") / least.seconds("solve")
     return (
-        f"From 8 to 128 layers {condition}, 16 times as many, the total grows by {total:.1f}x, by "
+        f"From 8 to 128 layers with memory lifted, the total grows by {total:.1f}x, by "
         f"{planned:.1f}x with loading left out, and solving by {solved:.1f}x."
     )
 
@@ -118,21 +114,6 @@ def large(settings: Settings, _: Selection) -> str:
     """DeepSeek-V3 on meshes of 2,048 devices."""
     cases = (Case(_SEARCHED, mesh, memory_budget=UNLIMITED) for mesh in ((256, 8), (32, 8, 8)))
     return _phases([_measure(case, settings) for case in cases])
-
-
-def memory(settings: Settings, _: Selection) -> str:
-    """Llama-3-70B, for the memory that planning it takes."""
-    return _phases([_measure(Case("llama3-70b", (8, 8), mode), settings) for mode in MODES])
-
-
-def budgets(settings: Settings, _: Selection) -> str:
-    """Llama-3-8B with decreasing memory budgets."""
-    given = (UNLIMITED, *(size * 10**9 for size in _BUDGETS))
-    cases = (Case(LLAMA, (8, 8), memory_budget=budget) for budget in given)
-    results = [_measure(case, settings) for case in cases]
-    header = ("case", "status", "gap", "step, ms", "peak of the plan, GB", "total, s", "MB")
-    table = rows(header, (_budget_row(result) for result in results))
-    return f"{table}\n\n{_notes(results)}".rstrip()
 
 
 def _budget_row(result: Result) -> tuple[str, ...]:
@@ -149,7 +130,7 @@ def _budget_row(result: Result) -> tuple[str, ...]:
     )
 
 
-def shares(settings: Settings, selection: Selection) -> str:
+def shares(settings: Settings, selection: Selection) -> Long:
     """Models in training under the device's memory, and under shares of what they need freely."""
     results: list[Result] = []
     for name in selection.models or _LIMITED:
@@ -168,7 +149,8 @@ def shares(settings: Settings, selection: Selection) -> str:
         *("total, s", "of the processor, s", "MB"),
     )
     table = rows(header, (_share_row(result) for result in results))
-    return "\n\n".join([table, _within(results), _notes(results)]).rstrip()
+    summary = f"{_by_mesh(results)}\n\n{_within(results)}"
+    return Long(summary, f"{table}\n\n{_notes(results)}".rstrip())
 
 
 def _share_row(result: Result) -> tuple[str, ...]:
@@ -183,7 +165,7 @@ def _within(results: Sequence[Result]) -> str:
     return f"{len(results)} cases: {len(close)} have a gap of at most {_CLOSE:.1%}."
 
 
-def models(settings: Settings, selection: Selection) -> str:
+def models(settings: Settings, selection: Selection) -> Long:
     """Every model, on 8 devices in three shapes, in training and inference."""
     results: list[Result] = []
     for name in selection.models or SMALL:
@@ -192,7 +174,30 @@ def models(settings: Settings, selection: Selection) -> str:
                 results += _with_lifted(Case(name, mesh, mode), settings)
     header = ("case", "memory", "status", "gap", "step, ms", "formulate", "solve", "total, s", "MB")
     table = rows(header, (_model_row(result) for result in results))
-    return "\n\n".join([table, _verdict(results), _notes(results)]).rstrip()
+    summary = f"{_by_mesh(results)}\n\n{_verdict(results)}"
+    return Long(summary, f"{table}\n\n{_notes(results)}".rstrip())
+
+
+def _by_mesh(results: Sequence[Result]) -> str:
+    """The worst of the cases of each mesh and mode."""
+    groups: dict[tuple[tuple[int, ...], str], list[Result]] = defaultdict(list)
+    for result in results:
+        groups[result.case.mesh, result.case.mode].append(result)
+    header = ("mesh", "cases", "with a plan", "largest gap", "longest, s", "largest process, MB")
+    return rows(header, (_worst(*group, found) for group, found in groups.items()))
+
+
+def _worst(mesh: tuple[int, ...], mode: str, results: Sequence[Result]) -> tuple[str, ...]:
+    run = [result for result in results if result.runs]
+    gaps = [result.gap for result in run if result.gap is not None]
+    return (
+        f"{'x'.join(map(str, mesh))}, {mode}",
+        str(len(results)),
+        str(sum(result.found for result in run)),
+        f"{max(gaps):.3%}" if gaps else "-",
+        f"{max(result.seconds('total') for result in run):.1f}" if run else "-",
+        f"{max(result.peak for result in run) / 1e6:.0f}" if run else "-",
+    )
 
 
 def _with_lifted(case: Case, settings: Settings) -> list[Result]:
@@ -238,7 +243,7 @@ def service(settings: Settings, _: Selection) -> str:
 
 
 def misses(settings: Settings, _: Selection) -> str:
-    """Plans of GPT-2 that are not cached: one by its parts, and plans per second."""
+    """Plans of GPT-2 that are not cached: per second, and the time of one."""
     try:
         path = archive("gpt2", settings.folder / "models")
     except ExportFailedError as error:
@@ -254,8 +259,7 @@ def misses(settings: Settings, _: Selection) -> str:
             return f"**Failed**: {got['error']}"
         lines.append((str(workers), f"{got['rate']:.2f}", f"{got['processor']:.2f}"))
     header = ("workers", "plans per second", "of the processors for one plan, s")
-    parts = [(name, f"{got[key]:.3f}") for key, name in _PARTS.items()]
-    return rows(header, lines) + "\n\n" + rows(("one plan at a time", "seconds"), parts)
+    return f"{rows(header, lines)}\n\nOne plan at a time takes {got['total']:.3f} s."
 
 
 def search(settings: Settings, _: Selection) -> str:
@@ -303,12 +307,6 @@ def contest(_: Settings, selection: Selection) -> str:
     return _script("iopddl", *selection.instances)
 
 
-def random(_: Settings, selection: Selection) -> str:
-    """Random small problems compared with brute force, by `benchmarks/random_problems.py`."""
-    _log(f"random: {selection.num_problems} problems")
-    return _script("random_problems", "--count", str(selection.num_problems))
-
-
 def _script(name: str, *arguments: str) -> str:
     """Output of a module's command, with its errors if it fails."""
     done = subprocess.run(  # noqa: S603  a constant command
@@ -330,27 +328,22 @@ TABLES: Mapping[str, Table] = MappingProxyType(
         "axes": axes,
         "large": large,
         "models": models,
-        "memory": memory,
-        "budgets": budgets,
         "shares": shares,
         "service": service,
         "misses": misses,
         "search": search,
         "startup": startup,
-        "random": random,
         "contest": contest,
     }
 )
 """Tables by name, which is also that of the markers in the document."""
 
 REPETITIONS: Mapping[str, int] = MappingProxyType(
-    {"models": 1, "memory": 3, "large": 3, "budgets": 1, "shares": 1, "search": 1, "startup": 20}
+    {"models": 1, "large": 3, "shares": 1, "search": 1, "startup": 20}
 )
 """Measurements of each case, for tables with many or slow cases; the others have 5."""
 
-TIME_LIMITS: Mapping[str, float] = MappingProxyType(
-    {"models": 30.0, "budgets": 60.0, "shares": 30.0}
-)
+TIME_LIMITS: Mapping[str, float] = MappingProxyType({"models": 30.0, "shares": 30.0})
 """Time limit of the solver in seconds, for tables with another one than the default."""
 
 
@@ -366,20 +359,16 @@ def _log(text: str) -> None:
 
 
 def _phases(results: Sequence[Result]) -> str:
-    shown = [phase for phase in _PHASES if any(r.runs and r.seconds(phase) for r in results)]
-    header = ("case", "status", "gap", *(f"{phase}, s" for phase in shown))
-    cells = (_phase_row(result, shown) for result in results)
-    table = rows((*header, "total, s", "least to most", "peak MB"), cells)
-    return f"{table}\n\n{_notes(results)}".rstrip()
+    header = ("case", "status", "gap", "solve, s", "total, s", "peak MB")
+    return f"{rows(header, map(_phase_row, results))}\n\n{_notes(results)}".rstrip()
 
 
-def _phase_row(result: Result, shown: Sequence[str]) -> tuple[str, ...]:
+def _phase_row(result: Result) -> tuple[str, ...]:
     start = (str(result.case), result.status, _gap_text(result))
     if not result.runs:
-        return (*start, *["-"] * (len(shown) + 3))
-    seconds = (f"{result.seconds(phase):.2f}" for phase in (*shown, "total"))
-    least, most = result.spread
-    return (*start, *seconds, f"{least:.2f} to {most:.2f}", f"{result.peak / 1e6:.0f}")
+        return (*start, "-", "-", "-")
+    seconds = (f"{result.seconds(phase):.2f}" for phase in ("solve", "total"))
+    return (*start, *seconds, f"{result.peak / 1e6:.0f}")
 
 
 def _model_row(result: Result) -> tuple[str, ...]:

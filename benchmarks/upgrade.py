@@ -132,7 +132,7 @@ class Pool:
         finally:
             is_over.set()
             prober.join()
-        sys.stdout.write(_row(step))
+        sys.stdout.write(_HEAD + _row(step) if len(self.steps) == 1 else _row(step))
         sys.stdout.flush()
 
 
@@ -155,8 +155,7 @@ def main() -> int:
         pool = Pool(options.requests)
         change_releases(pool, old, new, cluster.create_database())
     text = options.document.read_text(encoding="utf-8")
-    rows = "".join(_row(step) for step in pool.steps)
-    changed = replace_table(text, "upgrade", f"{conditions}\n\n{_HEAD}{rows}".rstrip())
+    changed = replace_table(text, "upgrade", f"{conditions}\n\n{_totals(pool.steps)}")
     options.document.write_text(changed, encoding="utf-8")
     return int(any(step.failures or step.unready for step in pool.steps))
 
@@ -257,6 +256,20 @@ def _probe(step: Step, addresses: Sequence[str], is_over: Event) -> None:
             except httpx2.TransportError:
                 is_ready = False
             step.unready += not is_ready
+
+
+def _totals(steps: Sequence[Step]) -> str:
+    """The outcome of all steps, for the page."""
+    right, checks = sum(step.right for step in steps), sum(step.checks for step in steps)
+    failures, unready = (
+        sum(step.failures.total() for step in steps),
+        sum(step.unready for step in steps),
+    )
+    requests = sum(step.versions.total() for step in steps) + failures
+    return (
+        f"{requests} requests in {len(steps)} steps: {right} got a correct plan, {failures} failed."
+        f" Of {checks} checks of readiness {unready} failed."
+    )
 
 
 def _row(step: Step) -> str:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from pytoulbar2 import CFN
 
-from autoshard.arrays import FloatArray
+from autoshard.base.arrays import FloatArray
 from autoshard.solve import Problem, read_iopddl, solve_problem
 
 

@@ -13,10 +13,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 from support.on_ranks import on_ranks, run_launch
+from support.parts import sampled
+from support.planned import megatron, planned
 
 from benchmarks.faults.postgres import Cluster, binaries, running_cluster
 
-__all__ = ["on_ranks", "run_launch"]
+__all__ = ["megatron", "on_ranks", "planned", "run_launch"]
 
 SLOW_FILES = (
     *(
@@ -47,6 +49,11 @@ settings.load_profile("autoshard")
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the option that writes the expected files of snapshot tests."""
     parser.addoption("--update-snapshots", action="store_true", help="Write expected outputs.")
+    parser.addoption(
+        "--part",
+        choices=("sample", "rest"),
+        help="Run no thorough tests and a few cases of each matrix, or the tests that this leaves.",
+    )
 
 
 @pytest.fixture
@@ -61,8 +68,16 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.loadscopereorder = False
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the long files."""
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Take the part that is asked for, and begin with the long files."""
+    part = config.option.part
+    if part is not None:
+        sample = sampled(items)
+        others = [item for item in items if (item in sample) != (part == "sample")]
+        config.hook.pytest_deselected(items=others)
+        left_out = set(others)
+        items[:] = [item for item in items if item not in left_out]
     places = {name: place for place, name in enumerate(SLOW_FILES)}
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
 

@@ -97,6 +97,7 @@ def check_all(results: Path) -> None:
     assert "not measured: planned at most 1.03 of as written" in said
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks
 def test_it_is_interrupted_and_goes_on_to_its_end(tmp_path: Path) -> None:
     interrupt_at(tmp_path, "ranks, ")
@@ -450,9 +451,12 @@ def test_all_files_of_cases_are_known() -> None:
     from runtime import cases_on_4_ranks  # noqa: PLC0415  it imports all of them
 
     assert len(cases_on_4_ranks.CASES) > len(cases_on_4_ranks.LONG) > 0
-    folder = ROOT / "tests" / "runtime"
     with_ranks = {
-        path.stem for path in folder.glob("test_*.py") if "on_ranks(case)" in path.read_text()
+        f"{area}.{path.stem}"
+        for area in ("runtime", "checkpoint", "measure")
+        for path in (ROOT / "tests" / area).glob("test_*.py")
+        if "on_ranks(case)" in path.read_text()
     }
-    on_a_cpu = {"test_pipelines_on_one_rank"}
-    assert with_ranks - on_a_cpu == {*cases_on_4_ranks.FILES, *FILES} - {"cases_on_4_ranks"}
+    on_a_cpu = {"runtime.test_pipelines_on_one_rank"}
+    others = {f"runtime.{file}" for file in FILES} - {"runtime.cases_on_4_ranks"}
+    assert with_ranks - on_a_cpu == {*cases_on_4_ranks.FILES, *others}

@@ -15,7 +15,7 @@ from support.wrong_values import wrong_values
 
 import autoshard
 from autoshard import ForbiddenCollective, PlanOptions, make_mesh, make_plan
-from autoshard.arguments import checked_arguments
+from autoshard.base.arguments import checked_arguments
 from autoshard.cli.main import COMMANDS
 from autoshard.client import Retry
 from autoshard.errors import InputError, OptionError
@@ -54,6 +54,7 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("function", "name", "annotation"), OPTIONS)
 def test_options_of_functions(function: Callable[..., Any], name: str, annotation: Any) -> None:
     values = wrong_values(annotation)
@@ -162,6 +163,7 @@ def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("path", "flag", "wrong"), [*command_options()])
 def test_options_of_commands(
     path: tuple[str, ...], flag: str, wrong: tuple[str, ...], archive: Path

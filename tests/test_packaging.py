@@ -100,6 +100,7 @@ def test_all_speak_of_one_port() -> None:
     assert {(p["name"], p["containerPort"]) for p in ports} == {("http", port)}
 
 
+@pytest.mark.thorough
 def test_probes_ask_for_routes_that_exist() -> None:
     routes = set(create_app(Settings(store_url="sqlite://")).openapi()["paths"])
     kinds = ("startupProbe", "livenessProbe", "readinessProbe")
@@ -216,6 +217,7 @@ def test_the_container_has_what_the_service_needs() -> None:
     assert named(document["dependency-groups"]["service"]) == expected
 
 
+@pytest.mark.thorough
 def test_planning_and_serving_need_no_torch() -> None:
     """What the container leaves out is not missed: nothing of it is imported."""
     code = (
@@ -253,6 +255,7 @@ app()
 """
 
 
+@pytest.mark.thorough
 def test_the_library_works_without_the_server(tmp_path: Path) -> None:
     """Planning, the client and the cache need no package of the extra; `serve` names the extra."""
     names = set(named(project()["project"]["optional-dependencies"]["server"]))

@@ -53,6 +53,7 @@ def write(path: Path, rows: list[Row]) -> Path:
     return path
 
 
+@pytest.mark.thorough
 def test_rows_of_several_categories_are_predicted_and_others_have_a_reason(
     rows: dict[str, Row], tmp_path: Path
 ) -> None:
@@ -71,6 +72,7 @@ def test_rows_of_several_categories_are_predicted_and_others_have_a_reason(
     assert "state-space" in refused["reason"]
 
 
+@pytest.mark.thorough
 def test_a_repeated_layer_has_the_plan_of_an_export_of_all_layers() -> None:
     dims = Dimensions(256, 6, 4, 2, 512, 1024, experts=8, active=2, dense_layers=1, dense_ffn=512)
     batch = Batch(8, 128)
@@ -83,6 +85,7 @@ def test_a_repeated_layer_has_the_plan_of_an_export_of_all_layers() -> None:
     assert plans[1].costs.total == pytest.approx(plans[0].costs.total, rel=1e-9)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("sequences", [1, 8, 96])
 def test_programs_of_other_batches_are_those_of_their_own_exports(sequences: int) -> None:
     dims = Dimensions(256, 3, 4, 2, 512, 1024, experts=8, active=2)
@@ -91,6 +94,7 @@ def test_programs_of_other_batches_are_those_of_their_own_exports(sequences: int
     assert graph_digest(program(dims, batch, "float32")) == graph_digest(own)
 
 
+@pytest.mark.thorough
 def test_a_program_whose_number_of_sequences_torch_export_fixes_has_that_of_the_batch(
     rows: dict[str, Row],
 ) -> None:
@@ -192,6 +196,7 @@ def test_a_malformed_file_is_refused_with_its_place(
         read_rows(path)
 
 
+@pytest.mark.thorough
 def test_the_command_refuses_a_file_without_rows(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     path.write_text("one,two\n", encoding="utf-8")
@@ -237,6 +242,7 @@ def test_more_stages_than_layers_leave_the_ends_empty(rows: dict[str, Row]) -> N
     assert (options.cuts[0], options.cuts[-1]) == ("before:layers.0", "after:layers.125")
 
 
+@pytest.mark.thorough
 def test_error_bars_are_made_from_predictions_without_planning(
     rows: dict[str, Row], tmp_path: Path
 ) -> None:
@@ -251,17 +257,20 @@ def test_error_bars_are_made_from_predictions_without_planning(
     path = tmp_path / "out.json"
     path.write_text(json.dumps(predicted), encoding="utf-8")
     document = tmp_path / "page.md"
-    tables = ("errors", "sources", "cross-validation", "ranking", "memory", "reasons", "rows")
-    tables = (*tables, "accuracy")
+    tables = ("errors", "ranking", "memory", "reasons", "accuracy")
     document.write_text("\n".join(f"<!-- {name} -->\n<!-- /{name} -->" for name in tables))
     (tmp_path / "pictures").mkdir()
-    done = run("--predictions", path, "--document", document)
+    done = run("--predictions", path, "--document", document, "--details", tmp_path)
     assert done.returncode == 0, done.stderr
+    written = csv.DictReader((tmp_path / "predictions.csv").read_text("utf-8").splitlines())
+    assert {one["row"] for one in written} == {one["id"] for one in predicted}
+    assert "| llmf |" in (tmp_path / "predictions_by_source.md").read_text(encoding="utf-8")
     line = "| data parallel or FSDP | Hopper | 10 | +- 8.0% |"
     assert line in document.read_text(encoding="utf-8").splitlines()
     assert "Ampere" not in document.read_text(encoding="utf-8").split("<!-- accuracy -->")[1]
 
 
+@pytest.mark.thorough
 def test_rows_have_the_category_of_the_plans_in_their_layout(rows: dict[str, Row]) -> None:
     for name in (FSDP, TENSOR, DECODING):
         request = request_of(rows[name])

@@ -73,6 +73,7 @@ def foreign_names(tree: ast.AST, own: set[str]) -> Iterator[str]:
                     yield ast.unparse(node)
 
 
+@pytest.mark.thorough
 def test_private_parts_of_torch_are_named_in_one_package() -> None:
     trees = {path: ast.parse(path.read_text()) for path in SOURCES}
     own = own_names(list(trees.values()))

@@ -53,6 +53,7 @@ def test_there_are_documents_to_look_at() -> None:
     assert len(documents()) > 100
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("word", RETIRED)
 def test_a_retired_word_stays_out(word: str) -> None:
     pattern = re.compile(rf"(?<![A-Za-z]){word}(?![A-Za-z])")

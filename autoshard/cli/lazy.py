@@ -53,7 +53,7 @@ class LazyGroup(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         """Run a command; errors of the library end it with a message."""
-        from autoshard.cli.output import reported  # noqa: PLC0415  only needed by a command
+        from autoshard.cli.rendering.output import reported  # noqa: PLC0415  only needed by a command
 
         with reported():
             return super().invoke(ctx)

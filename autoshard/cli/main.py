@@ -18,91 +18,95 @@ _TORCHRUN = {
 
 COMMANDS = {
     "plan": Deferred(
-        "autoshard.cli.planning:plan",
+        "autoshard.cli.commands.planning:plan",
         "Plan a graph on a mesh, and show or write the plan.",
         PLANNING,
     ),
     "search": Deferred(
-        "autoshard.cli.planning:search",
+        "autoshard.cli.commands.planning:search",
         "Plan a graph on every mesh of a number of devices, and rank the meshes.",
         PLANNING,
     ),
     "coverage": Deferred(
-        "autoshard.cli.planning:coverage",
+        "autoshard.cli.commands.planning:coverage",
         "List the operators of a graph, those that cannot be sharded and why, and their cost.",
         PLANNING,
     ),
     "topologies": Deferred(
-        "autoshard.cli.topologies:topologies",
+        "autoshard.cli.commands.topologies:topologies",
         "List the clusters that --topology can name, with their devices and links.",
         PLANNING,
     ),
     "show": Deferred(
-        "autoshard.cli.plans:show", "Show the summary of a plan, or its tables.", PLANS
+        "autoshard.cli.commands.plans:show", "Show the summary of a plan, or its tables.", PLANS
     ),
     "check": Deferred(
-        "autoshard.cli.plans:check",
+        "autoshard.cli.commands.plans:check",
         "Check a plan against its graph: every layout valid, the predicted cost correct.",
         PLANS,
     ),
     "explain": Deferred(
-        "autoshard.cli.plans:explain",
+        "autoshard.cli.commands.plans:explain",
         "Show every alternative of one choice of a plan, with its cost.",
         PLANS,
     ),
     "compare": Deferred(
-        "autoshard.cli.plans:compare", "Show the differences between two plans of one graph.", PLANS
+        "autoshard.cli.commands.plans:compare",
+        "Show the differences between two plans of one graph.",
+        PLANS,
     ),
     "export": Deferred(
-        "autoshard.cli.plans:export",
+        "autoshard.cli.commands.plans:export",
         "Export a plan as code or settings of another framework.",
         PLANS,
     ),
     "mase": Deferred(
-        "autoshard.cli.plans:mase",
+        "autoshard.cli.commands.plans:mase",
         "Read and write the ilp_solution.pkl of MASE's auto-sharding.",
         PLANS,
     ),
     "simulate": Deferred(
-        "autoshard.cli.runs:simulate",
+        "autoshard.cli.commands.runs:simulate",
         "Show one step of a plan over time: compute, communication and memory; a pipeline by rank.",
         RUNNING,
     ),
     "launch": Deferred(
-        "autoshard.cli.runs:launch",
+        "autoshard.cli.commands.runs:launch",
         r"Run a program on the devices of a plan: --plan plan.json \[torchrun's options] PROGRAM.",
         RUNNING,
         _TORCHRUN,
     ),
     "calibrate": Deferred(
-        "autoshard.cli.runs:calibrate",
+        "autoshard.cli.commands.runs:calibrate",
         "Measure links and devices on the ranks, and write a topology for --topology.",
         RUNNING,
     ),
     "profile": Deferred(
-        "autoshard.cli.runs:profile",
+        "autoshard.cli.commands.runs:profile",
         "Run a plan with synthetic inputs, and show predicted and measured times.",
         RUNNING,
     ),
     "demo": Deferred(
-        "autoshard.cli.service:demo",
+        "autoshard.cli.commands.service:demo",
         "Plan GPT-2 through the service, then run a small one sharded on 4 ranks.",
         RUNNING,
     ),
-    "serve": Deferred("autoshard.cli.service:serve", "Start the planning service.", SERVICE),
+    "serve": Deferred(
+        "autoshard.cli.commands.service:serve", "Start the planning service.", SERVICE
+    ),
     "worker": Deferred(
-        "autoshard.cli.service:worker",
+        "autoshard.cli.commands.service:worker",
         "Run jobs of a service on this host too; after SIGTERM, running jobs may finish in time.",
         SERVICE,
     ),
     "cache": Deferred(
-        "autoshard.cli.stores:cache",
+        "autoshard.cli.commands.stores:cache",
         "Inspect and manage the cache of plans and solved blocks: the folder of `autoshard plan`, "
         "or the database of a service (--store).",
         SERVICE,
     ),
     "keys": Deferred(
-        "autoshard.cli.stores:keys",
+        "autoshard.cli.commands.stores:keys",
         "Make, list and revoke the API keys of a service, in its database.",
         SERVICE,
     ),

@@ -19,21 +19,21 @@ from urllib.parse import urlsplit
 import typer
 from httpx2 import codes
 
-from autoshard.cli.numbers import count
-from autoshard.cli.output import check_output
-from autoshard.cli.tables import Format
-from autoshard.cli.wording import in_flags
+from autoshard.base.files import explain_topology_error, read_file
+from autoshard.base.integers import MAX_INT32
+from autoshard.base.outcome import OWN_SOLVER
+from autoshard.base.quantities import MIN_PLAUSIBLE_BYTES, parse_bytes, unit_hint
+from autoshard.cli.rendering.numbers import count
+from autoshard.cli.rendering.output import check_output
+from autoshard.cli.rendering.tables import Format
+from autoshard.cli.rendering.wording import in_flags
 from autoshard.client import Client
-from autoshard.client.requests import validate_options
 from autoshard.client.variables import SERVER_VARIABLE
 from autoshard.costs import Optimizer
 from autoshard.errors import InputError, MeshError, OptionError, PlanError, RequestRejectedError
-from autoshard.files import explain_topology_error, read_file
-from autoshard.integers import MAX_INT32
 from autoshard.layouts import Notation
 from autoshard.mesh import Topology as MeshTopology
 from autoshard.mesh import parse_shape, topology_from_json
-from autoshard.outcome import OWN_SOLVER
 from autoshard.plan import Algorithm, Mode, Plan, PlanOptions
 from autoshard.plan.options import (
     AttentionKernel,
@@ -44,7 +44,8 @@ from autoshard.plan.options import (
     StateDType,
     SubMeshes,
 )
-from autoshard.quantities import MIN_PLAUSIBLE_BYTES, parse_bytes, unit_hint
+from autoshard.requests.models import validate_options
+from autoshard.requests.this_process import ThisProcess
 
 _PIN_KINDS = {
     "input": "inputs",
@@ -350,23 +351,29 @@ class Connection:
         bool, typer.Option("--no-cache", help="Solve everything anew, and store nothing.")
     ] = False
 
-    def open(self, *, num_workers: int = 2) -> Client:
-        """Open a client of the service, or of this process.
-
-        Args:
-            num_workers: processes that a mesh search plans with in this process.
+    def open(self) -> Client:
+        """Open a client of the service that `server` names.
 
         Raises:
-            OptionError: the API key cannot be read.
+            OptionError: it is no address, or the API key cannot be read.
         """
-        cache = False if self.no_cache else self.cache or True
-        if self.server:
-            if not self.server.startswith(("http://", "https://")):
-                raise OptionError(
-                    f"--server {self.server!r} is not an address such as http://planner:8000"
-                )
-            return Client(self.server, cache=cache)
-        return Client.local(cache=cache, num_workers=num_workers)
+        if not (self.server or "").startswith(("http://", "https://")):
+            raise OptionError(
+                f"--server {self.server!r} is not an address such as http://planner:8000"
+            )
+        return Client(self.server or "", cache=self._cache)
+
+    def here(self, *, num_workers: int = 2) -> ThisProcess:
+        """What runs requests in this process.
+
+        Args:
+            num_workers: processes that a mesh search plans with.
+        """
+        return ThisProcess(cache=self._cache, num_workers=num_workers)
+
+    @property
+    def _cache(self) -> bool | Path:
+        return False if self.no_cache else self.cache or True
 
     def read_plan(self, source: str) -> Plan:
         """Return the plan of a file, an id or an address.
@@ -385,16 +392,16 @@ class Connection:
             return self._fetch_plan(found["server"], found["id"])
         if not _PLAN_ID.fullmatch(source):
             return _read_plan_file(Path(source))
-        try:
+        if self.server:
             with self.open() as client:
                 return client.get_plan(source)
-        except RequestRejectedError as error:
-            if self.server:
-                raise
+        kept = self.here().get_plan(source)
+        if kept is None:
             raise OptionError(
                 f"no plan {source[:12]}... is kept on this machine: set {SERVER_VARIABLE} to the "
                 f"address of the service that has it, or give http://HOST:PORT/v1/plans/ID"
-            ) from error
+            )
+        return kept
 
     def plan_or_id(self, source: str) -> Plan | str:
         """Return the plan of a file or an address; an id as it is, for the client to look up."""

@@ -18,13 +18,13 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-from autoshard.cli.output import console, errors
-from autoshard.cli.tables import milliseconds
+from autoshard.cli.rendering.output import console, errors
+from autoshard.cli.rendering.tables import milliseconds
 from autoshard.client import JobProgress
-from autoshard.client.core import ProgressListener
+from autoshard.requests.running import ProgressListener
 
 if TYPE_CHECKING:
-    from autoshard.runtime.calibration import Progress as CalibrationProgress
+    from autoshard.measure.calibration import Progress as CalibrationProgress
 
 _FIRST_LINE = 1.0
 """Seconds until the first line of progress, if stderr is no terminal; the time then doubles."""

@@ -2,14 +2,15 @@
 
 from typing import TYPE_CHECKING
 
-from autoshard.lazy_imports import lazy_names
+from autoshard.base.lazy_imports import lazy_names
 
 if TYPE_CHECKING:
     from autoshard.client.client import (
         AsyncClient,
         Client,
     )
-    from autoshard.client.results import (
+    from autoshard.client.transport import Retry
+    from autoshard.requests.results import (
         JobProgress,
         JobStatus,
         MeshSearch,
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
         SearchResult,
         Validation,
     )
-    from autoshard.client.transport import Retry
 else:
     __getattr__, __dir__ = lazy_names(__name__)
 

@@ -5,32 +5,10 @@ from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Self, TypeVar, Unpack, cast
 
-from autoshard import plan as plans
-from autoshard import planner
-from autoshard.arguments import Count, Seconds, Share, check_methods
-from autoshard.client import core
+from autoshard import exports, planner, pricing, report
+from autoshard.base.arguments import Count, Seconds, Share, check_methods
 from autoshard.client.local import Local
-from autoshard.client.offline import Offline, OfflinePlans, open_folder
 from autoshard.client.remote import PLANS, Remote
-from autoshard.client.requests import (
-    CoverageRequest,
-    MeshLike,
-    ModelLike,
-    PlanArguments,
-    PlanRequest,
-    SearchArguments,
-    SearchRequest,
-    read_model,
-)
-from autoshard.client.results import (
-    JobStatus,
-    MeshSearch,
-    OnProgress,
-    PlanEntry,
-    PlanResult,
-    SearchResult,
-    Validation,
-)
 from autoshard.client.transport import (
     AsyncTransport,
     BlockingTransport,
@@ -45,7 +23,28 @@ from autoshard.errors import ServiceError
 from autoshard.mesh import Topology
 from autoshard.plan import Plan
 from autoshard.plan.options import MIN_EXPRESSED
-from autoshard_solver_cache import NamespacedCache
+from autoshard.requests import running
+from autoshard.requests.kept_plans import Offline, OfflinePlans
+from autoshard.requests.models import (
+    CoverageRequest,
+    MeshLike,
+    ModelLike,
+    PlanArguments,
+    PlanRequest,
+    SearchArguments,
+    SearchRequest,
+    read_model,
+)
+from autoshard.requests.results import (
+    JobStatus,
+    MeshSearch,
+    OnProgress,
+    PlanEntry,
+    PlanResult,
+    SearchResult,
+    Validation,
+)
+from autoshard.requests.this_process import ThisProcess
 
 if TYPE_CHECKING:
     from autoshard.solve import CancelToken
@@ -72,15 +71,16 @@ class _Base:
     ) -> None:
         transport = self._transport_class(url, timeout, retry or Retry(), api_key)
         self._transport = transport
-        kept = _offline_plans(cache)
-        local = Local(transport, kept, _resources(cache)) if fallback == "local" else None
+        kept = None if cache is False else OfflinePlans(None if cache is True else cache)
+        local = Local(transport, ThisProcess(cache=cache)) if fallback == "local" else None
         self._backend: Local | Remote = Remote(transport, kept, local)
 
     @classmethod
     def local(cls, *, cache: bool | str | Path = True, num_workers: Count = 2) -> Self:
         """Make a client that works without a service: it runs requests in this process.
 
-        Requests that a service would refuse raise the library's own errors, such as `MeshError`.
+        It has no jobs: requests are waited for. Requests that a service would refuse raise the
+        library's own errors, such as `MeshError`.
 
         Args:
             cache: store plans, solved blocks and found rules on this machine, or the folder to
@@ -88,8 +88,8 @@ class _Base:
             num_workers: processes that a mesh search plans with.
         """
         made = cls("http://localhost", api_key=False, cache=cache)
-        resources = _resources(cache, num_workers)
-        made._backend = Local(made._transport, _offline_plans(cache), resources)
+        here = ThisProcess(cache=cache, num_workers=num_workers)
+        made._backend = Local(made._transport, here)
         return made
 
     async def _compute_from_plans(
@@ -290,7 +290,7 @@ class AsyncClient(_Base):
         mesh: "MeshLike | None" = None,
         plan: Plan | None = None,
         discover: bool = True,
-    ) -> "plans.Coverage":
+    ) -> "report.Coverage":
         """List the operators of a model that can be sharded; as `autoshard.operator_coverage`.
 
         Args:
@@ -309,7 +309,7 @@ class AsyncClient(_Base):
         """
         if plan is not None:
             return await self._transport.run(
-                lambda: core.plan_coverage(read_model(model, args, kwargs), plan)
+                lambda: running.plan_coverage(read_model(model, args, kwargs), plan)
             )
         request = await self._transport.run(
             lambda: CoverageRequest(model, args, kwargs, mesh, discover=discover)
@@ -419,11 +419,11 @@ class AsyncClient(_Base):
             plan,
             kind=planner.Explanation,
             make_request=lambda plan_id: get(f"{PLANS}/{plan_id}/explain", **query),
-            compute=lambda made: core.explain(made, name, value=value, time_limit=time_limit)[0],
+            compute=lambda made: running.explain(made, name, value=value, time_limit=time_limit)[0],
             waiting=True,
         )
 
-    async def compare(self, before: Plan | str, after: Plan | str) -> "plans.PlanDifference":
+    async def compare(self, before: Plan | str, after: Plan | str) -> "report.PlanDifference":
         """Compare two plans of one graph; as `autoshard.compare_plans`.
 
         Args:
@@ -438,11 +438,11 @@ class AsyncClient(_Base):
         return await self._compute_from_plans(
             before,
             after,
-            kind=plans.PlanDifference,
+            kind=report.PlanDifference,
             make_request=lambda *pair: post(
                 f"{PLANS}:compare", {"before": pair[0], "after": pair[1]}
             ),
-            compute=plans.compare_plans,
+            compute=report.compare_plans,
         )
 
     async def export(
@@ -467,7 +467,7 @@ class AsyncClient(_Base):
             make_request=lambda plan_id: get(
                 f"{PLANS}/{plan_id}/export", to=target, min_expressed=min_expressed
             ),
-            compute=lambda made: plans.export_plan(made, target, min_expressed=min_expressed),
+            compute=lambda made: exports.export_plan(made, target, min_expressed=min_expressed),
         )
 
     async def trace(self, plan: Plan | str) -> str:
@@ -485,7 +485,7 @@ class AsyncClient(_Base):
             plan,
             kind=str,
             make_request=lambda plan_id: get(f"{PLANS}/{plan_id}/trace"),
-            compute=lambda made: plans.chrome_trace(plans.simulate(made)),
+            compute=lambda made: pricing.chrome_trace(pricing.simulate(made)),
         )
 
     async def list_plans(
@@ -640,15 +640,3 @@ class Client(_Base):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _offline_plans(cache: bool | str | Path) -> OfflinePlans | None:  # noqa: FBT001  as callers give it
-    return None if cache is False else OfflinePlans(None if cache is True else cache)
-
-
-def _resources(cache: bool | str | Path, num_workers: int = 2) -> core.Resources:  # noqa: FBT001  as callers give it
-    if cache is False:
-        return core.Resources(num_workers=num_workers)
-    folder = open_folder(None if cache is True else cache)
-    blocks, rules = NamespacedCache(folder, "blocks"), NamespacedCache(folder, "rules")
-    return core.Resources(blocks=blocks, rules=rules, num_workers=num_workers)

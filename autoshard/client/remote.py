@@ -15,21 +15,9 @@ import zstandard
 from httpx2 import codes
 from pydantic import ValidationError
 
-from autoshard import plan as plans
+from autoshard import report
+from autoshard.base.schemas import type_adapter
 from autoshard.client.local import Local
-from autoshard.client.offline import Offline, OfflinePlans, require_plan
-from autoshard.client.requests import CoverageRequest, GraphRequest, PlanRequest, SearchRequest
-from autoshard.client.results import (
-    JobProgress,
-    JobStatus,
-    MeshSearch,
-    OnProgress,
-    PlanEntry,
-    PlanResult,
-    SearchResult,
-    Validation,
-    read_job,
-)
 from autoshard.client.transport import (
     Failures,
     Request,
@@ -42,7 +30,19 @@ from autoshard.client.transport import (
 from autoshard.errors import RequestRejectedError, ServiceError, ServiceUnavailableError
 from autoshard.mesh import Topology, topology_to_json
 from autoshard.plan import Plan
-from autoshard.schemas import type_adapter
+from autoshard.requests.kept_plans import Offline, OfflinePlans, require_plan
+from autoshard.requests.models import CoverageRequest, GraphRequest, PlanRequest, SearchRequest
+from autoshard.requests.results import (
+    JobProgress,
+    JobStatus,
+    MeshSearch,
+    OnProgress,
+    PlanEntry,
+    PlanResult,
+    SearchResult,
+    Validation,
+    read_job,
+)
 
 if TYPE_CHECKING:
     from autoshard.solve import CancelToken
@@ -183,13 +183,13 @@ class Remote:
             return await self._fall_back(error).validate(request)
         return _read(Validation, done.document)
 
-    async def coverage(self, request: CoverageRequest) -> "plans.Coverage":
+    async def coverage(self, request: CoverageRequest) -> "report.Coverage":
         """Request the operators that can be sharded; raises as `search`."""
         try:
             done = await self._submit("/v1/operators:coverage", request)
         except ServiceUnavailableError as error:
             return await self._fall_back(error).coverage(request)
-        return _read(plans.Coverage, done.document)
+        return _read(report.Coverage, done.document)
 
     async def get_plan(self, plan_id: str, *, offline: Offline = "fallback") -> Plan:
         """Return a plan of the service; if that cannot be reached, a kept one.

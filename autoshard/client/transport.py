@@ -30,14 +30,14 @@ import anyio.to_thread
 import httpx2
 import platformdirs
 
-from autoshard.arguments import Count, Wait, check_methods
-from autoshard.client.results import JobProgress, OnProgress, rejected
+from autoshard.base.arguments import Count, Wait, check_methods
 from autoshard.errors import (
     OptionError,
     RequestRejectedError,
     ServiceError,
     ServiceUnavailableError,
 )
+from autoshard.requests.results import JobProgress, OnProgress, rejected
 
 T = TypeVar("T")
 

@@ -34,7 +34,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autoshard.arrays import FloatArray, IntArray
+from autoshard.base.arrays import FloatArray, IntArray
 from autoshard.costs.kernels import (
     Extents,
     alignment,

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoshard.arrays import FloatArray, IntArray
+from autoshard.base.arrays import FloatArray, IntArray
 from autoshard.mesh import AttentionRate, Device, KernelRates
 
 _TILES = np.array(

@@ -5,7 +5,7 @@ from math import prod
 
 import numpy as np
 
-from autoshard.arrays import FloatArray
+from autoshard.base.arrays import FloatArray
 from autoshard.graph import Tensor
 from autoshard.ops import Dims, OperatorRule, Strategy
 

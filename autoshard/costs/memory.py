@@ -6,7 +6,7 @@ from math import prod
 
 import numpy as np
 
-from autoshard.arrays import FloatArray
+from autoshard.base.arrays import FloatArray
 from autoshard.costs.local import LocalSizes
 from autoshard.costs.optimizer import OptimizerSpec
 from autoshard.graph import DType, Tensor

@@ -36,7 +36,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from autoshard.arrays import FloatArray
+from autoshard.base.arrays import FloatArray
 from autoshard.graph import Graph, Node
 from autoshard.mesh import Mesh
 from autoshard.ops import weights_of

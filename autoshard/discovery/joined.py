@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from autoshard.discovery.probe import Probe
 from autoshard.discovery.trial import Option, Trial
 from autoshard.layouts import AxisType, I, R, S, relative_sizes
-from autoshard.ops.spec import Call
+from autoshard.ops.rules.spec import Call
 
 _PARTS = 2
 """Number of ranks that share the pieces in a trial."""

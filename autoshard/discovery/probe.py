@@ -24,7 +24,7 @@ from autoshard.discovery.trial import PerRank, Tensors, Trial, Types, close
 from autoshard.discovery.values import FLOATS, INTEGERS, Kind, draw
 from autoshard.graph import Node
 from autoshard.ops import Call
-from autoshard.runtime.operators import OperatorCall
+from autoshard.runtime.program.operators import OperatorCall
 
 
 class NotTriableError(Exception):

@@ -11,7 +11,7 @@ from math import prod
 
 import torch
 
-from autoshard.arguments import Wait, check_arguments
+from autoshard.base.arguments import Wait, check_arguments
 from autoshard.discovery.probe import NotTriableError, RandomOperatorError, probe_of
 from autoshard.discovery.search import OutOfTimeError, RuleSearch
 from autoshard.discovery.shapes import integers_in

@@ -24,7 +24,7 @@ from autoshard.graph.checks import MAX_FREE, MAX_GROUPS
 from autoshard.graph.ir import anonymous
 from autoshard.layouts import AxisType, I, P, R, S
 from autoshard.ops import axis_rules
-from autoshard.ops.index_space import operator_rule
+from autoshard.ops.rules.index_space import operator_rule
 
 MAX_COMBINATIONS = 512
 """Maximum combinations of input types that are tried with one dim sharded."""

@@ -2,10 +2,10 @@
 
 from typing import TYPE_CHECKING
 
-from autoshard.lazy_imports import lazy_names
+from autoshard.base.lazy_imports import lazy_names
 
 if TYPE_CHECKING:
-    from autoshard.graph.archive import (
+    from autoshard.graph.archive.read import (
         Archive,
         ArchiveLimits,
         operator_namespaces,
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
         check_total_bytes,
     )
     from autoshard.graph.dtype import DType
-    from autoshard.graph.export import export_model
+    from autoshard.graph.export.model import export_model
     from autoshard.graph.ir import (
         Argument,
         CallRule,

@@ -13,9 +13,9 @@ from itertools import accumulate, groupby
 
 import numpy as np
 
-from autoshard.arrays import BoolArray, IntArray
+from autoshard.base.arrays import BoolArray, IntArray
+from autoshard.base.memo import kept_in_argument
 from autoshard.graph.ir import Graph
-from autoshard.memo import kept_in_argument
 
 _MIN_LENGTH = 4
 """Minimum number of nodes of a block."""

@@ -5,14 +5,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import isclose, prod
 from typing import Any
 
+from autoshard.base.integers import format_integer
 from autoshard.errors import SchemaError
 from autoshard.graph.dims import check_dims
 from autoshard.graph.dtype import DType
-from autoshard.graph.dynamic import MAX_CONDITIONS, Dynamic, value_of
-from autoshard.graph.dynamic import Path as DocumentPath
-from autoshard.graph.expressions import MAX_FACTORS, SIZE_LIMIT, Number, evaluate
 from autoshard.graph.ir import CallRule, Graph, InputKind, Node, references
-from autoshard.integers import format_integer
+from autoshard.graph.sizes.dynamic_sizes import MAX_CONDITIONS, Dynamic, value_of
+from autoshard.graph.sizes.dynamic_sizes import Path as DocumentPath
+from autoshard.graph.sizes.expressions import MAX_FACTORS, SIZE_LIMIT, Number, evaluate
 
 RULES_VERSION = 2
 """Version of the rules that `autoshard.discovery` finds; part of their cache keys."""

@@ -15,8 +15,8 @@ from pydantic import ConfigDict, GetCoreSchemaHandler, JsonValue, PlainSerialize
 from pydantic_core import CoreSchema, core_schema
 
 from autoshard.graph.dtype import DType
-from autoshard.graph.dynamic import Dynamic
 from autoshard.graph.mixed_precision import MixedPrecision
+from autoshard.graph.sizes.dynamic_sizes import Dynamic
 
 _STRICT = ConfigDict(extra="forbid", strict=True, ser_json_bytes="base64", val_json_bytes="base64")
 """Pydantic settings for reading JSON: unknown members and inexact types are errors."""
@@ -391,7 +391,7 @@ class ExportedModel:
         mixed_precision: the policy under which it was exported.
         name: name of its class; empty if unknown.
         state: values of the Python state that forward read, by path
-            (`autoshard.graph.python_state`); empty if unknown.
+            (`autoshard.graph.export.python_state`); empty if unknown.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT

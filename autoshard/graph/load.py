@@ -3,21 +3,21 @@
 from dataclasses import replace
 from pathlib import Path
 
-from autoshard.collection import collection_paused
-from autoshard.graph.archive import (
+from autoshard.base.collection import collection_paused
+from autoshard.graph.archive.parse import parse_program
+from autoshard.graph.archive.read import (
     ArchiveLimits,
     read_archive,
     with_contents,
     with_paths,
     with_precision,
 )
-from autoshard.graph.dynamic_shapes import find_dynamic
+from autoshard.graph.archive.tree_specs import spec_nodes
 from autoshard.graph.ir import Graph
 from autoshard.graph.normalise import normalise
-from autoshard.graph.parse import parse_program
 from autoshard.graph.serialise import graph_to_json
-from autoshard.graph.symbolic_numbers import SymbolicNumbers
-from autoshard.graph.tree_specs import spec_nodes
+from autoshard.graph.sizes.dynamic_shapes import find_dynamic
+from autoshard.graph.sizes.symbolic_numbers import SymbolicNumbers
 
 
 @collection_paused()

@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Self
 
 from pydantic import ConfigDict
 
-from autoshard.arguments import check_methods
+from autoshard.base.arguments import check_methods
 from autoshard.errors import OptionError
 from autoshard.graph.dtype import DType
 

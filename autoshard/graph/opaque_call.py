@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 
 from pydantic import ConfigDict, ValidationError
 
-from autoshard.arguments import Work, check_methods
+from autoshard.base.arguments import Work, check_methods
+from autoshard.base.schemas import type_adapter
 from autoshard.errors import SchemaError
 from autoshard.graph.dtype import DType
 from autoshard.graph.ir import Literal
-from autoshard.schemas import type_adapter
 
 OPAQUE_MODULE = "autoshard.opaque_module.default"
 """tensors[], state[], call, flops, saved_bytes, along_batch, random -> results and new contents

@@ -14,12 +14,12 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import PydanticSerializationError, to_json
 
+from autoshard.base.integers import check_integers
+from autoshard.base.memo import kept_in_argument
+from autoshard.base.schemas import type_adapter
 from autoshard.errors import GraphError, SchemaError
 from autoshard.graph.checks import check_document, check_rules
 from autoshard.graph.ir import CallRule, Graph
-from autoshard.integers import check_integers
-from autoshard.memo import kept_in_argument
-from autoshard.schemas import type_adapter
 
 T = TypeVar("T")
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autoshard.arrays import IntArray
+from autoshard.base.arrays import IntArray
 from autoshard.graph.blocks import Block, find_blocks
 from autoshard.graph.ir import Graph, InputKind, Ref
 from autoshard.graph.normalise.rewriting import rewire

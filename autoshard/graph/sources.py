@@ -36,7 +36,7 @@ def graph_source(source: object) -> str | Path | bytes:
     if isinstance(source, str | Path | bytes):
         return source
     if _is_exported(source):
-        from autoshard.graph.export import save_exported  # noqa: PLC0415 - torch is slow to import
+        from autoshard.graph.export.model import save_exported  # noqa: PLC0415 - torch is slow to import
 
         return save_exported(source)
     raise ArgumentTypeError(_what_to_pass(source))

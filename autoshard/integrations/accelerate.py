@@ -25,8 +25,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
+from autoshard.base.extras import from_extra
+from autoshard.checkpoint import load_checkpoint
+from autoshard.checkpoint.files import on_first_rank, raised_as_one
 from autoshard.errors import ArgumentTypeError, CheckpointError, PlanError
-from autoshard.extras import from_extra
 from autoshard.integrations.checkpoints import (
     is_whole,
     load_optimizers,
@@ -36,11 +38,10 @@ from autoshard.integrations.checkpoints import (
     whole_version,
     write_optimizers,
 )
-from autoshard.runtime import full_tensor, load_checkpoint
-from autoshard.runtime.agreement import broadcast_text
+from autoshard.runtime import full_tensor
+from autoshard.runtime.checks.agreement import broadcast_text
 from autoshard.runtime.parallelize import Planned, planned_forward
-from autoshard.runtime.state_dicts import placed_like
-from autoshard.runtime.weights.files import on_first_rank, raised_as_one
+from autoshard.runtime.parameters.state_dicts import placed_like
 from autoshard.torch_private import pytree
 
 with from_extra("transformers"):

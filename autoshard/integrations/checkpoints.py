@@ -24,11 +24,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.errors import CheckpointError
-from autoshard.runtime import dcp_state_dict, rng_step
-from autoshard.runtime.parallelize import planned_forward
-from autoshard.runtime.pipelining import Pipelined
-from autoshard.runtime.weights.files import (
+from autoshard.checkpoint.files import (
     agreed,
     first_rank,
     make_folder,
@@ -38,8 +34,12 @@ from autoshard.runtime.weights.files import (
     raised_as_one,
     sync,
 )
-from autoshard.runtime.weights.manifest import check_manifest, read_manifest, write_manifest
-from autoshard.runtime.weights.saving import write_weights
+from autoshard.checkpoint.manifest import check_manifest, read_manifest, write_manifest
+from autoshard.checkpoint.saving import write_weights
+from autoshard.errors import CheckpointError
+from autoshard.runtime import dcp_state_dict, rng_step
+from autoshard.runtime.parallelize import planned_forward
+from autoshard.runtime.pipelining import Pipelined
 
 _VERSION = "planned-save-"
 _STAGING = "unfinished-"

@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from autoshard.base.extras import from_extra
 from autoshard.errors import PlanError
-from autoshard.extras import from_extra
 from autoshard.runtime import full_tensor
-from autoshard.runtime.agreement import digest_of, numbers_of_all_ranks
+from autoshard.runtime.checks.agreement import digest_of, numbers_of_all_ranks
 from autoshard.runtime.parallelize import planned_programs
 from autoshard.torch_private import pytree
 

@@ -22,8 +22,10 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
+from autoshard.base.extras import from_extra
+from autoshard.checkpoint import load_checkpoint
+from autoshard.checkpoint.files import on_first_rank
 from autoshard.errors import PlanError
-from autoshard.extras import from_extra
 from autoshard.integrations.accelerate import PlannedAccelerator
 from autoshard.integrations.checkpoints import (
     load_optimizers,
@@ -35,9 +37,7 @@ from autoshard.integrations.checkpoints import (
     whole_version,
     write_optimizers,
 )
-from autoshard.runtime import load_checkpoint
 from autoshard.runtime.parallelize import Planned, planned_programs
-from autoshard.runtime.weights.files import on_first_rank
 
 with from_extra("transformers"):
     from transformers import PreTrainedModel, Trainer

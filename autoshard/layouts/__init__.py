@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from autoshard.lazy_imports import lazy_names
+from autoshard.base.lazy_imports import lazy_names
 
 if TYPE_CHECKING:
     from autoshard.layouts.chains import ChainCosts

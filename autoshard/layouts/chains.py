@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import dijkstra
 
-from autoshard.arrays import BoolArray, FloatArray, IntArray
-from autoshard.limits import count_entries, count_made
+from autoshard.base.arrays import BoolArray, FloatArray, IntArray
+from autoshard.base.limits import count_entries, count_made
 
 _ROWS_AT_ONCE = 600
 """Number of layouts from which shortest chains are computed without a look at the time limit."""

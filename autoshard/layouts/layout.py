@@ -24,8 +24,8 @@ from functools import cache, lru_cache
 from itertools import permutations, product
 from math import gcd, prod
 
+from autoshard.base.limits import count_made
 from autoshard.errors import LayoutError
-from autoshard.limits import count_made
 
 
 class Kind(StrEnum):

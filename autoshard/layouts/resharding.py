@@ -17,7 +17,8 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from autoshard.arrays import BoolArray, FloatArray, IntArray
+from autoshard.base.arrays import BoolArray, FloatArray, IntArray
+from autoshard.base.limits import count_entries
 from autoshard.errors import LayoutError
 from autoshard.layouts.chains import ChainCosts, Chains, LayoutSteps
 from autoshard.layouts.layout import (
@@ -32,7 +33,6 @@ from autoshard.layouts.layout import (
     legal_layouts,
     uneven_shards,
 )
-from autoshard.limits import count_entries
 
 
 class Action(StrEnum):

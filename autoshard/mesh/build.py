@@ -5,7 +5,8 @@ from dataclasses import replace
 from math import prod
 from typing import SupportsIndex
 
-from autoshard.arguments import check_arguments
+from autoshard.base.arguments import check_arguments
+from autoshard.base.quantities import MIN_PLAUSIBLE_RATE, format_rate
 from autoshard.errors import MeshError
 from autoshard.mesh.mesh import Axis, Mesh, check_num_devices
 from autoshard.mesh.nccl import NVLS_HOPPER, network, nvlink
@@ -24,7 +25,6 @@ from autoshard.mesh.shapes import (
     parse_shape,
 )
 from autoshard.mesh.topology import Link, Topology, check_backend, read_rate
-from autoshard.quantities import MIN_PLAUSIBLE_RATE, format_rate
 
 _MAX_LATENCY = 1.0
 """A longer latency, seconds, was probably meant in another unit."""

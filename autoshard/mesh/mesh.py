@@ -10,8 +10,9 @@ from typing import ClassVar, TypeVar
 import numpy as np
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from autoshard.base.integers import format_integer
+from autoshard.base.schemas import listed_errors, type_adapter
 from autoshard.errors import MeshError
-from autoshard.integers import format_integer
 from autoshard.mesh.collectives import Line, Span, lines
 from autoshard.mesh.nodes import describe_devices
 from autoshard.mesh.shapes import check_axis_name, check_num_axes
@@ -24,7 +25,6 @@ from autoshard.mesh.topology import (
     check_not_negative,
     check_unique,
 )
-from autoshard.schemas import listed_errors, type_adapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,3 +339,8 @@ def _read(adapter: TypeAdapter[T], document: str | bytes, what: str) -> T:
         ]
         many = f"the {what} has {error.error_count():,} errors, which are too many to list"
         raise MeshError("; ".join(problems) or many) from None
+
+
+def mesh_text(mesh: Mesh) -> str:
+    """The axes of a mesh, such as `dp=2 x tp=4`."""
+    return " x ".join(f"{axis.name}={axis.size}" for axis in mesh.axes)

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import isqrt
 
+from autoshard.base.quantities import format_rate
 from autoshard.errors import MeshError
 from autoshard.mesh.topology import Topology
-from autoshard.quantities import format_rate
 
 _MAX_LISTED = 8
 """Maximum number of possibilities in a message."""

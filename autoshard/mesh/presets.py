@@ -15,7 +15,7 @@ from dataclasses import replace
 from difflib import SequenceMatcher
 from types import MappingProxyType
 
-from autoshard.arguments import check_arguments
+from autoshard.base.arguments import check_arguments
 from autoshard.errors import MeshError
 from autoshard.mesh.kernel_presets import (
     AMPERE,

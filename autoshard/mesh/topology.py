@@ -7,9 +7,9 @@ from typing import ClassVar, Literal
 
 from pydantic import ConfigDict
 
+from autoshard.base.integers import format_integer
+from autoshard.base.quantities import Bandwidth, ByteCount, parse_bytes, parse_rate
 from autoshard.errors import InputError, MeshError
-from autoshard.integers import format_integer
-from autoshard.quantities import Bandwidth, ByteCount, parse_bytes, parse_rate
 
 _LARGEST = 1e30
 """Largest number of a topology, far above those of any hardware; products of several are finite."""

@@ -2,15 +2,9 @@
 
 from typing import TYPE_CHECKING
 
-from autoshard.lazy_imports import lazy_names
+from autoshard.base.lazy_imports import lazy_names
 
 if TYPE_CHECKING:
-    from autoshard.ops.collectives import (
-        InnerCollective,
-        Operation,
-        Reduction,
-        Reductions,
-    )
     from autoshard.ops.interleaved import (
         interleaved_types,
         weights_of,
@@ -31,7 +25,13 @@ if TYPE_CHECKING:
         view_strides,
         with_rules,
     )
-    from autoshard.ops.rule import (
+    from autoshard.ops.rules.collectives import (
+        InnerCollective,
+        Operation,
+        Reduction,
+        Reductions,
+    )
+    from autoshard.ops.rules.rule import (
         AxisRule,
         Dims,
         Interleaved,
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
         axis_rules,
         strategies,
     )
-    from autoshard.ops.spec import (
+    from autoshard.ops.rules.spec import (
         Call,
         ExtraTensor,
         Kernel,
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
         SavedByAutograd,
         call_of,
     )
-    from autoshard.ops.strides import Strides
+    from autoshard.ops.rules.strides import Strides
 else:
     __getattr__, __dir__ = lazy_names(__name__)
 

@@ -4,10 +4,10 @@ from itertools import chain
 from math import prod
 
 from autoshard.graph import DType
-from autoshard.ops.collectives import Reductions, statistic_bytes
-from autoshard.ops.index_space import IndexSpace, broadcast, replicated
-from autoshard.ops.rule import Dims, OperatorRule
-from autoshard.ops.spec import (
+from autoshard.ops.rules.collectives import Reductions, statistic_bytes
+from autoshard.ops.rules.index_space import IndexSpace, broadcast, replicated
+from autoshard.ops.rules.rule import Dims, OperatorRule
+from autoshard.ops.rules.spec import (
     Call,
     ExtraTensor,
     Gradients,

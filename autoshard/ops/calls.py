@@ -12,7 +12,7 @@ import torch
 from autoshard.errors import PlanError, UnsupportedError
 from autoshard.graph import DType, Graph, Node, Token, TokenKind
 from autoshard.ops.registry import has_rule
-from autoshard.ops.schema_checks import check_against_schema
+from autoshard.ops.rules.schema_checks import check_against_schema
 from autoshard.torch_private import OpOverload, schema_of
 
 _REFUSED = frozenset({"aten.from_file"})

@@ -11,10 +11,10 @@ from itertools import chain
 from math import prod
 
 from autoshard.graph import DType
-from autoshard.ops.collectives import Edges, Halo
-from autoshard.ops.index_space import IndexSpace
-from autoshard.ops.rule import Dims, OperatorRule
-from autoshard.ops.spec import (
+from autoshard.ops.rules.collectives import Edges, Halo
+from autoshard.ops.rules.index_space import IndexSpace
+from autoshard.ops.rules.rule import Dims, OperatorRule
+from autoshard.ops.rules.spec import (
     NOTHING_SAVED,
     Call,
     Gradients,
@@ -24,8 +24,8 @@ from autoshard.ops.spec import (
     like,
     saved_by_name,
 )
-from autoshard.ops.strides import Shape
-from autoshard.ops.windows import (
+from autoshard.ops.rules.strides import Shape
+from autoshard.ops.rules.windows import (
     INTERPOLATIONS,
     RANKS,
     Window,
@@ -86,7 +86,7 @@ def _is_symmetric(call: Call, kernel: Shape, *, transposed: bool) -> bool:
 
 
 class _SpatialLetters:
-    """Letters of the spatial dims of two images (see `autoshard.ops.windows`).
+    """Letters of the spatial dims of two images (see `autoshard.ops.rules.windows`).
 
     If the large image is `stride` times as large as the small one, its dim is (position of the
     small one, position in the stride), so that shards of both correspond.

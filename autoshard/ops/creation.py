@@ -7,10 +7,10 @@ shard (`OperatorSpec.draws`), so that replicas and terms of a sum agree, and sha
 from functools import partial
 
 from autoshard.graph import DType
-from autoshard.ops.index_space import IndexSpace, replicated
 from autoshard.ops.pointwise import pointwise
-from autoshard.ops.rule import OperatorRule
-from autoshard.ops.spec import (
+from autoshard.ops.rules.index_space import IndexSpace, replicated
+from autoshard.ops.rules.rule import OperatorRule
+from autoshard.ops.rules.spec import (
     NOTHING_SAVED,
     Call,
     Gradients,
@@ -20,7 +20,7 @@ from autoshard.ops.spec import (
     like,
     saves_everything,
 )
-from autoshard.ops.strides import FullStrides, Shape
+from autoshard.ops.rules.strides import FullStrides, Shape
 
 
 def _filled(call: Call) -> OperatorRule:

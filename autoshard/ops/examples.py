@@ -18,7 +18,7 @@ from math import prod
 from string import ascii_lowercase
 
 from autoshard.graph import Argument, DType, Ref, Tensor, Token, TokenKind
-from autoshard.ops.spec import Call, OperatorSpec
+from autoshard.ops.rules.spec import Call, OperatorSpec
 
 _PRIMES = "3 5 7 11 13 17 19 23 29 31 37 41 43 47 53 59 61 67 71 73 79 83 89 97 101 103"
 _ROUTED = {"tokens": 512, "slots": 4, "experts": 16, "share": 128}

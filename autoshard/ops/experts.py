@@ -12,10 +12,10 @@ from math import gcd
 
 from autoshard.graph import DType, Tensor
 from autoshard.graph.experts import COMBINE, DISPATCH, EXPERT_BIAS, GROUPED_MM
-from autoshard.ops.collectives import Reductions
-from autoshard.ops.index_space import IndexSpace
-from autoshard.ops.rule import Dims, OperatorRule
-from autoshard.ops.spec import (
+from autoshard.ops.rules.collectives import Reductions
+from autoshard.ops.rules.index_space import IndexSpace
+from autoshard.ops.rules.rule import Dims, OperatorRule
+from autoshard.ops.rules.spec import (
     Call,
     ExtraTensor,
     Gradients,

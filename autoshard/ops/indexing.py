@@ -5,10 +5,10 @@ from functools import partial
 from itertools import chain
 
 from autoshard.graph import DType, Ref
-from autoshard.ops.index_space import IndexSpace, broadcast, replicated
-from autoshard.ops.rule import Dims, OperatorRule
-from autoshard.ops.spec import Call, Kernel, OperatorSpec, addends
-from autoshard.ops.strides import Shape
+from autoshard.ops.rules.index_space import IndexSpace, broadcast, replicated
+from autoshard.ops.rules.rule import Dims, OperatorRule
+from autoshard.ops.rules.spec import Call, Kernel, OperatorSpec, addends
+from autoshard.ops.rules.strides import Shape
 
 _SUM, _MAXIMUM = 0, 2
 """Values of the mode of `embedding_bag`."""

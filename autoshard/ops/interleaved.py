@@ -17,8 +17,8 @@ from types import MappingProxyType
 from autoshard.graph import Graph, InputKind, Node
 from autoshard.layouts import AxisType, S, relative_sizes
 from autoshard.ops.registry import rule_for
-from autoshard.ops.rule import OperatorRule
-from autoshard.ops.spec import call_of
+from autoshard.ops.rules.rule import OperatorRule
+from autoshard.ops.rules.spec import call_of
 from autoshard.ops.views import SELECTING
 
 MAX_SECTIONS = 16

@@ -6,10 +6,10 @@ of all scores.
 
 from itertools import chain
 
-from autoshard.ops.collectives import NO_REDUCTIONS, Reductions, statistic_bytes
-from autoshard.ops.index_space import IndexSpace, broadcast, replicated
-from autoshard.ops.rule import Dims, OperatorRule
-from autoshard.ops.spec import (
+from autoshard.ops.rules.collectives import NO_REDUCTIONS, Reductions, statistic_bytes
+from autoshard.ops.rules.index_space import IndexSpace, broadcast, replicated
+from autoshard.ops.rules.rule import Dims, OperatorRule
+from autoshard.ops.rules.spec import (
     Call,
     ExtraTensor,
     Gradients,

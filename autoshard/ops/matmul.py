@@ -5,9 +5,9 @@ from collections.abc import Collection
 from functools import partial
 from math import prod
 
-from autoshard.ops.index_space import IndexSpace, einsum, replicated
-from autoshard.ops.rule import Dims, OperatorRule
-from autoshard.ops.spec import (
+from autoshard.ops.rules.index_space import IndexSpace, einsum, replicated
+from autoshard.ops.rules.rule import Dims, OperatorRule
+from autoshard.ops.rules.spec import (
     Call,
     ExtraTensor,
     Gradients,
@@ -20,7 +20,7 @@ from autoshard.ops.spec import (
     saved_by_name,
     saves_everything,
 )
-from autoshard.ops.strides import Shape
+from autoshard.ops.rules.strides import Shape
 
 
 def _linear(call: Call) -> OperatorRule:

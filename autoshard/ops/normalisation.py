@@ -7,10 +7,10 @@ mean, and needs one of each.
 from functools import partial
 from itertools import chain
 
-from autoshard.ops.collectives import Reductions, statistic_bytes
-from autoshard.ops.index_space import IndexSpace, broadcast
-from autoshard.ops.rule import Dims, OperatorRule
-from autoshard.ops.spec import (
+from autoshard.ops.rules.collectives import Reductions, statistic_bytes
+from autoshard.ops.rules.index_space import IndexSpace, broadcast
+from autoshard.ops.rules.rule import Dims, OperatorRule
+from autoshard.ops.rules.spec import (
     Call,
     Gradients,
     Kernel,

@@ -4,9 +4,9 @@ from math import inf
 
 from autoshard.errors import SchemaError
 from autoshard.graph.opaque_call import OPAQUE_MODULE
-from autoshard.ops.index_space import IndexSpace
-from autoshard.ops.rule import Dims, OperatorRule
-from autoshard.ops.spec import (
+from autoshard.ops.rules.index_space import IndexSpace
+from autoshard.ops.rules.rule import Dims, OperatorRule
+from autoshard.ops.rules.spec import (
     Call,
     ExtraTensor,
     Gradients,
@@ -15,7 +15,7 @@ from autoshard.ops.spec import (
     SavedByAutograd,
     saved_by_name,
 )
-from autoshard.ops.strides import Shape
+from autoshard.ops.rules.strides import Shape
 
 
 def _opaque(call: Call) -> OperatorRule:

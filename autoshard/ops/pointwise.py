@@ -5,9 +5,9 @@ from dataclasses import replace
 from functools import partial
 from math import inf
 
-from autoshard.ops.index_space import IndexSpace, broadcast
-from autoshard.ops.rule import OperatorRule
-from autoshard.ops.spec import (
+from autoshard.ops.rules.index_space import IndexSpace, broadcast
+from autoshard.ops.rules.rule import OperatorRule
+from autoshard.ops.rules.spec import (
     Call,
     ExtraTensor,
     Gradients,
@@ -17,7 +17,7 @@ from autoshard.ops.spec import (
     like,
     same_dtype,
 )
-from autoshard.ops.strides import FullStrides, Shape, normalised
+from autoshard.ops.rules.strides import FullStrides, Shape, normalised
 
 
 def pointwise(call: Call, *, linear: Iterable[Collection[int]] = ()) -> OperatorRule:

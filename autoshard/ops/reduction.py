@@ -3,10 +3,10 @@
 from functools import partial
 from itertools import chain
 
-from autoshard.ops.collectives import Reductions, is_real, statistic_bytes
-from autoshard.ops.index_space import IndexSpace, along_dims, replicated
-from autoshard.ops.rule import Dims, OperatorRule
-from autoshard.ops.spec import Call, Kernel, OperatorSpec, same_dtype
+from autoshard.ops.rules.collectives import Reductions, is_real, statistic_bytes
+from autoshard.ops.rules.index_space import IndexSpace, along_dims, replicated
+from autoshard.ops.rules.rule import Dims, OperatorRule
+from autoshard.ops.rules.spec import Call, Kernel, OperatorSpec, same_dtype
 
 
 def _reduced(call: Call, dims: Dims, over: frozenset[int]) -> Dims:

@@ -21,9 +21,9 @@ from autoshard.ops import (
     reduction,
     views,
 )
-from autoshard.ops.index_space import operator_rule, replicated
-from autoshard.ops.rule import OperatorRule
-from autoshard.ops.spec import (
+from autoshard.ops.rules.index_space import operator_rule, replicated
+from autoshard.ops.rules.rule import OperatorRule
+from autoshard.ops.rules.spec import (
     NOTHING_SAVED,
     Call,
     ExtraTensor,
@@ -33,7 +33,7 @@ from autoshard.ops.spec import (
     saved_by_name,
     saves_everything,
 )
-from autoshard.ops.strides import Shape, Strides, contiguous_strides, normalised, permuted
+from autoshard.ops.rules.strides import Shape, Strides, contiguous_strides, normalised, permuted
 
 FAMILIES = (
     matmul,

@@ -1,22 +1,26 @@
-"""Generator of docs/operators.md, run with `python -m autoshard.ops.table`."""
+"""Generator of docs/operators.md and docs/operators.csv: `python -m autoshard.ops.table`."""
 
+import csv
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import chain
+from io import StringIO
 from pathlib import Path
-from types import ModuleType
 
 from autoshard.layouts import P
 from autoshard.ops.examples import Example, examples_of
-from autoshard.ops.index_space import replicated
 from autoshard.ops.registry import FAMILIES, SPECS, rule_for, saved_tensors
-from autoshard.ops.rule import AxisRule, OperatorRule, axis_rules
-from autoshard.ops.spec import Call, ExtraTensor, Kernel, OperatorSpec
+from autoshard.ops.rules.index_space import replicated
+from autoshard.ops.rules.rule import AxisRule, OperatorRule, axis_rules
+from autoshard.ops.rules.spec import Call, ExtraTensor, Kernel, OperatorSpec
 
 _HEAD = """# Operators
 
-The options of one mesh axis for each operator, besides running it replicated. This page is
-generated from the operators' specs by `python -m autoshard.ops.table`.
+[operators.csv](operators.csv) has all operators with a rule. It and this page are generated from
+the specs by `python -m autoshard.ops.table`. Operators that are not listed are
+replicated, which is valid for every deterministic operator. A name without an overload stands for
+all overloads. In-place operators are planned in their functional form, `add_` as `add`.
+
+It has the options of one mesh axis for an example of each rule, besides running it replicated:
 
 * **sharded**: dims that may be sharded, in every tensor that has them. Tensors that lack the dim
   are replicated, and their gradients are all-reduced.
@@ -33,13 +37,12 @@ A dim `(g c)` is a product: its outer factor may be sharded, and its inner facto
 one is exhausted. A dim that is not part of a product in any tensor of a call may also be sharded
 unevenly, by a single axis that does not divide it; all ranks except the last then have shards of
 equal length.
-
-Operators that are not listed are replicated, which is valid for every deterministic operator. A
-name without an overload stands for all overloads. In-place operators are planned in their
-functional form, `add_` as `add`.
 """
 
-_COLUMNS = "| operator | call | sharded | summed | inside | partial | saved | local call |\n"
+_COLUMNS = (
+    *("family", "operator", "call", "sharded", "summed"),
+    *("inside", "partial", "saved", "local call"),
+)
 
 NOT_PLANNED: Mapping[str, str] = {
     "_assert_tensor_metadata.default _assert_scalar.default _assert_async.default": "Removed.",
@@ -68,7 +71,7 @@ NOT_PLANNED: Mapping[str, str] = {
 
 def page() -> str:
     """Return the page as Markdown."""
-    parts = [_HEAD, *map(_family, FAMILIES)]
+    parts = [_HEAD, "\n| family | operators | number |\n|---|---|---:|\n", *_families()]
     parts.append("\n## Dims that are not sharded, and why\n\n| operators | reason |\n|---|---|\n")
     reasons: dict[str, list[str]] = {}
     for name, spec in SPECS.items():
@@ -82,30 +85,39 @@ def page() -> str:
     return "".join(parts)
 
 
-def _family(family: ModuleType) -> str:
-    """Section of a family: its examples and a list of its operators."""
-    title = (family.__doc__ or "").partition("\n")[0]
-    specs: tuple[OperatorSpec, ...] = family.SPECS
-    rows = (
-        f"| {' | '.join(_row(spec, example))} |\n"
-        for spec in specs
-        for example in examples_of(spec)
-    )
-    text = (
-        f"\n## {title.rstrip('.')}\n\n{_COLUMNS}|---|---|---|---|---|---|---|---|\n{''.join(rows)}"
-    )
-    sharded = chain.from_iterable(s.names for s in specs if s.rule is not replicated)
-    whole = [name for s in specs if s.rule is replicated for name in s.names]
-    text += f"\nAll operators: {_names(sharded)}\n"
-    return text + (f"\nAlways replicated: {_names(whole)}\n" if whole else "")
+def table() -> str:
+    """Return all operators, with an example of each rule, as CSV."""
+    text = StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(_COLUMNS)
+    for family in FAMILIES:
+        name = family.__name__.rpartition(".")[2]
+        specs: tuple[OperatorSpec, ...] = family.SPECS
+        for spec in specs:
+            rows = [tuple(_row(spec, example)) for example in examples_of(spec)]
+            writer.writerows((name, *row) for row in rows)
+            others = [one for one in map(_short, spec.names) if one not in {row[0] for row in rows}]
+            alone = "always replicated" if spec.rule is replicated else "as others of the family"
+            call = f"as {rows[0][0]}" if rows else alone
+            writer.writerows((name, operator, call) for operator in others)
+    return text.getvalue()
+
+
+def _families() -> Iterator[str]:
+    """Rows of the families, with the number of operators of each that can be sharded."""
+    for family in FAMILIES:
+        title = (family.__doc__ or "").partition("\n")[0].rstrip(".")
+        specs: tuple[OperatorSpec, ...] = family.SPECS
+        sharded = sum(len(spec.names) for spec in specs if spec.rule is not replicated)
+        yield f"| {family.__name__.rpartition('.')[2]} | {title} | {sharded} |\n"
 
 
 def _row(spec: OperatorSpec, example: Example) -> Iterator[str]:
     call, dims = example.call, example.dims
     rule = rule_for(call)
     options = [option for option in axis_rules(rule, 2) if option.letter is not None]
-    yield f"`{call.operator.removeprefix('aten.')}`"
-    yield f"`{example.text}`"
+    yield _short(call.operator)
+    yield example.text
     yield _listed(_sharded_dim(option, dims) for option in options if P not in option.outputs)
     yield _listed(_sharded_dim(option, dims) for option in options if P in option.outputs)
     yield _inside(rule, dims)
@@ -134,11 +146,11 @@ def _inside(rule: OperatorRule, dims: list[list[list[str]]]) -> str:
     }
     if rule.halo.edges:
         return _listed(
-            f"{names[letter]}: `halo {edges.before}+{edges.after}`"
+            f"{names[letter]}: halo {edges.before}+{edges.after}"
             for letter, edges in rule.halo.edges.items()
         )
     over = _listed(names[letter] for letter in rule.sizes if letter in rule.reduced.over)
-    return f"{over}: `{rule.reduced}`".replace("|", "\\|")
+    return f"{over}: {rule.reduced}"
 
 
 def _sharded_dim(option: AxisRule, dims: list[list[list[str]]]) -> str:
@@ -161,13 +173,18 @@ def _per_element(extra: ExtraTensor, dims: list[list[list[str]]]) -> str:
 
 
 def _names(operators: Iterable[str]) -> str:
-    return ", ".join(f"`{name.removeprefix('aten.')}`" for name in operators)
+    return ", ".join(f"`{_short(name)}`" for name in operators)
+
+
+def _short(operator: str) -> str:
+    return operator.removeprefix("aten.")
 
 
 def main() -> None:
-    """Write the page to docs/, or to the folder given as argument."""
+    """Write page and table to docs/, or to the folder given as argument."""
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else "docs")
     (folder / "operators.md").write_text(page(), encoding="utf-8")
+    (folder / "operators.csv").write_text(table(), encoding="utf-8", newline="")
 
 
 if __name__ == "__main__":

@@ -6,10 +6,10 @@ from itertools import chain
 from math import gcd
 
 from autoshard.graph import Tensor
-from autoshard.ops.index_space import IndexSpace, along_dims, broadcast, replicated
 from autoshard.ops.pointwise import linear_in_self
-from autoshard.ops.rule import Dims, OperatorRule
-from autoshard.ops.spec import (
+from autoshard.ops.rules.index_space import IndexSpace, along_dims, broadcast, replicated
+from autoshard.ops.rules.rule import Dims, OperatorRule
+from autoshard.ops.rules.spec import (
     Call,
     Gradients,
     Kernel,
@@ -18,7 +18,7 @@ from autoshard.ops.spec import (
     same_dtype,
     saved_by_name,
 )
-from autoshard.ops.strides import FullStrides, Shape, reshaped_strides
+from autoshard.ops.rules.strides import FullStrides, Shape, reshaped_strides
 
 
 def _reshape(call: Call) -> OperatorRule:

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from math import floor, log10
 
+from autoshard.base.outcome import SolveStatus
 from autoshard.mesh import Mesh
-from autoshard.outcome import SolveStatus
 from autoshard.plan.option_restrictions import restrictions
 from autoshard.plan.options import PlanOptions
 from autoshard.plan.predictions import Certificate

@@ -14,15 +14,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, ValidationError, model_validator
 from pydantic_core import from_json
 
-from autoshard.collection import collection_paused
+from autoshard.base.collection import collection_paused
+from autoshard.base.files import explain_plan_error, read_file, write_file
+from autoshard.base.integers import check_integers
+from autoshard.base.outcome import TIME_LIMIT_REACHED
+from autoshard.base.quantities import format_bytes, format_seconds
 from autoshard.costs import Frequency
 from autoshard.errors import PlanError
-from autoshard.files import explain_plan_error, read_file, write_file
 from autoshard.graph import Graph, MixedPrecision, graph_digest
-from autoshard.integers import check_integers
 from autoshard.layouts import Layout
 from autoshard.mesh import Mesh, split_axes
-from autoshard.outcome import TIME_LIMIT_REACHED
 from autoshard.plan.certificate import certificate_statement
 from autoshard.plan.comparisons import Baseline, Unrestricted
 from autoshard.plan.options import MAX_MICRO_BATCHES, Pins, PlanOptions, ScheduleName
@@ -38,7 +39,6 @@ from autoshard.plan.predictions import (
     Seconds,
 )
 from autoshard.plan.tensor_placements import TensorPlacements
-from autoshard.quantities import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
@@ -589,7 +589,7 @@ class Plan(Document):
             commands: what to run next, one a line.
         """
         # The module reads this document, so it cannot be imported by it.
-        text: str = import_module("autoshard.plan.summary").summarise(
+        text: str = import_module("autoshard.report.summary").summarise(
             self, width=width, commands=commands
         )
         return text

@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from autoshard.arguments import MAX_SECONDS, Flag, Number, Whole
+from autoshard.base.arguments import MAX_SECONDS, Flag, Number, Whole
+from autoshard.base.integers import MAX_INT32
+from autoshard.base.names import did_you_mean
+from autoshard.base.outcome import OWN_SOLVER
+from autoshard.base.quantities import ByteCount
 from autoshard.errors import ArgumentTypeError, OptionError
-from autoshard.integers import MAX_INT32
-from autoshard.names import did_you_mean
-from autoshard.outcome import OWN_SOLVER
-from autoshard.quantities import ByteCount
 
 Mode = Literal["training", "inference"]
 Pattern = Literal["ddp", "fsdp2", "hsdp", "megatron", "megatron-sp"]

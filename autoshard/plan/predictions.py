@@ -5,8 +5,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from autoshard.integers import MAX_BYTES
-from autoshard.outcome import SolveStatus
+from autoshard.base.integers import MAX_BYTES
+from autoshard.base.outcome import SolveStatus
 
 Seconds = Annotated[float, Field(ge=0, description="seconds")]
 Bytes = Annotated[int, Field(ge=0, le=MAX_BYTES, description="bytes per device")]

@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from autoshard.base.names import did_you_mean
 from autoshard.errors import UnknownNameError
 from autoshard.layouts import Layout, to_placements
-from autoshard.names import did_you_mean
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from autoshard.lazy_imports import lazy_names
+from autoshard.base.lazy_imports import lazy_names
 
 if TYPE_CHECKING:
     from autoshard.planner.baselines import compare_baselines
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
         JointPlans,
         make_plans,
     )
-    from autoshard.planner.mesh_search import (
+    from autoshard.planner.meshes.search import (
         Candidate,
         SearchProgress,
         candidate_meshes,

@@ -12,34 +12,34 @@ from functools import cached_property
 from math import inf
 from typing import Any
 
-from autoshard.errors import OptionError
-from autoshard.graph import Graph, GraphLike, to_graph
-from autoshard.limits import LimitReached, limited
-from autoshard.mesh import Mesh, MeshLike, to_mesh
-from autoshard.outcome import SolveStatus
-from autoshard.plan.comparisons import Baseline, Unrestricted
-from autoshard.plan.constraints import (
+from autoshard.base.limits import LimitReached, limited
+from autoshard.base.outcome import SolveStatus
+from autoshard.base.quantities import format_bytes
+from autoshard.constraints import (
     DimOrigins,
     ParameterShards,
     check_batch,
     plan_constraints,
     sharding_axes,
 )
+from autoshard.constraints.nontrivial_axes import NontrivialAxes
+from autoshard.errors import OptionError
+from autoshard.graph import Graph, GraphLike, to_graph
+from autoshard.lowering.instructions import summed_collectives
+from autoshard.mesh import Mesh, MeshLike, to_mesh
+from autoshard.plan.comparisons import Baseline, Unrestricted
 from autoshard.plan.document import Plan, Stage
-from autoshard.plan.lowering import summed_collectives
-from autoshard.plan.nontrivial_axes import NontrivialAxes
 from autoshard.plan.option_restrictions import option_label, restrictions, without_restrictions
 from autoshard.plan.options import Pattern, PlanOptions, to_options
-from autoshard.plan.performance import pattern_category, step_performance
 from autoshard.plan.predictions import Certificate, Performance
-from autoshard.plan.pricing import Prices
-from autoshard.plan.throughput import StepWork, program_work
-from autoshard.planner.budget_rounds import Outcome
-from autoshard.planner.budget_search import BudgetSearch
-from autoshard.planner.formulating import check_size, check_trainable, work_limits
-from autoshard.planner.formulation import Formulation
+from autoshard.planner.budget.rounds import Outcome
+from autoshard.planner.budget.search import BudgetSearch
+from autoshard.planner.formulation.formulating import check_size, check_trainable, work_limits
+from autoshard.planner.formulation.formulation import Formulation
 from autoshard.planner.planner import outcome_certificate
-from autoshard.quantities import format_bytes
+from autoshard.pricing.performance import pattern_category, step_performance
+from autoshard.pricing.prices import Prices
+from autoshard.pricing.throughput import StepWork, program_work
 from autoshard.solve import CancelToken, KeyValueStore, Progress
 
 NAMES: Mapping[Pattern, str] = {

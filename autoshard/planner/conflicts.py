@@ -9,14 +9,14 @@ import time
 from collections.abc import Callable
 from math import floor, isfinite
 
-from autoshard.limits import LimitReached, Limits, limited
-from autoshard.outcome import SolveStatus
-from autoshard.plan.constraints import Constraint
+from autoshard.base.limits import LimitReached, Limits, limited
+from autoshard.base.outcome import SolveStatus
+from autoshard.base.quantities import unit_hint
+from autoshard.constraints import Constraint
 from autoshard.plan.document import Conflict
 from autoshard.plan.options import PlanOptions
-from autoshard.planner.budget_search import BudgetSearch
-from autoshard.planner.formulation import Formulation
-from autoshard.quantities import unit_hint
+from autoshard.planner.budget.search import BudgetSearch
+from autoshard.planner.formulation.formulation import Formulation
 from autoshard.solve import CancelToken, solve_problem
 
 _MIN_SECONDS = 1.0

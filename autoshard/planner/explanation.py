@@ -8,21 +8,21 @@ from math import isfinite
 
 import numpy as np
 
-from autoshard.arguments import Seconds, check_arguments
-from autoshard.arrays import BoolArray, FloatArray, IntArray
+from autoshard.base.arguments import Seconds, check_arguments
+from autoshard.base.arrays import BoolArray, FloatArray, IntArray
+from autoshard.base.limits import LimitReached
+from autoshard.base.outcome import SolveStatus
+from autoshard.constraints import Constraint, PlanConstraints
 from autoshard.errors import OptionError, PlanError
 from autoshard.graph import GraphLike, graph_digest, graph_from_json, to_graph
 from autoshard.layouts import Layout
-from autoshard.limits import LimitReached
 from autoshard.ops import Strategy
-from autoshard.outcome import SolveStatus
-from autoshard.plan.constraints import Constraint, PlanConstraints
 from autoshard.plan.document import Plan
 from autoshard.plan.stage_plans import stage_plan
-from autoshard.planner.budget_search import BudgetSearch
-from autoshard.planner.formulating import formulated, unfinished_reason, work_limits
-from autoshard.planner.formulation import Formulation, Role, Variable
-from autoshard.planner.stage_builder import Decisions, decisions_of
+from autoshard.planner.budget.search import BudgetSearch
+from autoshard.planner.formulation.formulating import formulated, unfinished_reason, work_limits
+from autoshard.planner.formulation.formulation import Formulation, Role, Variable
+from autoshard.planner.formulation.stage_builder import Decisions, decisions_of
 from autoshard.solve import MinMarginals
 
 _EXACT = 1e-6

@@ -13,15 +13,15 @@ from math import inf
 
 import numpy as np
 
-from autoshard.arrays import FloatArray, IntArray
+from autoshard.base.arrays import FloatArray, IntArray
+from autoshard.base.outcome import relative_gap
 from autoshard.errors import OptionError, PlanError
 from autoshard.graph import Graph, GraphLike, Input, InputKind, to_graph
 from autoshard.mesh import Mesh, MeshLike, to_mesh
-from autoshard.outcome import relative_gap
+from autoshard.ops.rules.legality import without_invariant
 from autoshard.plan.document import Plan
-from autoshard.plan.legality import without_invariant
 from autoshard.plan.options import Pins, PlanOptions, to_options
-from autoshard.planner.formulation import Formulation, Role, same_label
+from autoshard.planner.formulation.formulation import Formulation, Role, same_label
 from autoshard.planner.pipeline.policies import num_stages, stage_cutter
 from autoshard.planner.planner import make_stage_plan
 from autoshard.solve import Edge, Node, Problem, Repeat, ShortestPathCost, solve_problem

@@ -7,19 +7,19 @@ that made the plan is used: no reduction, no table of a repeated block, no bound
 from dataclasses import dataclass, replace
 from math import isfinite
 
-from autoshard.arguments import Seconds, check_arguments
+from autoshard.base.arguments import Seconds, check_arguments
+from autoshard.base.limits import LimitReached
+from autoshard.base.outcome import OWN_SOLVER, PLAIN_SOLVER, relative_gap
 from autoshard.errors import OptionError, PlanError
 from autoshard.graph import Graph, GraphLike, graph_digest, graph_from_json, to_graph
-from autoshard.limits import LimitReached
-from autoshard.outcome import OWN_SOLVER, PLAIN_SOLVER, relative_gap
 from autoshard.plan.certificate import milliseconds, percent
 from autoshard.plan.document import Plan
 from autoshard.plan.options import PlanOptions
 from autoshard.plan.stage_plans import stage_plan
-from autoshard.planner.budget_rounds import Outcome
-from autoshard.planner.budget_search import BudgetSearch
-from autoshard.planner.formulating import formulated, unfinished_reason, work_limits
-from autoshard.planner.formulation import Formulation
+from autoshard.planner.budget.rounds import Outcome
+from autoshard.planner.budget.search import BudgetSearch
+from autoshard.planner.formulation.formulating import formulated, unfinished_reason, work_limits
+from autoshard.planner.formulation.formulation import Formulation
 from autoshard.solve import ProgramSize, ProgramTooLargeError, program_size, with_equal_groups
 
 _GAP = 1e-6

@@ -10,13 +10,14 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from math import isfinite
 
-from autoshard.collection import collection_of_new, collection_paused
+from autoshard.base.collection import collection_of_new, collection_paused
+from autoshard.base.limits import LimitReached
+from autoshard.base.outcome import SolveStatus, relative_gap
 from autoshard.errors import OptionError
 from autoshard.graph import RULES_VERSION, Graph, graph_digest
-from autoshard.limits import LimitReached
+from autoshard.lowering.instructions import summed_collectives
 from autoshard.mesh import Mesh, mesh_to_json
 from autoshard.ops import has_rule
-from autoshard.outcome import SolveStatus, relative_gap
 from autoshard.plan.certificate import with_statement
 from autoshard.plan.document import (
     PLAN_VERSION,
@@ -27,16 +28,20 @@ from autoshard.plan.document import (
     RepeatedBlock,
     Stage,
 )
-from autoshard.plan.lowering import summed_collectives
 from autoshard.plan.options import PlanOptions
 from autoshard.plan.predictions import Certificate
 from autoshard.plan.problem_size import ProblemSize
-from autoshard.planner.budget_rounds import Outcome
-from autoshard.planner.budget_search import BudgetSearch
+from autoshard.planner.budget.rounds import Outcome
+from autoshard.planner.budget.search import BudgetSearch
 from autoshard.planner.conflicts import conflict_text, find_conflict
-from autoshard.planner.formulating import check_mode, formulated, unfinished_reason, work_limits
-from autoshard.planner.formulation import Formulation, Role
-from autoshard.planner.least_memory import LeastMemory
+from autoshard.planner.formulation.formulating import (
+    check_mode,
+    formulated,
+    unfinished_reason,
+    work_limits,
+)
+from autoshard.planner.formulation.formulation import Formulation, Role
+from autoshard.planner.memory.least_memory import LeastMemory
 from autoshard.solve import CancelToken, KeyValueStore, Progress
 
 _DEPENDENCIES = ("autoshard", "highspy", "numpy")

@@ -16,7 +16,7 @@ from torch.utils.data import (
     Sampler,
 )
 
-from autoshard.arguments import Seed, check_arguments
+from autoshard.base.arguments import Seed, check_arguments
 from autoshard.errors import PlanError
 from autoshard.layouts import to_placements
 from autoshard.runtime.global_tensors.global_tensor import GlobalTensor

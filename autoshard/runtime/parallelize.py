@@ -11,27 +11,27 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.arguments import Seed, check_arguments
+from autoshard.base.arguments import Seed, check_arguments
 from autoshard.errors import ArgumentTypeError, AutoshardError, PlanError
 from autoshard.graph import DType
 from autoshard.plan import Plan, Stage
-from autoshard.runtime.accumulation import GradientAccumulation
-from autoshard.runtime.agreement import raised_on_all_ranks
 from autoshard.runtime.autocast import outside_autocast
+from autoshard.runtime.checks.agreement import raised_on_all_ranks
 from autoshard.runtime.model_class import NotPickled, class_as_before, original_forward
-from autoshard.runtime.parameters import (
+from autoshard.runtime.parameters.parameters import (
     check_parameters,
     check_stored_alike,
     distribute_state,
     stored_names,
 )
+from autoshard.runtime.parameters.shared_buffers import shared_buffers_kept
+from autoshard.runtime.parameters.state_dicts import support_state_dicts
 from autoshard.runtime.pipelining import Pipelined, pipeline
 from autoshard.runtime.planned_forward import PlannedForward, Programs, RngStep
-from autoshard.runtime.program import LocalProgram
+from autoshard.runtime.program.accumulation import GradientAccumulation
+from autoshard.runtime.program.local_program import LocalProgram
 from autoshard.runtime.python_state.state import PythonState
-from autoshard.runtime.shared_buffers import shared_buffers_kept
 from autoshard.runtime.signature import ShapeError
-from autoshard.runtime.state_dicts import support_state_dicts
 from autoshard.runtime.torch_check import prepare_torch
 from autoshard.runtime.unsharded_forward import UnshardedForward
 from autoshard.torch_private import call_with_hooks, end_graph, not_compiled, without_compiler

@@ -16,27 +16,32 @@ from autoshard.errors import GraphError, LayoutError, PlanError
 from autoshard.graph import Graph, graph_to_json, resized
 from autoshard.layouts import Layout
 from autoshard.plan import PlacedInput, PlacedOutput, Stage
-from autoshard.runtime.accumulation import GradientAccumulation
-from autoshard.runtime.call_checks import (
+from autoshard.runtime.checks.call_checks import (
     ParameterCheck,
     check_no_transform,
     compare_over_ranks,
 )
-from autoshard.runtime.constants import HeldConstant, check_held, constant_value, prepared_inputs
-from autoshard.runtime.local_parameters import (
+from autoshard.runtime.parameters.local_parameters import (
     LocalParameters,
     gradients_to_copy,
     parameter_groups,
 )
-from autoshard.runtime.parameters import (
+from autoshard.runtime.parameters.parameters import (
     ModuleAttribute,
     PlannedBuffer,
     StoredBuffer,
     store_updates,
 )
-from autoshard.runtime.program import LocalProgram
+from autoshard.runtime.program.accumulation import GradientAccumulation
+from autoshard.runtime.program.constants import (
+    HeldConstant,
+    check_held,
+    constant_value,
+    prepared_inputs,
+)
+from autoshard.runtime.program.local_program import LocalProgram
+from autoshard.runtime.program.random_numbers import RECOMPUTED
 from autoshard.runtime.python_state.state import PythonState
-from autoshard.runtime.random_numbers import RECOMPUTED
 from autoshard.runtime.signature import Arguments, Results, ShapeError
 from autoshard.torch_private import compiled, has_compiler, runs_backward
 

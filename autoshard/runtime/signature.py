@@ -14,14 +14,14 @@ from autoshard.errors import PlanError
 from autoshard.graph import Graph, InputKind
 from autoshard.layouts import I, Layout, to_placements
 from autoshard.plan import PlacedInput, Stage
-from autoshard.runtime.call_structure import CallStructure, read_spec
-from autoshard.runtime.dtensors import full_tensor
+from autoshard.runtime.checks.call_structure import CallStructure, read_spec
 from autoshard.runtime.global_tensors.checks import say_moved
+from autoshard.runtime.global_tensors.dtensors import full_tensor
 from autoshard.runtime.global_tensors.global_tensor import GlobalTensor
 from autoshard.runtime.global_tensors.origins import fresh
 from autoshard.runtime.global_tensors.placed import Placed
-from autoshard.runtime.local_node import Place
-from autoshard.runtime.parameters import shown
+from autoshard.runtime.parameters.parameters import shown
+from autoshard.runtime.program.local_node import Place
 from autoshard.runtime.shards import local_shard
 from autoshard.torch_private import pytree, version_counter
 

@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from autoshard.errors import TorchVersionError
-from autoshard.runtime.agreement import digest_of, numbers_of_all_ranks
-from autoshard.runtime.dtensor_handlers import install_dtensor_handlers
+from autoshard.runtime.checks.agreement import digest_of, numbers_of_all_ranks
+from autoshard.runtime.global_tensors.dtensor_handlers import install_dtensor_handlers
 from autoshard.runtime.recorder import not_recorded
 from autoshard.torch_private import (
     TorchDispatchMode,

@@ -21,10 +21,10 @@ from torch.distributed.tensor import DTensor
 
 from autoshard.errors import PlanError
 from autoshard.graph import MixedPrecision
-from autoshard.graph.casting import cast_parameter, with_casts
-from autoshard.graph.replaced_tensors import call_with_tensors
-from autoshard.runtime.call_checks import compare_over_ranks
-from autoshard.runtime.dtensors import full_tensor, store_full
+from autoshard.graph.export.casting import cast_parameter, with_casts
+from autoshard.graph.export.replaced_tensors import call_with_tensors
+from autoshard.runtime.checks.call_checks import compare_over_ranks
+from autoshard.runtime.global_tensors.dtensors import full_tensor, store_full
 from autoshard.runtime.signature import ShapeError
 from autoshard.torch_private import default_store, note_uncompiled, pytree
 

@@ -1,6 +1,6 @@
 """The optimization core: a `Problem` in, a certified `Solution` out; numpy only, no tensors."""
 
-from autoshard.limits import CancelToken
+from autoshard.base.limits import CancelToken
 from autoshard.solve.block_cache import (
     KeyValueStore,
     SolvedBlock,
@@ -8,19 +8,19 @@ from autoshard.solve.block_cache import (
     read_sealed,
     write_sealed,
 )
-from autoshard.solve.elimination import MinMarginals
-from autoshard.solve.integer_program import (
+from autoshard.solve.bounds.elimination import MinMarginals
+from autoshard.solve.bounds.path_costs import ShortestPathCost
+from autoshard.solve.iopddl import read_iopddl
+from autoshard.solve.minimum_usage import minimum_usage
+from autoshard.solve.problem import Edge, Node, Problem, Repeat, UsageLimit
+from autoshard.solve.programs.integer_program import (
     ProgramSize,
     ProgramTooLargeError,
     program_size,
     with_equal_groups,
 )
-from autoshard.solve.iopddl import read_iopddl
-from autoshard.solve.minimum_usage import minimum_usage
-from autoshard.solve.path_costs import ShortestPathCost
-from autoshard.solve.problem import Edge, Node, Problem, Repeat, UsageLimit
+from autoshard.solve.programs.restricted_problem import restrict
 from autoshard.solve.reference import brute_force
-from autoshard.solve.restricted_problem import restrict
 from autoshard.solve.settings import SolverSettings
 from autoshard.solve.solver import solve_problem
 from autoshard.solve.state import Progress, Solution, WarmStart

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from autoshard.arrays import FloatArray
+from autoshard.base.arrays import FloatArray
 from autoshard.solve.problem import Edge, Node, Problem, UsageLimit
 from autoshard.solve.state import Solution
 

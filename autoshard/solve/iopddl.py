@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from autoshard.arrays import FloatArray, IntArray
+from autoshard.base.arrays import FloatArray, IntArray
+from autoshard.base.files import read_file
 from autoshard.errors import ProblemError
-from autoshard.files import read_file
 from autoshard.solve.problem import Edge, Node, Problem
 
 FORBIDDEN_COST = 1e18

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from autoshard.arrays import BoolArray, FloatArray
+from autoshard.base.arrays import BoolArray, FloatArray
 from autoshard.solve.network import Network, Variable
 from autoshard.solve.presolve.base import Worklist
 from autoshard.solve.presolve.drop_strategies import term_prices

@@ -5,9 +5,8 @@ from dataclasses import replace
 import numpy as np
 from scipy import sparse
 
-from autoshard.arrays import FloatArray, IntArray
-from autoshard.limits import CancelToken
-from autoshard.solve.linear_program import HighsSolver, LinearModel, linear_model
+from autoshard.base.arrays import FloatArray, IntArray
+from autoshard.base.limits import CancelToken
 from autoshard.solve.network import Network
 from autoshard.solve.presolve import (
     DropDominated,
@@ -19,6 +18,7 @@ from autoshard.solve.presolve import (
     Presolve,
 )
 from autoshard.solve.problem import Problem
+from autoshard.solve.programs.linear_program import HighsSolver, LinearModel, linear_model
 from autoshard.solve.runs import RunOutcome, solve_runs
 from autoshard.solve.state import Interrupted, SolveState
 

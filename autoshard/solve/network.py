@@ -16,7 +16,7 @@ import numpy as np
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
-from autoshard.arrays import BoolArray, FloatArray, IntArray
+from autoshard.base.arrays import BoolArray, FloatArray, IntArray
 from autoshard.solve.problem import Edge, Problem
 
 

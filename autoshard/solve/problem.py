@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.arrays import FloatArray, IntArray
+from autoshard.base.arrays import FloatArray, IntArray
 from autoshard.errors import ProblemError
-from autoshard.solve.path_costs import ShortestPathCost
+from autoshard.solve.bounds.path_costs import ShortestPathCost
 from autoshard.solve.settings import SolverSettings
 
 MAX_USAGE = float(1 << 53)

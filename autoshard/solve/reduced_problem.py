@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from autoshard.arrays import FloatArray, IntArray
+from autoshard.base.arrays import FloatArray, IntArray
 from autoshard.solve.network import Network
 from autoshard.solve.presolve import (
     Inverse,

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy import sparse
 
-from autoshard.arrays import FloatArray, IntArray
+from autoshard.base.arrays import FloatArray, IntArray
+from autoshard.base.outcome import SolveStatus
 from autoshard.errors import OptionError
-from autoshard.outcome import SolveStatus
-from autoshard.solve.integer_program import IntegerProgram
-from autoshard.solve.linear_program import LinearModel
 from autoshard.solve.problem import Problem, UsageLimit
+from autoshard.solve.programs.integer_program import IntegerProgram
+from autoshard.solve.programs.linear_program import LinearModel
 from autoshard.solve.state import Interrupted, Solution, SolveState
 
 MAX_CHOICES = 1 << 21

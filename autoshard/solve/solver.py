@@ -6,22 +6,28 @@ from math import inf
 
 import numpy as np
 
-from autoshard.arrays import FloatArray
+from autoshard.base.arrays import FloatArray
+from autoshard.base.limits import CancelToken, seconds_left
+from autoshard.base.outcome import OWN_SOLVER, PLAIN_SOLVER
 from autoshard.errors import OptionError, ProblemError
-from autoshard.limits import CancelToken, seconds_left
-from autoshard.outcome import OWN_SOLVER, PLAIN_SOLVER
 from autoshard.solve.block_cache import KeyValueStore
+from autoshard.solve.bounds.forest_search import search_forests
+from autoshard.solve.bounds.trws import ascend, is_huge
 from autoshard.solve.edge_usage import solution_of, without_edge_usage
-from autoshard.solve.forest_search import search_forests
-from autoshard.solve.integer_program import solve_integer_program
-from autoshard.solve.linear_program import HighsSolver, LinearModel, RunStatus, linear_model
 from autoshard.solve.local_search import CoordinateDescent
 from autoshard.solve.minimum_usage import minimum_usage
 from autoshard.solve.network import Network
 from autoshard.solve.problem import Problem
+from autoshard.solve.programs.integer_program import solve_integer_program
+from autoshard.solve.programs.linear_program import (
+    HighsSolver,
+    LinearModel,
+    RunStatus,
+    linear_model,
+)
+from autoshard.solve.programs.restricted_problem import solve_wide
 from autoshard.solve.reduced_problem import ReducedProblem
 from autoshard.solve.reference import solve_with_cvxpy
-from autoshard.solve.restricted_problem import solve_wide
 from autoshard.solve.runs import RunOutcome, solve_runs
 from autoshard.solve.settings import SolverSettings
 from autoshard.solve.state import (
@@ -32,7 +38,6 @@ from autoshard.solve.state import (
     SolveState,
     WarmStart,
 )
-from autoshard.solve.trws import ascend, is_huge
 
 _MINIMUM_USAGE_SECONDS = 20.0
 _NEARLY_ALL = 0.9

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from autoshard.arrays import BoolArray, FloatArray, IntArray
-from autoshard.limits import CancelToken
-from autoshard.outcome import TIME_LIMIT_REACHED, SolveStatus, relative_gap
+from autoshard.base.arrays import BoolArray, FloatArray, IntArray
+from autoshard.base.limits import CancelToken
+from autoshard.base.outcome import TIME_LIMIT_REACHED, SolveStatus, relative_gap
 from autoshard.solve.block_cache import KeyValueStore, SolvedBlock
 from autoshard.solve.problem import Problem
 from autoshard.solve.settings import Effort, SolverSettings

@@ -8,7 +8,7 @@ would not fail by itself but compute other numbers, `checks.py` tries the part; 
 
 from typing import TYPE_CHECKING
 
-from autoshard.lazy_imports import lazy_names
+from autoshard.base.lazy_imports import lazy_names
 
 if TYPE_CHECKING:
     from autoshard.torch_private.checks import (

@@ -36,7 +36,8 @@ def main() -> int:
     """Measure, write the page, and print the goals."""
     options = _options()
     if not options.tables:
-        signal.signal(signal.SIGTERM, _terminated)
+        for number in (signal.SIGTERM, signal.SIGINT):  # ignored where a shell runs it with `&`
+            signal.signal(number, _terminated)
         try:
             _measure(options, deadline=monotonic() + options.seconds)
         except Unusable as error:

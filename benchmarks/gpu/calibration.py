@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from autoshard import PlanOptions, export_model, get_topology, load_graph, make_mesh, make_plan
+from autoshard.measure import calibration
 from autoshard.mesh import Topology, topology_to_json
-from autoshard.runtime import calibration
 from benchmarks.gpu.child import Job
 from benchmarks.gpu.models import CASES
 from benchmarks.gpu.ranks import free_port, rank_variables

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from autoshard import Plan
-from autoshard.runtime.launch import LaunchContext, join, own_gpu
+from autoshard.launching import LaunchContext, join, own_gpu
 
 Found = tuple[str, Mapping[str, Any]]
 """Name and value of a result."""

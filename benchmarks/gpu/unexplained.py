@@ -16,8 +16,8 @@ from support.devices import BACKEND, DEVICE, use_device
 from support.live_memory import LiveMemory
 
 from autoshard.graph import graph_from_json
+from autoshard.lowering.timeline import timeline as memory_timeline
 from autoshard.plan import Plan
-from autoshard.plan.timeline import timeline as memory_timeline
 from autoshard.runtime import parallelize, record_collectives, summarize
 from benchmarks.gpu.child import Job
 from benchmarks.gpu.ranks import Found, on_ranks

@@ -21,12 +21,27 @@ from typing import Any
 
 from benchmarks.document import caption, commit, replace_table
 from benchmarks.habits.launches import LOOPS_PER_MODEL, Result, prepare, run_launch
-from benchmarks.habits.outcomes import BY_TORCH, ON_ONE_DEVICE, OUTCOMES, REFUSED, WRONG, Outcome
+from benchmarks.habits.outcomes import (
+    BY_TORCH,
+    ON_ONE_DEVICE,
+    OUTCOMES,
+    REFUSED,
+    RIGHT,
+    WRONG,
+    Outcome,
+)
 
 _ROOT = Path(__file__).parents[2]
 _DOCUMENT = _ROOT / "docs" / "training.md"
 _RESULT = Path(__file__).parents[1] / "results" / "habits.json"
 _PER_LAUNCH = 5 * LOOPS_PER_MODEL
+_MEANINGS = {
+    RIGHT: "all numbers are those of one device, on every rank",
+    REFUSED: "an error of autoshard, on all ranks at one place; all numbers before are right",
+    BY_TORCH: "an error of PyTorch, likewise",
+    ON_ONE_DEVICE: "not compared",
+    WRONG: "another number, or ranks end differently or not at all",
+}
 
 
 def main() -> int:
@@ -138,11 +153,10 @@ def _record(options: argparse.Namespace) -> dict[str, Any]:
 
 def _table(record: dict[str, Any]) -> str:
     """Combinations by outcome; one that fails on one device is not compared."""
-    rows = ["| ended as | combinations | most frequent causes |", "|---|---|---|"]
-    for kind in OUTCOMES:
-        causes = record["causes"].get(kind, {})
-        most = "; ".join(f"{n:,} `{cause}`" for cause, n in [*causes.items()][:3])
-        rows.append(f"| {kind} | {record['outcomes'].get(kind, 0):,} | {most} |")
+    rows = ["| ended as | meaning | combinations |", "|---|---|--:|"]
+    rows += [
+        f"| {kind} | {_MEANINGS[kind]} | {record['outcomes'].get(kind, 0):,} |" for kind in OUTCOMES
+    ]
     habits = sum(not name.startswith("block: ") for name in record["habits"])
     blocks = len(record["habits"]) - habits
     kinds = f"{record['combinations']:,} combinations of {habits} habits, {blocks} kinds of blocks"

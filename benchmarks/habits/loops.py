@@ -68,7 +68,8 @@ class Notes:
             self.found.append(Note(name, place.local.detach().to(torch.float64).clone(), place))
             return
         full = autoshard.full_tensor(value)
-        tensor = full.detach() if isinstance(full, Tensor) else torch.as_tensor(full, dtype=torch.float64)
+        is_tensor = isinstance(full, Tensor)
+        tensor = full.detach() if is_tensor else torch.as_tensor(full, dtype=torch.float64)
         self.found.append(Note(name, tensor.to(torch.float64).clone()))
 
 

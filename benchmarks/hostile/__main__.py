@@ -19,7 +19,7 @@ from sqlalchemy import delete
 from autoshard_server import Settings
 from autoshard_server.store import tables
 from autoshard_server.store.database import Stores
-from benchmarks.document import caption, replace_table
+from benchmarks.document import RESULTS, caption, replace_table
 from benchmarks.hostile import archives
 from benchmarks.hostile.quiet import AFTER_STORM, BEFORE_STORM
 from benchmarks.hostile.storm import ATTACKER, ATTACKS, OTHER, raise_open_files
@@ -31,7 +31,6 @@ _ROWS = 20_000
 _MEMORY = 600_000_000
 _LATENCY = 0.1
 _TOGETHER = "all attacks at the same time"
-_HEAD = "| tried | before | now | as it should be |\n|---|---|---|---|"
 
 Row = Callable[[Target], Outcome]
 
@@ -43,6 +42,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=sorted(rows), help="not all")
     parser.add_argument("--rows", type=int, default=_ROWS, help="plans and jobs of the database")
     parser.add_argument("--document", type=Path, default=_DOCUMENT)
+    parser.add_argument("--details", type=Path, default=RESULTS / "hostile.md")
     options = parser.parse_args()
     raise_open_files()
     niceness = os.getpriority(os.PRIO_PROCESS, 0)
@@ -50,7 +50,7 @@ def main() -> int:
     chosen = {name for name in rows if options.only is None or name in options.only}
     with tempfile.TemporaryDirectory() as folder:
         found = _campaign(Path(folder), chosen, options.rows)
-    _write(options.document, head, found)
+    _write(options.document, options.details, head, found)
     return 0 if all(line.endswith("yes |") for line in found.values()) else 1
 
 
@@ -60,30 +60,30 @@ def _campaign(folder: Path, chosen: set[str], rows: int) -> dict[str, str]:
     _fill(url, rows)
     found: dict[str, str] = {}
 
-    def note(table: Mapping[Row, str], outcomes: Iterable[Outcome], names: Iterable[Row]) -> None:
+    def note(outcomes: Iterable[Outcome], names: Iterable[Row]) -> None:
         for row, outcome in zip(names, outcomes, strict=True):
-            found[row.__name__] = _line(str(row.__doc__), table[row], outcome)
+            found[row.__name__] = _line(str(row.__doc__), outcome)
             sys.stdout.write(found[row.__name__] + "\n")
             sys.stdout.flush()
 
-    def selected(table: Mapping[Row, str]) -> list[Row]:
+    def selected(table: Iterable[Row]) -> list[Row]:
         return [row for row in table if row.__name__ in chosen]
 
     callers = {ATTACKER: "one", OTHER: "two"}
     with ExitStack() as stack:
         attacked = stack.enter_context(target(folder, url, callers))
         for row in selected(BEFORE_STORM):
-            note(BEFORE_STORM, [_run(row, attacked)], [row])
+            note([_run(row, attacked)], [row])
         attacks = selected(ATTACKS)
         if attacks:
             archives.prepare()
             with watching(attacked) as watched, ThreadPoolExecutor(len(attacks)) as pool:
                 outcomes = list(pool.map(lambda row: _run(row, attacked), attacks))
-            note(ATTACKS, outcomes, attacks)
-            found[_TOGETHER] = _line(_TOGETHER, "", _judge(watched))
+            note(outcomes, attacks)
+            found[_TOGETHER] = _line(_TOGETHER, _judge(watched))
             sys.stdout.write(found[_TOGETHER] + "\n")
         for row in selected(AFTER_STORM):
-            note(AFTER_STORM, [_run(row, attacked)], [row])
+            note([_run(row, attacked)], [row])
     return found
 
 
@@ -117,22 +117,23 @@ def _judge(watched: Watched) -> Outcome:
     return Outcome(text, is_quick and watched.server < _MEMORY)
 
 
-def _line(tried: str, before: str, outcome: Outcome) -> str:
+def _line(tried: str, outcome: Outcome) -> str:
     now = " ".join(outcome.text.split()).replace("|", "\\|")
-    cells = (tried.splitlines()[0].rstrip("."), before, now, "yes" if outcome.holds else "**no**")
+    cells = (tried.splitlines()[0].rstrip("."), now, "yes" if outcome.holds else "**no**")
     return f"| {' | '.join(cells)} |"
 
 
-def _write(document: Path, head: str, found: Mapping[str, str]) -> None:
-    """Replace the lines of the rows that ran."""
-    text = document.read_text(encoding="utf-8")
-    before = text.partition("<!-- hostile -->")[2].partition("<!-- /hostile -->")[0]
-    known = [line for line in before.splitlines() if line[:2] == "| "]
+def _write(document: Path, details: Path, head: str, found: Mapping[str, str]) -> None:
+    """Replace the lines of the rows that ran, and count all of them on the page."""
+    known = [line for line in details.read_text(encoding="utf-8").splitlines() if line[:2] == "| "]
     tried = {line.split("|")[1]: line for line in [*known[1:], *found.values()]}
-    table = "\n".join(
-        ["| tried | before | now | as it should be |", "|---|---|---|---|", *tried.values()]
-    )
-    changed = replace_table(text, "hostile", f"{head}\n\n{table}")
+    table = ["| tried | outcome | as it should be |", "|---|---|---|", *tried.values()]
+    details.write_text("\n".join([head, "", *table]) + "\n", encoding="utf-8")
+    missed = [line for line in tried.values() if not line.endswith("| yes |")]
+    summary = f"{len(tried) - len(missed)} of {len(tried)} are as they should be."
+    rows = ["", *table[:2], *missed] if missed else []
+    text = document.read_text(encoding="utf-8")
+    changed = replace_table(text, "hostile", "\n".join([head, "", summary, *rows]))
     document.write_text(changed, encoding="utf-8")
 
 

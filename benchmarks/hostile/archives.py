@@ -11,7 +11,7 @@ from zipfile import ZIP_DEFLATED, ZipFile
 import torch
 import zstandard
 
-from autoshard.cli.demo import export_gpt2
+from autoshard.cli.commands.demo import export_gpt2
 from autoshard.graph import export_model
 from benchmarks.faults.harness import graph_of
 

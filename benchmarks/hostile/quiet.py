@@ -248,20 +248,20 @@ def reverse_proxy(_attacked: Target) -> Outcome:
     return _tested("tests/server/test_reverse_proxy.py")
 
 
-BEFORE_STORM: dict[Callable[[Target], Outcome], str] = {
-    misses: "1.03 a second with 2 workers; a solver process costs 1.65 s and 131 MB to start",
-    many_rows: "/metrics 0.7 s, submit 76 ms (with 200,000)",
-}
-"""Rows on the service before it is attacked, with what they got before."""
+BEFORE_STORM: tuple[Callable[[Target], Outcome], ...] = (
+    misses,
+    many_rows,
+)
+"""Rows on the service before it is attacked."""
 
-AFTER_STORM: dict[Callable[[Target], Outcome], str] = {
-    results_of_jobs: "a second copy of 280 KB for 24 h, outside of every limit",
-    others_resources: "can be cancelled, replaced; plans and graphs cannot be deleted at all",
-    streams: "600: 118 % of a processor",
-    evictions: "another caller's plan and graph are gone",
-    newer_migration: "all old servers leave readiness at once",
-    slips: "silence; 10 KB traceback in one line",
-    generated_clients: "`createPlan`, `lookUpPlan`, `coverOperators` are missing; no TypeScript",
-    reverse_proxy: "Location and /docs lose the prefix; a trailing slash redirects to http://",
-}
+AFTER_STORM: tuple[Callable[[Target], Outcome], ...] = (
+    results_of_jobs,
+    others_resources,
+    streams,
+    evictions,
+    newer_migration,
+    slips,
+    generated_clients,
+    reverse_proxy,
+)
 """Rows after the attacks, most on services of their own."""

@@ -51,13 +51,14 @@ def main() -> int:
             worker.join()
     kept = [json.loads(path.read_bytes()) for path in sorted(options.folder.glob("*.json"))]
     done = [Trial(**{**one["trial"], "call": Call(**one["trial"]["call"])}) for one in kept]
-    table = _table(done, sum(one["seconds"] for one in kept))
-    print(table)
+    print(_table(done))
+    summary = _summary(done, sum(one["seconds"] for one in kept))
+    print(summary)
     if options.write:
         lines = ",\n".join(map(json.dumps, kept))
         _RESULT.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
         text = _DOCUMENT.read_text(encoding="utf-8")
-        changed = replace_table(text, "interrupted saves", f"{head}\n\n{table}")
+        changed = replace_table(text, "interrupted saves", f"{head}\n\n{summary}")
         _DOCUMENT.write_text(changed, encoding="utf-8")
     return int(len(done) < options.count or any(trial.wrong for trial in done))
 
@@ -79,7 +80,7 @@ def _work(
         file.write_text(json.dumps(result), encoding="utf-8")
 
 
-def _table(done: Sequence[Trial], seconds: float) -> str:
+def _table(done: Sequence[Trial]) -> str:
     rows = [
         "| save | fault | trials | former checkpoint | new one | neither, or a rank waits |",
         "|---|---|--:|--:|--:|--:|",
@@ -87,14 +88,26 @@ def _table(done: Sequence[Trial], seconds: float) -> str:
     for subject in dict.fromkeys(trial.subject for trial in done):
         for fault in FAULTS:
             own = [t for t in done if (t.subject, t.fault) == (subject, fault)]
-            wrong = sum(bool(t.wrong) for t in own)
-            left = Counter(t.left for t in own if not t.wrong)
-            rows.append(
-                f"| `{subject}` | {fault} | {len(own)} | {left[FORMER]} | {left[NEW]} | {wrong} |"
-            )
+            rows.append(f"| `{subject}` | {fault} | {_counts(own)} |")
+    return "\n".join(rows)
+
+
+def _summary(done: Sequence[Trial], seconds: float) -> str:
+    """The trials of each fault, for the page."""
+    rows = [
+        "| fault | trials | former checkpoint | new one | neither, or a rank waits |",
+        "|---|--:|--:|--:|--:|",
+        *(f"| {fault} | {_counts([t for t in done if t.fault == fault])} |" for fault in FAULTS),
+    ]
     calls = len({(t.subject, t.call.rank, t.call.name, t.call.number) for t in done})
     total = f"{len(done):,} trials at {calls:,} system calls, which took {seconds:,.0f} s."
     return "\n".join([*rows, "", total])
+
+
+def _counts(trials: Sequence[Trial]) -> str:
+    wrong = sum(bool(t.wrong) for t in trials)
+    left = Counter(t.left for t in trials if not t.wrong)
+    return f"{len(trials)} | {left[FORMER]} | {left[NEW]} | {wrong}"
 
 
 def _parser() -> argparse.ArgumentParser:

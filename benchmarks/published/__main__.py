@@ -1,7 +1,8 @@
 """Predicted times of published training runs.
 
     python -m benchmarks.published [ROWS.csv] [--json OUT] [--predictions OUT]
-                                   [--document docs/predictions.md] [--accuracy] [--best 20]
+                                   [--document docs/predictions.md] [--details FOLDER]
+                                   [--accuracy] [--best 20]
 
 Every row is built from its dimensions, planned in its published layout, and compared with the
 published time of a step. With --predictions, nothing is planned: the predictions are those of a
@@ -14,7 +15,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from autoshard.plan.accuracy import TABLE
+from autoshard.pricing.accuracy import TABLE
 from benchmarks.document import replace_table
 from benchmarks.published import report
 from benchmarks.published.accuracy import accuracy_json, accuracy_rows, accuracy_table
@@ -24,8 +25,14 @@ from benchmarks.published.predictions import Prediction, predict
 from benchmarks.published.ranking import ranking_table
 from benchmarks.published.rows import ROWS, Row, RowError, read_rows
 
-_TABLE = "autoshard/plan/accuracy.json"
+_TABLE = "autoshard/pricing/accuracy.json"
 _PICTURE = Path("pictures") / "predictions.svg"
+_ROWS, _SOURCES, _CHOICES = "predictions.csv", "predictions_by_source.md", "predictions_best.md"
+_SOURCES_HEAD = """# Errors of predictions by source
+
+By source and GPU; on the rows of each source that fitted no constant; and pairs of layouts."""
+_CHOICES_HEAD = """# The optimizer's own choice on the largest dense rows
+"""
 
 
 def main() -> int:
@@ -35,6 +42,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="OUT", help="write all predictions")
     parser.add_argument("--predictions", type=Path, help="a file of --json, read instead")
     parser.add_argument("--document", type=Path, help="a page whose tables are written")
+    parser.add_argument("--details", type=Path, metavar="FOLDER", help="for rows and sources")
     parser.add_argument(
         "--accuracy", action="store_true", help=f"write the errors of predictions to {_TABLE}"
     )
@@ -57,13 +65,17 @@ def main() -> int:
     if options.json is not None:
         text = json.dumps([one.to_json() for one in predictions], indent=1)
         options.json.write_text(text + "\n", encoding="utf-8")
-    tables = _tables(predictions)
+    if options.document is not None:
+        _write(options.document, predictions)
+    if options.details is not None:
+        _write_details(options.details, predictions)
     if options.best:
         largest = largest_dense(predictions, options.best)
         show = partial(print, flush=True)
-        tables["best"] = choice_table(choose(largest, time_limit=options.time_limit, report=show))
-    if options.document is not None:
-        _write(options.document, tables, predictions)
+        table = choice_table(choose(largest, time_limit=options.time_limit, report=show))
+        print(table)
+        if options.details is not None:
+            (options.details / _CHOICES).write_text(f"{_CHOICES_HEAD}\n{table}\n", "utf-8")
     if options.accuracy:
         TABLE.write_text(accuracy_json(accuracy_rows(predictions)), encoding="utf-8")
     return 0
@@ -80,22 +92,29 @@ def _predictions(rows: list[Row], options: argparse.Namespace) -> list[Predictio
 def _tables(predictions: list[Prediction]) -> dict[str, str]:
     return {
         "errors": report.summary_table(predictions),
-        "sources": report.source_table(predictions),
-        "cross-validation": report.cross_validation_table(predictions),
-        "ranking": ranking_table(predictions),
+        "ranking": ranking_table(predictions).splitlines()[0],
         "memory": memory_table(predictions),
         "reasons": report.reasons_table(predictions),
-        "rows": report.rows_table(predictions),
         "accuracy": accuracy_table(accuracy_rows(predictions)),
     }
 
 
-def _write(document: Path, tables: dict[str, str], predictions: list[Prediction]) -> None:
+def _write(document: Path, predictions: list[Prediction]) -> None:
     text = document.read_text(encoding="utf-8")
-    for name, table in tables.items():
+    for name, table in _tables(predictions).items():
         text = replace_table(text, name, table)
     document.write_text(text, encoding="utf-8")
     (document.parent / _PICTURE).write_text(report.plot(predictions), encoding="utf-8")
+
+
+def _write_details(folder: Path, predictions: list[Prediction]) -> None:
+    tables = (
+        report.source_table(predictions),
+        report.cross_validation_table(predictions),
+        ranking_table(predictions),
+    )
+    (folder / _SOURCES).write_text("\n\n".join([_SOURCES_HEAD, *tables]) + "\n", "utf-8")
+    (folder / _ROWS).write_text(report.rows_csv(predictions), encoding="utf-8", newline="")
 
 
 if __name__ == "__main__":

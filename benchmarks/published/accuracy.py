@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from autoshard.mesh import generation_of, get_topology
-from autoshard.plan.accuracy import QUANTILE, ROWS, Accuracy, LayoutCategory
+from autoshard.pricing.accuracy import QUANTILE, ROWS, Accuracy, LayoutCategory
 from benchmarks.published.hardware import preset_of
 from benchmarks.published.predictions import Prediction
 from benchmarks.published.report import percentile
@@ -48,7 +48,7 @@ def accuracy_rows(predictions: Iterable[Prediction]) -> tuple[Accuracy, ...]:
 
 
 def accuracy_json(rows: tuple[Accuracy, ...]) -> str:
-    """The text of the table `autoshard/plan/accuracy.json`."""
+    """The text of the table `autoshard/pricing/accuracy.json`."""
     return ROWS.dump_json(rows, indent=1).decode() + "\n"
 
 

@@ -1,7 +1,9 @@
 """Tables and the plot of predictions beside published runs, for docs/predictions.md."""
 
+import csv
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from io import StringIO
 from math import log10
 from statistics import median
 from xml.sax.saxutils import escape
@@ -53,6 +55,7 @@ def _table(first: str, second: str, groups: Mapping[tuple[str, str], Sequence[Pr
     lines += [
         f"| {name} | {other} | {len(group)} | {_errors(group)} |"
         for (name, other), group in sorted(groups.items())
+        if any(one.ratio is not None for one in group)
     ]
     return "\n".join(lines)
 
@@ -97,22 +100,22 @@ def reasons_table(predictions: Iterable[Prediction]) -> str:
     return "\n".join(lines)
 
 
-def rows_table(predictions: Iterable[Prediction]) -> str:
-    """Every predicted row, as a table in Markdown."""
-    lines = [
-        "| row | trust | model | GPUs | layout | published | predicted | ratio |",
-        "|---|---|---|---|---|---:|---:|---:|",
-    ]
+def rows_csv(predictions: Iterable[Prediction]) -> str:
+    """Every predicted row, as CSV."""
+    text = StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(
+        ("row", "trust", "model", "GPUs", "layout", "published_s", "predicted_s", "ratio")
+    )
     for one in predictions:
         if one.ratio is not None:
             row = one.row
             names = ("tp", "cp", "pp", "ep")
             layout = " ".join(f"{name}{row[name]}" for name in names if row[name] not in {"", "1"})
-            lines.append(
-                f"| {row.id} | {row['trust']} | {row['model']} | {row['gpus']} {row['gpu_type']} | "
-                f"{layout} | {row.seconds:.4g} s | {one.seconds:.4g} s | {one.ratio:.2f} |"
-            )
-    return "\n".join(lines)
+            gpus = f"{row['gpus']} {row['gpu_type']}"
+            seconds = f"{row.seconds:.4g}", f"{one.seconds:.4g}", f"{one.ratio:.2f}"
+            writer.writerow((row.id, row["trust"], row["model"], gpus, layout, *seconds))
+    return text.getvalue()
 
 
 def plot(predictions: Iterable[Prediction]) -> str:

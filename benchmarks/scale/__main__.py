@@ -22,7 +22,7 @@ import psycopg
 
 from autoshard_server.settings import Settings
 from autoshard_server.store.database import Stores
-from benchmarks.document import caption, replace_table
+from benchmarks.document import RESULTS, caption, replace_table
 from benchmarks.faults.postgres import binaries, running_cluster
 from benchmarks.scale.housekeeping import Step, housekeeping
 from benchmarks.scale.requests import Timed, service, timed_requests
@@ -140,12 +140,30 @@ def _tables(found: Mapping[str, Measured]) -> str:
     return f"{sizes}.\n\n{_requests_table(found)}\n\n{_steps_table(found)}"
 
 
+def _summary(found: Mapping[str, Measured]) -> str:
+    """The slowest requests and transactions of each database, for the page."""
+    rows = [
+        "| database | size | slowest request, median | 95 % below | longest transaction |",
+        "|---|--:|--:|--:|--:|",
+    ]
+    for name, measured in found.items():
+        median = max(measured.requests, key=lambda timed: timed.median)
+        slow = max(timed.slow for timed in measured.requests)
+        longest = max(step.longest for step in measured.steps)
+        rows.append(
+            f"| {_TITLES[name]} | {measured.nbytes / 1e9:.1f} GB | {median.median * 1e3:.1f} ms "
+            f"(`{median.name}`) | {slow * 1e3:.1f} ms | {longest * 1e3:.0f} ms |"
+        )
+    return "\n".join(rows)
+
+
 def main() -> int:
     """Measure, and write the tables."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scale", description=__doc__)
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--databases", nargs="+", choices=[*_DATABASES], default=[*_DATABASES])
     parser.add_argument("--document", type=Path, default=_DOCUMENT)
+    parser.add_argument("--details", type=Path, default=RESULTS / "scale.md")
     options = parser.parse_args()
     free = shutil.disk_usage(tempfile.gettempdir()).free
     if free < options.rows * 6000:
@@ -158,8 +176,10 @@ def main() -> int:
             found[name] = measure(url, options.rows)
     tables = _tables(found)
     print(tables)
+    options.details.write_text(f"{head}\n\n{tables}\n", encoding="utf-8")
     text = options.document.read_text(encoding="utf-8")
-    options.document.write_text(replace_table(text, "scale", f"{head}\n\n{tables}"), "utf-8")
+    changed = replace_table(text, "scale", f"{head}\n\n{_summary(found)}")
+    options.document.write_text(changed, encoding="utf-8")
     return 0
 
 

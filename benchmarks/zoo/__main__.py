@@ -12,10 +12,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.document import caption, replace_table
+from benchmarks.document import RESULTS, caption, replace_table
 from benchmarks.zoo.families import FAMILIES
 from benchmarks.zoo.measure import Settings, measure_family, outcomes_of
-from benchmarks.zoo.page import planned_table, ranks_table
+from benchmarks.zoo.page import planned_rows, planned_table, ranks_rows, ranks_table
 from benchmarks.zoo.ranks import PRECISIONS, RankSettings, rank_outcomes, run_on_ranks
 
 _DOCUMENT = Path(__file__).parents[2] / "docs" / "zoo.md"
@@ -41,8 +41,8 @@ def _run_on_ranks(families: Sequence[str], options: argparse.Namespace) -> None:
     head = caption("gloo; empty cells have not been run")
     for outcomes in run_on_ranks(families, settings):
         print(*outcomes, sep="\n", flush=True)
-        table = ranks_table(rank_outcomes(RankSettings(options.folder)))
-        _write(options.document, "ranks", f"{head}\n\n{table}")
+        known = rank_outcomes(RankSettings(options.folder))
+        _write(options, "ranks", head, ranks_table(known), ranks_rows(known))
 
 
 def _plan(families: Sequence[str], options: argparse.Namespace) -> None:
@@ -57,12 +57,15 @@ def _plan(families: Sequence[str], options: argparse.Namespace) -> None:
         for outcome in measure_family(name, settings):
             print(outcome, flush=True)
         outcomes = [outcome for known in FAMILIES for outcome in outcomes_of(known, settings)]
-        _write(options.document, "planned", f"{head}\n\n{planned_table(outcomes)}")
+        _write(options, "planned", head, planned_table(outcomes), planned_rows(outcomes))
 
 
-def _write(document: Path, name: str, table: str) -> None:
-    text = document.read_text(encoding="utf-8")
-    document.write_text(replace_table(text, name, table), encoding="utf-8")
+def _write(options: argparse.Namespace, name: str, head: str, table: str, rows: str) -> None:
+    """Write a summary into the page, and all rows into a file of their own."""
+    text = options.document.read_text(encoding="utf-8")
+    changed = replace_table(text, name, f"{head}\n\n{table}")
+    options.document.write_text(changed, encoding="utf-8")
+    (options.details / f"zoo_{name}.md").write_text(f"{head}\n\n{rows}\n", encoding="utf-8")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -78,6 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--most-memory", type=float, default=12.0, help="GB that a process may use")
     add("--folder", type=Path, default=Path("build/zoo"), help="exports and results")
     add("--document", type=Path, default=_DOCUMENT, help="file that the tables are written into")
+    add("--details", type=Path, default=RESULTS, help="folder for the rows of all families")
     return parser
 
 

@@ -1,6 +1,6 @@
-"""The tables of docs/zoo.md."""
+"""The tables of docs/zoo.md, and the rows of all families for files of their own."""
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from itertools import groupby
 
@@ -14,12 +14,49 @@ _MOST_WHOLE = 0.02
 
 
 def planned_table(outcomes: Sequence[Outcome]) -> str:
-    """A row per family, a column per mesh and mode; then the totals, and notes on failed goals."""
-    groups = [(name, list(found)) for name, found in groupby(outcomes, lambda o: o.family)]
+    """A row per mesh and mode; then the totals, and the families that miss a goal."""
+    header = ("mesh", "families", "checked plan", "gap", "replicated", "all three", "longest, s")
+    cases: dict[tuple[tuple[int, ...], str], list[Outcome]] = defaultdict(list)
+    for outcome in outcomes:
+        cases[outcome.mesh, outcome.mode].append(outcome)
+    table = rows(header, (_totals(*case, found) for case, found in cases.items()))
+    return "\n\n".join([table, _verdict(_families(outcomes)), _missed(outcomes)]).rstrip()
+
+
+def _totals(mesh: tuple[int, ...], mode: str, outcomes: Sequence[Outcome]) -> list[str]:
+    planned = [o for o in outcomes if o.found]
+    counts = (
+        len(outcomes),
+        len(planned),
+        sum(o.gap is not None and o.gap < _MOST_GAP for o in planned),
+        sum(o.run["share_whole"] < _MOST_WHOLE for o in planned),
+        sum(map(_is_good, outcomes)),
+    )
+    longest = f"{max(o.cpu for o in planned):.1f}" if planned else "-"
+    return [f"{_mesh(mesh)}, {mode}", *map(str, counts), longest]
+
+
+def _missed(outcomes: Sequence[Outcome]) -> str:
+    """A line per family that misses a goal, with the case that misses it most."""
+    lines = []
+    for name, found in _families(outcomes):
+        missed = [outcome for outcome in found if not _is_good(outcome)]
+        if missed:
+            worst = max(missed, key=lambda o: (o.run.get("share_whole", 0.0), o.gap or 0.0))
+            lines.append(f"- {name}, {len(missed)} of {len(found)} cases: {_why(worst)}")
+    return "\n".join(lines)
+
+
+def _families(outcomes: Sequence[Outcome]) -> list[tuple[str, list[Outcome]]]:
+    return [(name, list(found)) for name, found in groupby(outcomes, lambda o: o.family)]
+
+
+def planned_rows(outcomes: Sequence[Outcome]) -> str:
+    """A row per family, a column per mesh and mode; then notes on failed goals."""
     columns = [f"{_mesh(mesh)}, {mode}" for mesh in MESHES for mode in MODES]
     header = ("family", "size", "parameters", "nodes", *columns)
-    table = rows(header, (_row(name, found) for name, found in groups))
-    return "\n\n".join([table, _verdict(groups), _notes(outcomes)]).rstrip()
+    table = rows(header, (_row(name, found) for name, found in _families(outcomes)))
+    return f"{table}\n\n{_notes(outcomes)}"
 
 
 def _row(name: str, outcomes: Sequence[Outcome]) -> list[str]:
@@ -86,6 +123,18 @@ def _why(outcome: Outcome) -> str:
 
 
 def ranks_table(outcomes: Sequence[RankOutcome]) -> str:
+    """A row per precision and number of ranks, with the families that failed."""
+    columns = sorted({outcome.column for outcome in outcomes})
+    lines = []
+    for column in columns:
+        found = [outcome for outcome in outcomes if outcome.column == column]
+        failed = [outcome.family for outcome in found if outcome.error]
+        equal = str(len(found) - len(failed))
+        lines.append((column, str(len(found)), equal, ", ".join(failed) or "-"))
+    return rows(("case", "families", "equal", "failed"), lines)
+
+
+def ranks_rows(outcomes: Sequence[RankOutcome]) -> str:
     """A row per family, a column per precision and number of ranks; then the failures."""
     columns = sorted({outcome.column for outcome in outcomes})
     families = dict.fromkeys(outcome.family for outcome in outcomes)
@@ -94,13 +143,9 @@ def ranks_table(outcomes: Sequence[RankOutcome]) -> str:
         ("family", *columns),
         ([family, *(_word(known.get((family, c))) for c in columns)] for family in families),
     )
-    passed = [outcome for outcome in outcomes if not outcome.error]
-    counts = Counter(outcome.column for outcome in passed)
-    each = ", ".join(f"{counts[column]} in {column}" for column in columns)
     lines = [f"- {outcome}" for outcome in outcomes if outcome.error]
     codes = sorted({outcome.code for outcome in outcomes})
-    verdict = f"{len(passed)} of {len(outcomes)} cases passed: {each}."
-    return "\n\n".join([table, verdict, *filter(None, ["\n".join(lines)]), _codes(codes)])
+    return "\n\n".join([table, *filter(None, ["\n".join(lines)]), _codes(codes)])
 
 
 def _word(error: str | None) -> str:

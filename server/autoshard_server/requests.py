@@ -19,6 +19,7 @@ from pydantic import (
     field_validator,
 )
 
+from autoshard.base.quantities import Bandwidth
 from autoshard.errors import OptionError
 from autoshard.graph import MAX_RULES, RULES_VERSION, rules_from_json, rules_to_json
 from autoshard.mesh import (
@@ -32,7 +33,6 @@ from autoshard.mesh import (
 )
 from autoshard.plan import PLAN_VERSION, PlanOptions
 from autoshard.planner import GraphIdentity, candidate_meshes, plan_id, torch_version
-from autoshard.quantities import Bandwidth
 from autoshard_server.problems import ProblemType, limit_error
 from autoshard_server.settings import Settings
 from autoshard_server.store.jobs import JobKind

@@ -11,7 +11,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from sqlalchemy import make_url
 from sqlalchemy.exc import ArgumentError
 
-from autoshard.quantities import ByteCount
+from autoshard.base.quantities import ByteCount
 from autoshard_solver_cache import default_url
 
 PREFIX = "AUTOSHARD_"

@@ -244,6 +244,7 @@ def test_there_are_enough_commands() -> None:
     assert len({line for line, _, _ in COMMANDS}) == len(COMMANDS) > 130
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("line", "code", "phrase"), COMMANDS)
 def test_a_command_ends_with_a_status_and_a_message(
     line: str, code: int, phrase: str, folder: Path, monkeypatch: pytest.MonkeyPatch

@@ -9,7 +9,7 @@ from support.models import meta, residuals
 from typer.testing import Result
 
 from autoshard.cli import NO_PLAN
-from autoshard.cli.output import console
+from autoshard.cli.rendering.output import console
 from autoshard.graph import export_model, graph_from_json
 from autoshard.plan import Plan, PlanOptions
 

@@ -6,8 +6,9 @@ from support.command_line import autoshard
 from support.models import gpt2, meta
 from torch.distributed.tensor import Replicate, Shard
 
+from autoshard.exports import EXPORT_TARGETS, export_plan
 from autoshard.graph import export_model
-from autoshard.plan import EXPORT_TARGETS, Plan, export_plan
+from autoshard.plan import Plan
 
 
 @pytest.fixture(scope="module")

@@ -16,11 +16,13 @@ from rich.console import Console
 from support.command_line import autoshard
 from support.models import llama, meta
 
+from autoshard.base.outcome import SolveStatus
+from autoshard.checker import check_plan
 from autoshard.cli import ExitCode, progress
 from autoshard.client import Client, JobProgress
 from autoshard.graph import export_model, load_graph
-from autoshard.outcome import SolveStatus
-from autoshard.plan import Plan, check_plan
+from autoshard.plan import Plan
+from autoshard.requests.this_process import ThisProcess
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +54,7 @@ def wait_for(process: "subprocess.Popen[str]", pattern: str) -> None:
     pytest.fail(f"the command ended without {pattern!r}")
 
 
+@pytest.mark.thorough
 def test_ctrl_c_ends_a_search_with_the_meshes_that_are_planned(graph: Path, tmp_path: Path) -> None:
     best = tmp_path / "best.json"
     options = ("--devices", 16, "--max-axes", 4, "--workers", 1, "--no-cache", "-o", best)
@@ -134,7 +137,7 @@ def test_ctrl_c_elsewhere_ends_the_command_without_a_traceback(
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Client, "coverage", interrupt)
+    monkeypatch.setattr(ThisProcess, "coverage", interrupt)
     result = autoshard("coverage", graph)
     assert result.exit_code == ExitCode.INTERRUPTED
     assert result.output == "interrupted\n"

@@ -64,6 +64,7 @@ def test_mistakes_are_answered_with_what_to_write(
     assert message in result.stderr
 
 
+@pytest.mark.thorough
 def test_a_budget_in_a_wrong_unit_gets_a_remark(archive: Path) -> None:
     result = autoshard("plan", archive, "--mesh", "2x4", "--memory", "80B", "--json", "--quiet")
     assert "80 bytes per device (did you mean 80GB?)" in Plan.from_json(result.stdout).reason

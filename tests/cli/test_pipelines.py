@@ -5,20 +5,14 @@ from pathlib import Path
 
 import pytest
 from support.command_line import autoshard
-from support.models import gpt2, graph_of, meta
+from support.models import gpt2, meta
 
-from autoshard.cli.output import console
-from autoshard.graph import export_model
-from autoshard.plan import (
-    Plan,
-    compare_plans,
-    fold_parameters,
-    operator_coverage,
-    stage_modules,
-    stage_plan,
-)
+from autoshard.base.quantities import format_seconds
+from autoshard.cli.rendering.output import console
+from autoshard.graph import export_model, load_graph
+from autoshard.plan import Plan, stage_modules, stage_plan
 from autoshard.planner import explain
-from autoshard.quantities import format_seconds
+from autoshard.report import compare_plans, fold_parameters, operator_coverage
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +134,7 @@ def test_a_pipeline_is_compared_with_one_stage(
 
 
 def test_coverage_counts_the_work_of_all_stages(model: Path, planned: Path, pipeline: Plan) -> None:
-    found = operator_coverage(graph_of(meta(gpt2, layers=4)), pipeline)
+    found = operator_coverage(load_graph(model.read_bytes()), pipeline)
     described = pipeline.pipeline
     assert described is not None
     assert found.total == sum(summary.costs.total for summary in described.stages)

@@ -9,11 +9,11 @@ import pytest
 from support.command_line import autoshard
 from support.pipeline_plans import equal_stages_plan
 
+from autoshard.measure import calibration
 from autoshard.mesh import get_topology, topology_from_json, topology_to_json
 from autoshard.plan import Plan
 from autoshard.plan.document import StageTimes
-from autoshard.plan.schedules import Schedule
-from autoshard.runtime import calibration
+from autoshard.schedules.schedule import Schedule
 
 
 def test_simulate_shows_a_step_and_writes_its_trace(archive: Path, tmp_path: Path) -> None:

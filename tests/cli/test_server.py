@@ -16,7 +16,7 @@ from support.services import Mlp, keeping, serving
 from typer.testing import CliRunner, Result
 
 from autoshard.cli import NO_PLAN, app, options, progress
-from autoshard.cli.runs import fetch_plan_file
+from autoshard.cli.commands.runs import fetch_plan_file
 from autoshard.client import Client, JobProgress, Retry
 from autoshard.errors import OptionError, RequestRejectedError, ServiceUnavailableError
 from autoshard.graph import export_model
@@ -83,6 +83,7 @@ def test_a_service_plans_as_the_command_does(url: str, archive: Path, tmp_path: 
     assert "already known to the service" in again.stderr
 
 
+@pytest.mark.thorough
 def test_a_service_searches_as_the_command_does(url: str, archive: Path, tmp_path: Path) -> None:
     here, there = tmp_path / "here.json", tmp_path / "there.json"
     options = ("--devices", "4", "--mode", "inference", "-o")
@@ -123,6 +124,7 @@ def test_a_service_covers_as_the_command_does(
     assert autoshard("coverage", archive, plan).exit_code == 0
 
 
+@pytest.mark.thorough
 def test_without_the_service_the_plan_that_was_kept_is_used(
     url: str, archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,8 +14,8 @@ from support.command_line import autoshard
 from support.models import llama
 from support.transformer_plans import planned
 
-from autoshard.cli.render_plan import plan_report
-from autoshard.cli.tables import Report, print_report
+from autoshard.cli.rendering.render_plan import plan_report
+from autoshard.cli.rendering.tables import Report, print_report
 from autoshard.plan import Plan
 
 FOLDER = Path(__file__).parent / "snapshots"

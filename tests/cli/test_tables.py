@@ -5,7 +5,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from autoshard.cli.tables import (
+from autoshard.cli.rendering.tables import (
     Column,
     Line,
     Report,

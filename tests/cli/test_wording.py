@@ -1,6 +1,6 @@
 import pytest
 
-from autoshard.cli.wording import in_flags
+from autoshard.cli.rendering.wording import in_flags
 
 
 @pytest.mark.parametrize(

@@ -21,10 +21,10 @@ from support.proxy import Cut, Drop, Passed, Proxy, Say, proxied
 from support.services import free_port, serving
 
 from autoshard.client import AsyncClient, Client, JobProgress, Retry
-from autoshard.client.results import rejected
 from autoshard.client.transport import retry_after
 from autoshard.errors import RequestRejectedError, ServiceError, ServiceUnavailableError
 from autoshard.plan import Plan
+from autoshard.requests.results import rejected
 from autoshard_server import ThreadExecutor
 from autoshard_server.solvers.solving import solve
 
@@ -196,6 +196,7 @@ def stepping() -> Iterator[tuple[str, Event]]:
         go.set()
 
 
+@pytest.mark.thorough
 def test_a_stream_of_events_goes_on_where_it_broke_off(
     call: Call, stepping: tuple[str, Event], graph: bytes
 ) -> None:
@@ -239,6 +240,7 @@ def test_without_streams_it_asks_from_time_to_time(
     assert len(proxy.faults) == 8
 
 
+@pytest.mark.thorough
 def test_streams_that_fail_are_no_outage(stepping: tuple[str, Event], graph: bytes) -> None:
     url, go = stepping
     seen: list[str] = []
@@ -280,6 +282,7 @@ class Server:
             self._process.wait()
 
 
+@pytest.mark.thorough
 def test_it_waits_through_a_restart_of_the_service(tmp_path: Path, graph: bytes) -> None:
     server = Server(tmp_path)
     server.start(workers=0)

@@ -10,7 +10,7 @@ from autoshard.graph import Argument, DType, Tensor
 from autoshard.mesh import Device, OperatorFit, RooflineFit
 from autoshard.mesh.topology import MATMUL_EFFICIENCY, TILE
 from autoshard.ops import Call, Dims, OperatorRule, Strategy, strategies
-from autoshard.ops.collectives import Reductions
+from autoshard.ops.rules.collectives import Reductions
 
 DEVICE = Device(
     "toy",

@@ -10,7 +10,7 @@ from support.models import mlp, small_graph
 from autoshard.errors import MeshError
 from autoshard.mesh import Device, make_mesh
 from autoshard.plan import PlanOptions
-from autoshard.plan.pricing import Prices
+from autoshard.pricing.prices import Prices
 
 DEVICE = Device("toy", {"float32": 1e9}, memory_bandwidth=1000.0, memory=1 << 40)
 

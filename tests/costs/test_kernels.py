@@ -23,7 +23,7 @@ from autoshard.mesh import (
 )
 from autoshard.mesh.kernel_presets import HOPPER, clock_at
 from autoshard.ops import Call, Strategy, rule_for
-from autoshard.plan.pricing import with_attention
+from autoshard.pricing.prices import with_attention
 
 RATES = Path(__file__).parents[2] / "benchmarks/published/rates.csv"
 PRESETS = {

@@ -12,6 +12,7 @@ from support.models import graph_of
 from torch import nn
 
 from autoshard import discover as public_discover
+from autoshard.checker import check_plan
 from autoshard.discovery import Finding, discover
 from autoshard.discovery.probe import probe_of
 from autoshard.discovery.search import RuleSearch
@@ -34,8 +35,8 @@ from autoshard.graph import (
     rules_to_json,
 )
 from autoshard.ops import Call, axis_rules, with_rules
-from autoshard.ops.index_space import operator_rule
-from autoshard.plan import PlanOptions, check_plan
+from autoshard.ops.rules.index_space import operator_rule
+from autoshard.plan import PlanOptions
 from autoshard.planner import make_plan
 from autoshard_solver_cache import NamespacedCache, SolverCache
 

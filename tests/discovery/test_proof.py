@@ -28,8 +28,8 @@ from autoshard.ops import (
     strategies,
 )
 from autoshard.ops.examples import examples_of
-from autoshard.ops.index_space import operator_rule
 from autoshard.ops.registry import FAMILIES
+from autoshard.ops.rules.index_space import operator_rule
 
 CASES = [
     (operator, arguments)
@@ -99,6 +99,7 @@ for _operator, _arguments in CASES:
     BY_OPERATOR.setdefault(_operator, []).append(_arguments)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("operator", BY_OPERATOR)
 def test_all_that_is_found_is_true_and_nothing_is_missing(operator: str) -> None:
     for arguments in BY_OPERATOR[operator]:
@@ -145,6 +146,7 @@ LARGE = [
 ]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("call", LARGE, ids=lambda call: call.operator)
 def test_small_shapes_speak_for_large_ones(call: Call) -> None:
     """The rule of a call with dims of hundreds and thousands, found on a few dozen elements."""

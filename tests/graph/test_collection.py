@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from autoshard.collection import collection_of_new, collection_paused
+from autoshard.base.collection import collection_of_new, collection_paused
 
 
 @pytest.fixture(autouse=True)

@@ -12,8 +12,8 @@ from torch import nn
 
 from autoshard.errors import ExportError, SchemaError
 from autoshard.graph import Graph, export_model, graph_from_json, graph_to_json, load_graph
-from autoshard.graph.archive import CONSTANT_BYTES, CONSTANTS_BYTES, read_constants
-from autoshard.runtime.constants import constant_value
+from autoshard.graph.archive.read import CONSTANT_BYTES, CONSTANTS_BYTES, read_constants
+from autoshard.runtime.program.constants import constant_value
 
 CPU = torch.device("cpu")
 

@@ -27,9 +27,9 @@ from autoshard.graph import (
     graph_from_json,
     graph_to_json,
 )
+from autoshard.graph.archive.parse import Body, Program
 from autoshard.graph.dims import dim_arguments
 from autoshard.graph.normalise import normalise
-from autoshard.graph.parse import Body, Program
 from autoshard.ops import has_rule
 
 Check = Callable[..., Graph]
@@ -42,6 +42,7 @@ def test_dims_by_any_name_are_known() -> None:
             assert set(dims_of(name)) <= dim_arguments(f"aten.{name}").keys(), name
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", overloads())
 def test_negative_dims_are_those_of_pytorch(name: str) -> None:
     """Whatever the ranks of the tensors are, and whether dims are numbers or lists."""

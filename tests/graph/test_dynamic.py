@@ -20,7 +20,7 @@ from autoshard.graph import (
     load_graph,
     resized,
 )
-from autoshard.graph.expressions import evaluate
+from autoshard.graph.sizes.expressions import evaluate
 
 OPEN = {0: Dim("batch", max=64), 1: Dim("sequence", max=64)}
 
@@ -43,6 +43,7 @@ def names_of(graph: Graph) -> dict[int, str]:
     return {symbol.planned: symbol.name for symbol in graph.dynamic.symbols}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("batch", "sequence"), [(6, 8), (4, 12), (10, 16), (2, 5)])
 def test_a_resized_program_is_the_one_exported_at_that_size(
     graph: Graph, batch: int, sequence: int

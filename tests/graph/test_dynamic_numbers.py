@@ -26,7 +26,7 @@ from autoshard.graph import (
     read_archive,
     resized,
 )
-from autoshard.graph import dynamic_shapes as dynamic_shapes_module
+from autoshard.graph.sizes import dynamic_shapes as dynamic_shapes_module
 
 EXAMPLE = 8
 BATCH = Dim("batch", min=4, max=64)

@@ -87,6 +87,7 @@ def t5() -> nn.Module:
     )
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("make", "training"), [(gpt2, True), (gpt2, False), (bert, True), (llama, True), (t5, False)]
 )

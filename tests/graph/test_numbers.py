@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from autoshard import Plan, PlanOptions, check_plan, make_mesh, make_plan
+from autoshard.base.integers import check_integers, format_integer
+from autoshard.base.quantities import parse_bytes, parse_rate
 from autoshard.errors import GraphError, InputError, MeshError, OptionError
 from autoshard.graph import graph_from_json, graph_to_json, load_graph, rules_from_json
-from autoshard.integers import check_integers, format_integer
 from autoshard.mesh import mesh_from_json, mesh_to_json, topology_from_json, topology_to_json
-from autoshard.quantities import parse_bytes, parse_rate
 
 HUGE = (2**62, 2**63, 10**30, 10**4000, -1, -(10**30), -(10**4000), 1e308)
 FLOAT32 = 7
@@ -120,6 +120,7 @@ READERS: dict[str, tuple[Any, Callable[[Any], object]]] = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", READERS)
 def test_huge_numbers_in_a_document_are_refused_or_do_no_harm(name: str) -> None:
     document, read = READERS[name]

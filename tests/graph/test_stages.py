@@ -164,6 +164,7 @@ def backward(model: nn.Module, results: list[Any]) -> dict[str, torch.Tensor | N
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("build", CASES)
 def test_stages_compute_what_the_model_does(build: Callable[[], Case]) -> None:
     torch.manual_seed(0)

@@ -23,7 +23,7 @@ from autoshard.graph import (
     export_model,
     load_graph,
 )
-from autoshard.plan import operator_coverage
+from autoshard.report import operator_coverage
 
 
 class Branch(nn.Module):
@@ -165,6 +165,7 @@ def test_a_cache_that_is_asked_for_is_refused() -> None:
         export_model(Cached(), (torch.zeros(4, 8),))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("build", [llama, gpt2])
 @pytest.mark.parametrize("training", [True, False])
 def test_transformers_are_exported_without_their_cache(

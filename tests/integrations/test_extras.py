@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 CODE = """
 import sys
 from importlib import import_module
@@ -18,5 +20,6 @@ for name in ("accelerate", "transformers", "generation"):
 """
 
 
+@pytest.mark.thorough
 def test_a_missing_package_is_named_with_the_extra() -> None:
     subprocess.run([sys.executable, "-W", "ignore", "-c", CODE], check=True)  # noqa: S603  ours

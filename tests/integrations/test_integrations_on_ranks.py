@@ -19,6 +19,7 @@ CASES = joined(*(accelerated, adapters, checkpoint_matrix, generated, trained, t
 LONG = set(all_but_one(CASES, ("4", "2x2")))
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.ranks
 @pytest.mark.parametrize("case", with_long(CASES, LONG))
 def test_case(case: str, on_ranks: Callable[[str], None]) -> None:

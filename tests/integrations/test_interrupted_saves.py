@@ -14,6 +14,7 @@ SUBJECTS = ("save_state", "replace_weights, one file by several")
 COUNT = 2 * len(SUBJECTS) * len(FAULTS)
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks
 @pytest.mark.skipif(not is_possible(), reason="strace is not installed, or may not trace")
 def test_the_former_checkpoint_or_the_new_one_is_left(tmp_path: Path) -> None:

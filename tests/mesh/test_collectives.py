@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autoshard.base.quantities import parse_bytes
 from autoshard.errors import MeshError
 from autoshard.layouts import Action
 from autoshard.mesh import (
@@ -20,7 +21,6 @@ from autoshard.mesh import (
     list_topologies,
     make_mesh,
 )
-from autoshard.quantities import parse_bytes
 from benchmarks.collectives import read_rows, share_within
 
 DEVICE = Device("gpu", {"float32": 1e12}, 1e12, 10**9)

@@ -20,8 +20,8 @@ from autoshard.discovery.trial import Option, PerRank, Tensors, Trial, Types, ax
 from autoshard.graph import Node
 from autoshard.layouts import AxisType, I, Layout, P, R
 from autoshard.ops import Kernel, OperatorRule, axis_rules, rule_for, spec_for
-from autoshard.runtime.kernels import bind_kernel
-from autoshard.runtime.local_node import LocalNode, Place
+from autoshard.runtime.program.kernels import bind_kernel
+from autoshard.runtime.program.local_node import LocalNode, Place
 
 COMBINATIONS = 300
 """Combinations of input types that are tried for one example; of more, a sample."""

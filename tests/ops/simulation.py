@@ -31,8 +31,8 @@ from autoshard.ops import (
     rule_for,
     strategies,
 )
-from autoshard.runtime.kernels import bind_kernel
-from autoshard.runtime.local_node import LocalNode, Place, Ranks
+from autoshard.runtime.program.kernels import bind_kernel
+from autoshard.runtime.program.local_node import LocalNode, Place, Ranks
 from autoshard.runtime.shards import local_shape
 
 MESHES = ((2,), (4,), (3,), (2, 2))

@@ -21,6 +21,7 @@ NO_GRADIENT = {"scatter.reduce", "scatter.value_reduce"}
 SHARDED = [n for n in overloads() if has_rule(f"aten.{n}") and n not in NO_GRADIENT]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", SHARDED)
 def test_rules_are_true_for_all_dims(
     name: str, example: Callable[..., Any], prove: Callable[..., Any]

@@ -13,10 +13,10 @@ from autoshard.graph import Argument, Node, Ref, Tensor, Token
 from autoshard.graph.normalise.functional import OVERWRITES, functional_form, is_inplace
 from autoshard.ops import has_rule, spec_for
 from autoshard.ops.examples import Example, examples_of
-from autoshard.ops.index_space import replicated
 from autoshard.ops.registry import FAMILIES
-from autoshard.ops.spec import saves_everything
-from autoshard.ops.table import NOT_PLANNED, page
+from autoshard.ops.rules.index_space import replicated
+from autoshard.ops.rules.spec import saves_everything
+from autoshard.ops.table import NOT_PLANNED, page, table
 
 PAGE = Path(__file__).parents[2] / "docs" / "operators.md"
 SPECS = [spec for family in FAMILIES for spec in family.SPECS]
@@ -70,6 +70,7 @@ SEEN = """
 
 def test_the_committed_page_is_that_of_the_code() -> None:
     assert PAGE.read_text() == page(), "run `python -m autoshard.ops.table`"
+    assert PAGE.with_suffix(".csv").read_text() == table(), "run `python -m autoshard.ops.table`"
 
 
 @pytest.mark.parametrize("name", SEEN)
@@ -98,6 +99,7 @@ def _concrete(argument: Argument, values: Iterator[torch.Tensor]) -> Any:
     return getattr(torch, argument.value) if isinstance(argument, Token) else argument
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "example", EXAMPLES, ids=[f"{i}-{e.call.operator}" for i, e in enumerate(EXAMPLES)]
 )
@@ -120,6 +122,7 @@ def test_examples_are_real_calls(example: Example) -> None:
 PROVED = list(example_cases())
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("operator", "arguments"), PROVED, ids=[f"{i}-{case[0]}" for i, case in enumerate(PROVED)]
 )

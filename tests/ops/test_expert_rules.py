@@ -127,6 +127,7 @@ EXPECTED = {
 """Options that shard something, on one axis."""
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("sizes", [PLAIN, ODD], ids=["groups of one", "groups of three"])
 @pytest.mark.parametrize("operator", EXPECTED)
 def test_rule(operator: str, sizes: Sizes) -> None:

@@ -171,6 +171,7 @@ CASES += [
 IDS = [f"{number}-{case[0].split('.')[1]}" for number, case in enumerate(CASES)]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("operator", "arguments", "edges"), CASES, ids=IDS)
 def test_windows_across_the_ends_of_slices(
     operator: str,

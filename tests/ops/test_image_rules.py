@@ -141,6 +141,7 @@ RESAMPLING = [
 CASES = [*CONVOLUTIONS, *POOLING, *RESAMPLING]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("operator", "arguments"), CASES, ids=[f"{i}-{c[0]}" for i, c in enumerate(CASES)]
 )

@@ -69,6 +69,7 @@ for operator, arguments in [*PRODUCTS, *SHAPES, *IMAGES]:
     CASES[operator].append(arguments)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("operator", CASES)
 def test_what_holds_is_offered(operator: str, example: MakeExample) -> None:
     examples = [example(operator, **arguments) for arguments in CASES[operator]]

@@ -106,10 +106,12 @@ def calls(request: pytest.FixtureRequest) -> list[Call]:
     return list(dict.fromkeys(_anonymous(call_of(graph, node)) for node in graph.nodes))
 
 
+@pytest.mark.matrix
 def test_every_operator_has_a_rule(calls: list[Call]) -> None:
     assert {call.operator for call in calls if not has_rule(call.operator)} == set()
 
 
+@pytest.mark.matrix
 def test_every_call_keeps_its_rule(calls: list[Call], example: MakeExample, prove: Prove) -> None:
     for call in calls:
         probability = spec_for(call.operator).draws

@@ -16,7 +16,7 @@ from ops.test_shape_rules import X, real
 
 from autoshard.ops import backward_workspace, saved_tensors
 from autoshard.ops.registry import FAMILIES
-from autoshard.ops.spec import saves_everything
+from autoshard.ops.rules.spec import saves_everything
 
 MakeExample = Callable[..., Any]
 Arguments = dict[str, Any]

@@ -299,6 +299,7 @@ NO_RULE = [
 CASES = [*POINTWISE, *VIEWS, *REDUCTIONS, *INDEXING, *CREATIONS, *NO_RULE]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("operator", "arguments"), CASES, ids=[f"{i}-{c[0]}" for i, c in enumerate(CASES)]
 )

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from autoshard.ops import rule_for, strategies
-from autoshard.runtime.sharded_kernels import attention
+from autoshard.runtime.program.sharded_kernels import attention
 
 MakeExample = Callable[..., Any]
 Prove = Callable[..., set[str]]
@@ -171,6 +171,7 @@ CASES = [
 ]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("operator", "arguments", "expected"),
     CASES,

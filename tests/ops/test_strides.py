@@ -16,7 +16,7 @@ from ops.test_shape_rules import VIEWS, real
 
 from autoshard.graph import DType
 from autoshard.ops import Call, Strides, made_strides, passes_gradient, view_strides
-from autoshard.ops.strides import normalised, reshaped_strides
+from autoshard.ops.rules.strides import normalised, reshaped_strides
 
 MakeExample = Callable[..., Any]
 

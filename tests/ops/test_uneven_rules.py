@@ -185,6 +185,7 @@ def on_four(rule: OperatorRule) -> set[str]:
     return {str(strategy) for strategy in strategies(rule, (4,))}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("operator", "arguments", "uneven"),
     UNEVEN,

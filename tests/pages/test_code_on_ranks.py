@@ -80,12 +80,14 @@ LONG = ("trainer_llama", "lora_peft")
 """The libraries' training loops and adapters are in the cases of integrations."""
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.ranks
 @pytest.mark.parametrize("case", with_long(CASES, LONG))
 def test_case(case: str, on_ranks: Callable[[str], None]) -> None:
     on_ranks(case)
 
 
+@pytest.mark.thorough
 def test_the_service_runs_on_postgresql(postgres: Any) -> None:
     environment = {
         **os.environ,

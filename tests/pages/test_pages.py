@@ -17,8 +17,17 @@ WITH_CODE = [
     )
 ]
 
+SLOW = {
+    "README.md",
+    *(f"docs/{name}.md" for name in ("baselines", "client", "exports", "launch", "service")),
+}
+"""Pages whose code exports models of real sizes, or starts services and ranks."""
 
-@pytest.mark.parametrize("name", WITH_CODE)
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.thorough] if n in SLOW else []) for n in WITH_CODE],
+)
 def test_the_code_runs_and_outputs_are_current(name: str, tmp_path: Path) -> None:
     shown = PAGES[name].read_text(encoding="utf-8")
     assert run_page(PAGES[name], tmp_path) == shown, "run `python -m docs.pages`"

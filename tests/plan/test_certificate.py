@@ -2,8 +2,8 @@
 
 import pytest
 
+from autoshard.base.outcome import SolveStatus, relative_gap
 from autoshard.mesh import make_mesh
-from autoshard.outcome import SolveStatus, relative_gap
 from autoshard.plan import Certificate, PlanOptions
 from autoshard.plan.certificate import certificate_statement, percent
 from autoshard.plan.option_restrictions import restrictions, without_restrictions

@@ -5,8 +5,9 @@ import pytest
 from support.models import Planner, gpt2, meta
 
 from autoshard.errors import PlanError
-from autoshard.plan import Plan, fold_parameters
+from autoshard.plan import Plan
 from autoshard.plan.schema import SCHEMA_PATH, plan_schema
+from autoshard.report import fold_parameters
 
 
 def test_a_plan_reads_back(megatron: Plan) -> None:

@@ -6,9 +6,11 @@ import pytest
 from support.meshes import slow_devices
 from support.models import gpt2
 
+from autoshard.checker import check_plan
 from autoshard.errors import OptionError
+from autoshard.exports import export_plan
 from autoshard.graph import Graph, MixedPrecision, export_model, load_graph
-from autoshard.plan import PlanOptions, check_plan, export_plan
+from autoshard.plan import PlanOptions
 from autoshard.planner import make_plan
 
 

@@ -11,8 +11,8 @@ import pytest
 from scenarios.architectures import mlp as chain
 from support.meshes import slow_devices
 
+from autoshard.base.outcome import TIME_LIMIT_REACHED
 from autoshard.graph import Graph
-from autoshard.outcome import TIME_LIMIT_REACHED
 from autoshard.plan import Plan, PlanOptions
 from autoshard.planner import make_plan
 

@@ -8,11 +8,11 @@ import pytest
 from support.meshes import slow_devices
 from support.models import Planner, gpt2, llama, mlp, small_graph
 
+from autoshard.base.outcome import SolveStatus
+from autoshard.constraints import ParameterShards
 from autoshard.graph import Graph
 from autoshard.mesh import make_mesh
-from autoshard.outcome import SolveStatus
 from autoshard.plan import Baseline, Plan, PlanOptions
-from autoshard.plan.constraints import ParameterShards
 from autoshard.plan.option_restrictions import restrictions
 from autoshard.planner import compare_baselines, make_plan
 
@@ -115,6 +115,7 @@ def test_sequence_parallelism_shards_what_is_between_the_weights(planned: Planne
     assert both[0] < both[1]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("build", [mlp, gpt2, LLAMA])
 @pytest.mark.parametrize("mode", ["training", "inference"])
 def test_no_baseline_beats_the_plan(build: Callable[[], Any], mode: str) -> None:
@@ -140,6 +141,7 @@ def test_no_baseline_beats_the_plan(build: Callable[[], Any], mode: str) -> None
     assert "compare" in plan.provenance.wall_time
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("algo", ["ddp", "fsdp2", "hsdp", "megatron", "megatron-sp"])
 def test_a_baseline_is_the_plan_of_its_option(planned: Planner, algo: str) -> None:
     graph, mesh = small_graph(gpt2), slow_devices(dp=2, tp=2)
@@ -195,6 +197,7 @@ def test_where_dim_0_does_not_divide_another_dim_is_sharded() -> None:
     assert ParameterShards.of((), (2, 4)).dims == (None, None)
 
 
+@pytest.mark.thorough
 def test_what_restrictions_cost() -> None:
     graph, mesh = small_graph(gpt2), slow_devices(dp=2, tp=2)
     options = PlanOptions(comparisons=True, algo="megatron", forbid=())

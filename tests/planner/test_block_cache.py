@@ -52,6 +52,7 @@ def counts(plan: Plan) -> tuple[int, int]:
     return sum(b.num_reused for b in blocks), sum(b.num_solved for b in blocks)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("mode", ["training", "inference"])
 def test_a_deeper_model_reuses_the_block(cache: Cache, llamas: dict[int, Graph], mode: str) -> None:
     block_cache = NamespacedCache(cache, "blocks")
@@ -75,6 +76,7 @@ def test_a_plan_without_a_cache_says_what_repeats(llamas: dict[int, Graph]) -> N
     assert counts(plan)[0] == 0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("cache", ["folder"], indirect=True)
 def test_a_binding_budget_gives_the_plan_of_a_fresh_solve(
     cache: Cache, llamas: dict[int, Graph]
@@ -110,6 +112,7 @@ def spoil_rows(path: Path, damage: Callable[[bytes], bytes]) -> int:
     return len(rows)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("damage", [lambda body: body[:-7], lambda body: b"junk" + body[4:]])
 @pytest.mark.parametrize("kind", ["sqlite", "folder"])
 def test_spoilt_entries_are_dropped_and_solved_again(
@@ -147,6 +150,7 @@ print(plan.to_json())
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["sqlite", "folder"])
 def test_processes_share_blocks(kind: str, tmp_path: Path) -> None:
     """Two at once, then one that solves nothing: entries are the same in every process."""

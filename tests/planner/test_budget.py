@@ -11,7 +11,7 @@ from support.models import Planner, graph_of, llama, meta, mlp
 
 from autoshard.graph import Graph
 from autoshard.plan import Plan, Stage
-from autoshard.planner.budget_rounds import LimitSearch
+from autoshard.planner.budget.rounds import LimitSearch
 
 MESH = slow_devices(a=2, b=2)
 
@@ -42,6 +42,7 @@ def test_with_ample_memory_nothing_is_done_twice(free: Plan) -> None:
     assert again(free) == []
 
 
+@pytest.mark.thorough
 def test_less_memory_never_costs_less(planned: Planner, graph: Graph, free: Plan) -> None:
     shares = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
     plans = [planned(graph, MESH, memory_budget=int(s * free.memory.peak)) for s in shares]
@@ -62,6 +63,7 @@ def test_limits_stay_within_the_budget_although_a_choice_counts_too_much() -> No
     assert limits.is_over
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("share", [0.9, 0.8])
 def test_the_bound_allows_a_plan_that_fits_to_the_last_byte(
     planned: Planner, graph: Graph, free: Plan, share: float
@@ -74,6 +76,7 @@ def test_the_bound_allows_a_plan_that_fits_to_the_last_byte(
     assert exact.costs.total * (1 - exact.certificate.gap) <= plan.costs.total
 
 
+@pytest.mark.thorough
 def test_a_slow_machine_finds_the_same_plan(
     planned: Planner, graph: Graph, free: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,6 +93,7 @@ def test_a_slow_machine_finds_the_same_plan(
     assert not any("time_limit_reached" in plan.provenance.statistics for plan in found)
 
 
+@pytest.mark.thorough
 def test_what_is_ruled_out_is_not_done(planned: Planner, graph: Graph, free: Plan) -> None:
     budget = int(0.8 * free.memory.peak)
     options: dict[str, Any] = {"memory_budget": budget}
@@ -140,6 +144,7 @@ def test_parameters_are_gathered_again_where_that_is_asked_for(planned: Planner)
     assert plans["always"].memory.turn < plans["never"].memory.turn
 
 
+@pytest.mark.thorough
 def test_the_least_budget_works_and_less_does_not(planned: Planner, graph: Graph) -> None:
     impossible = planned(graph, MESH, memory_budget=10_000)
     assert impossible.conflict is not None

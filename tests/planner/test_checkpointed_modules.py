@@ -9,9 +9,10 @@ from support.meshes import slow_devices
 from support.models import Planner, graph_of, llama, meta, mlp, residuals
 from torch import nn
 
+from autoshard.checker import check_plan
 from autoshard.errors import OptionError
 from autoshard.graph import Graph, graph_from_json
-from autoshard.plan import Plan, PlanOptions, check_plan
+from autoshard.plan import Plan, PlanOptions
 from autoshard.planner import make_plan, problem_size
 
 MESH = slow_devices(a=2, b=2)
@@ -43,6 +44,7 @@ def test_every_layer_is_checkpointed_also_the_first_whose_input_has_no_gradient(
     ]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("names", "expected"),
     [
@@ -67,6 +69,7 @@ def test_named_modules_are_checkpointed_and_of_nested_ones_the_outermost(
     assert "checkpointed_modules" in certificate
 
 
+@pytest.mark.thorough
 def test_to_fit_memory_named_modules_are_taken(planned: Planner) -> None:
     model = residuals(layers=3, batch=512)
     free = planned(model, MESH)

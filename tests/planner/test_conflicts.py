@@ -6,9 +6,10 @@ import pytest
 from support.meshes import slow_devices
 from support.models import graph_of, meta, mlp
 
+from autoshard.base.outcome import SolveStatus
+from autoshard.checker import check_plan
 from autoshard.graph import Graph
-from autoshard.outcome import SolveStatus
-from autoshard.plan import Plan, PlanOptions, check_plan
+from autoshard.plan import Plan, PlanOptions
 from autoshard.planner import make_plan
 
 MESH = slow_devices(a=2, b=2)
@@ -68,6 +69,7 @@ def test_two_pins_on_one_thing_conflict(graph: Graph) -> None:
     )
 
 
+@pytest.mark.thorough
 def test_memory_that_is_short_for_the_pins_is_told_apart(graph: Graph) -> None:
     cut = planned(graph, pins={"parameters": {"*.weight": "S(0),S(1)"}})
     whole = {"parameters": {"*.weight": "I,I", "*.bias": "*,*"}}
@@ -85,6 +87,7 @@ def test_memory_that_is_short_for_the_pins_is_told_apart(graph: Graph) -> None:
     assert planned(graph, memory_budget=budget).found
 
 
+@pytest.mark.thorough
 def test_memory_that_is_short_anyway_blames_no_pin(graph: Graph) -> None:
     plan = planned(graph, pins={"parameters": {"*.weight": "I,I"}}, memory_budget=1000)
     assert plan.conflict is not None

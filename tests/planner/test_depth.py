@@ -9,11 +9,12 @@ import torch
 from support.models import Case, Planner, graph_of, meta
 from torch import nn
 
+from autoshard.checker import check_plan
+from autoshard.constraints import UNCONSTRAINED
 from autoshard.graph import Graph, find_blocks
 from autoshard.mesh import make_mesh
-from autoshard.plan import Plan, PlanOptions, check_plan
-from autoshard.plan.constraints import UNCONSTRAINED
-from autoshard.planner.formulation import Formulation
+from autoshard.plan import Plan, PlanOptions
+from autoshard.planner.formulation.formulation import Formulation
 
 Tamper = Callable[[dict[str, Any]], None]
 

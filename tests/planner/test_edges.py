@@ -8,11 +8,12 @@ from support.meshes import slow_devices
 from support.models import gpt2, small_graph
 
 from autoshard.plan.options import PlanOptions
-from autoshard.planner import formulation
-from autoshard.planner.formulation import Formulation
+from autoshard.planner.formulation import formulation
+from autoshard.planner.formulation.formulation import Formulation
 from autoshard.solve import ShortestPathCost
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "options",
     [

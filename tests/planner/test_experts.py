@@ -7,11 +7,12 @@ import pytest
 import torch
 from transformers import MixtralConfig, MixtralForCausalLM
 
+from autoshard.checker import check_plan
 from autoshard.graph import Graph, export_model, load_graph
 from autoshard.graph.experts import COMBINE, DISPATCH, GROUPED_MM, ragged_values
 from autoshard.layouts import Action
 from autoshard.mesh import Link, make_mesh
-from autoshard.plan import PlacedNode, Plan, PlanOptions, check_plan
+from autoshard.plan import PlacedNode, Plan, PlanOptions
 from autoshard.plan.document import InnerStep, PlannedStep, Resharding
 from autoshard.planner import make_plan
 

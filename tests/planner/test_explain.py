@@ -71,6 +71,7 @@ def tight(planned: Planner, wide: Graph) -> Plan:
     return plan
 
 
+@pytest.mark.thorough
 def test_totals_obey_the_budget(planned: Planner, wide: Graph, tight: Plan) -> None:
     alternatives = explain(wide, tight, "up.weight").alternatives
     assert chosen(alternatives).regret == pytest.approx(0, abs=1e-4 * tight.costs.total)
@@ -124,6 +125,7 @@ def test_meshes_of_other_shapes_are_explained(
     assert best.layouts.count(",") == len(shape) - 1
 
 
+@pytest.mark.thorough
 def test_bad_questions_are_refused(planned: Planner, graph: Graph, plan: Plan) -> None:
     with pytest.raises(OptionError, match=r"no node.*linear"):
         explain(graph, plan, "linera")

@@ -8,14 +8,14 @@ from scenarios.architectures import mlp as chain
 from support.meshes import slow_devices
 from support.models import Planner, gpt2, small_graph
 
+from autoshard.base.outcome import SolveStatus
 from autoshard.graph import Graph
-from autoshard.outcome import SolveStatus
 from autoshard.plan import Plan
 from autoshard.plan.options import PlanOptions
 from autoshard.planner import problem_size
-from autoshard.planner.budget_rounds import Exceeding, Outcome, Rounds
-from autoshard.planner.budget_search import BudgetSearch
-from autoshard.planner.formulation import Formulation
+from autoshard.planner.budget.rounds import Exceeding, Outcome, Rounds
+from autoshard.planner.budget.search import BudgetSearch
+from autoshard.planner.formulation.formulation import Formulation
 from autoshard.solve import Solution
 
 MESH = slow_devices(a=2, b=2)
@@ -33,6 +33,7 @@ def free(planned: Planner, graph: Graph) -> Plan:
     return planned(graph, MESH, micro_batches=8)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("share", [0.95, 0.8])
 @pytest.mark.parametrize(
     "options",

@@ -9,13 +9,14 @@ import pytest
 from scenarios.architectures import mlp as chain
 from support.meshes import slow_devices
 
-from autoshard.arrays import IntArray
+from autoshard.base.arrays import IntArray
+from autoshard.checker import check_plan
 from autoshard.costs import GATHERED_ONCE, Frequency
 from autoshard.mesh import Mesh
-from autoshard.plan import PlanOptions, check_plan
+from autoshard.plan import PlanOptions
 from autoshard.planner import make_plan
-from autoshard.planner.formulation import Formulation
-from autoshard.planner.frequencies import Frequencies, most_savings
+from autoshard.planner.formulation.formulation import Formulation
+from autoshard.planner.formulation.frequencies import Frequencies, most_savings
 from autoshard.solve import solve_problem
 
 GRAPH = chain(layers=4, batch=1024, width=64)

@@ -9,10 +9,12 @@ from support.meshes import slow_devices
 from support.models import Planner, graph_of
 from torch import nn
 
+from autoshard.checker import check_plan
 from autoshard.graph import Graph
-from autoshard.plan import Plan, PlanOptions, check_plan, simulate
+from autoshard.plan import Plan, PlanOptions
 from autoshard.plan.document import InnerStep, PlacedNode
 from autoshard.planner import make_plan
+from autoshard.pricing import simulate
 
 MESH = slow_devices(a=4)
 SIDE = 64

@@ -10,8 +10,9 @@ from support.meshes import slow_devices
 from support.models import Planner, graph_of
 from torch import nn
 
+from autoshard.checker import check_plan
 from autoshard.graph import Graph
-from autoshard.plan import Pins, Plan, PlanOptions, check_plan
+from autoshard.plan import Pins, Plan, PlanOptions
 from autoshard.planner import make_plan
 
 LOSS = "cross_entropy_loss_cross_entropy_loss"

@@ -8,9 +8,10 @@ import torch
 from support.meshes import slow_devices
 from support.models import graph_of, mlp
 
+from autoshard.checker import check_plan
 from autoshard.errors import OptionError, PlanError
 from autoshard.graph import Graph
-from autoshard.plan import PlanOptions, check_plan
+from autoshard.plan import PlanOptions
 from autoshard.planner import make_plan, make_plans
 
 MESH = slow_devices(latency=1e-4, a=2)

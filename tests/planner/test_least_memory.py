@@ -8,12 +8,12 @@ from scenarios.architectures import mlp as chain
 from support.meshes import slow_devices
 from support.models import Planner, gpt2, graph_of, llama, meta, residuals
 
+from autoshard.base.outcome import SolveStatus
 from autoshard.graph import Graph
-from autoshard.outcome import SolveStatus
 from autoshard.plan import PlanOptions
 from autoshard.planner import make_plan
-from autoshard.planner.least_activations import least_activations
-from autoshard.planner.least_memory import LeastMemory
+from autoshard.planner.memory.least_activations import least_activations
+from autoshard.planner.memory.least_memory import LeastMemory
 
 MESH = slow_devices(a=2, b=2)
 MODELS: dict[str, Callable[[], Graph]] = {
@@ -38,6 +38,7 @@ def graph(request: pytest.FixtureRequest) -> Graph:
     return MODELS[request.param]()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", OPTIONS)
 def test_no_plan_has_less(planned: Planner, graph: Graph, name: str) -> None:
     plan = planned(graph, MESH, **OPTIONS[name])
@@ -59,6 +60,7 @@ def test_more_layers_keep_more_although_each_is_recomputed() -> None:
     assert least_activations(many, never) > least_activations(many, options)
 
 
+@pytest.mark.thorough
 def test_activations_alone_can_exceed_all_devices() -> None:
     graph = graph_of(meta(residuals, layers=100, batch=1 << 20))
     assert len(graph.nodes) > 500

@@ -7,9 +7,7 @@ from typing import Any
 import pytest
 
 from autoshard import PlanOptions, SolveStatus, make_mesh, make_plan
-from autoshard.errors import OptionError
-from autoshard.graph import DType, Graph, Input, InputKind, Node, Output, Ref, Tensor
-from autoshard.limits import (
+from autoshard.base.limits import (
     LimitReached,
     Limits,
     count_entries,
@@ -18,8 +16,11 @@ from autoshard.limits import (
     seconds_left,
     unlimited,
 )
-from autoshard.planner import formulating, problem_size
-from autoshard.planner.formulating import formulated, work_limits
+from autoshard.errors import OptionError
+from autoshard.graph import DType, Graph, Input, InputKind, Node, Output, Ref, Tensor
+from autoshard.planner import problem_size
+from autoshard.planner.formulation import formulating
+from autoshard.planner.formulation.formulating import formulated, work_limits
 from autoshard.solve import solve_problem
 
 SIX_AXES = make_mesh((2,) * 6)
@@ -90,6 +91,7 @@ def test_a_pipeline_ends_at_its_time_limit_too() -> None:
     assert "raise time_limit" in plan.reason
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("limit", [0.3, 2.0])
 @pytest.mark.parametrize(
     "options",

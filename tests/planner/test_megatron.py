@@ -9,7 +9,7 @@ import pytest
 from support.meshes import slow_devices
 from support.models import Planner, bert, gpt2, llama, meta, mlp, small_graph
 
-from autoshard.outcome import SolveStatus
+from autoshard.base.outcome import SolveStatus
 from autoshard.plan import Plan
 
 LLAMA = partial(llama, layers=1)
@@ -99,6 +99,7 @@ def test_axes_that_do_not_divide_the_batch_stay_idle(planned: Planner) -> None:
     assert plan.stages[0].inputs[-1].layout == "R,S(0),R"
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("build", [mlp, gpt2, bert, LLAMA])
 @pytest.mark.parametrize("mode", ["training", "inference"])
 def test_the_pattern_never_beats_the_optimum(

@@ -16,15 +16,15 @@ from torch import nn
 from autoshard.costs import GATHERED_ONCE, Frequency
 from autoshard.errors import PlanError
 from autoshard.layouts import Action
+from autoshard.lowering.timeline import timeline
 from autoshard.mesh import Mesh, make_mesh
 from autoshard.plan import PlanOptions
-from autoshard.plan.timeline import timeline
-from autoshard.planner.budget_solver import BudgetSolver
-from autoshard.planner.formulation import Formulation, Role
-from autoshard.planner.memory_problem import MemoryProblem
-from autoshard.planner.saved_tensors import SavedTensors
-from autoshard.planner.stage_builder import Decisions, StageBuilder, with_gathers_again
-from autoshard.planner.time_points import BackwardPoint
+from autoshard.planner.budget.solver import BudgetSolver
+from autoshard.planner.formulation.formulation import Formulation, Role
+from autoshard.planner.formulation.saved_tensors import SavedTensors
+from autoshard.planner.formulation.stage_builder import Decisions, StageBuilder, with_gathers_again
+from autoshard.planner.memory.memory_problem import MemoryProblem
+from autoshard.planner.memory.time_points import BackwardPoint
 from autoshard.solve import minimum_usage, solve_problem
 
 
@@ -291,6 +291,7 @@ def test_a_choice_is_continued_when_more_time_points_are_counted(
         assert (pointed.decisions(continued).choice == plain.decisions(choice).choice).all()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("module", "shape", "pinned", "options"),
     [
@@ -368,6 +369,7 @@ def test_what_is_gathered_again_for_an_operator_is_counted_while_that_runs() -> 
     assert minimum_usage(solver.count(0.0).problem) < peak - 256 * 64 * 4
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("regathers", [False, True])
 def test_what_products_save_in_float8_is_counted_so(regathers: bool) -> None:
     mesh = make_mesh((2,), axes=("a",), topology="h100-sxm")
@@ -387,6 +389,7 @@ def test_what_products_save_in_float8_is_counted_so(regathers: bool) -> None:
     assert_agrees(narrow, list(every_plan(narrow)))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("module", "num_ranks", "options"),
     [

@@ -14,9 +14,10 @@ import pytest
 from support.meshes import slow_devices
 from support.models import Planner, llama, mlp, residuals, small_graph
 
+from autoshard.checker import check_plan
 from autoshard.errors import MeshError, OptionError
 from autoshard.mesh import Link, Topology, get_topology, make_mesh
-from autoshard.plan import Pins, PlanOptions, check_plan
+from autoshard.plan import Pins, PlanOptions
 from autoshard.planner import (
     SearchProgress,
     candidate_meshes,
@@ -24,7 +25,7 @@ from autoshard.planner import (
     plan_id,
     search_meshes,
 )
-from autoshard.planner.search_worker import plans_one_stage
+from autoshard.planner.meshes.worker import plans_one_stage
 from autoshard_solver_cache import NamespacedCache, SolverCache
 
 FLAT: Topology = slow_devices(a=2).topology
@@ -183,6 +184,7 @@ def test_a_bound_is_of_plans_of_one_stage() -> None:
     assert plans_one_stage(graph, make_mesh((2, 2, 2)), PlanOptions())
 
 
+@pytest.mark.thorough
 def test_a_search_keeps_and_reuses_solved_blocks() -> None:
     graph = small_graph(partial(residuals, layers=4))
     block_cache = NamespacedCache(SolverCache("sqlite://"), "blocks")

@@ -11,7 +11,7 @@ from autoshard.graph import Graph
 from autoshard.mesh import make_mesh
 from autoshard.plan import Plan, PlanOptions
 from autoshard.planner import check_optimality, make_plan
-from autoshard.solve import integer_program
+from autoshard.solve.programs import integer_program
 
 MESH = slow_devices(a=2, b=2)
 

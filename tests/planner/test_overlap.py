@@ -13,12 +13,14 @@ from support.meshes import slow_devices, slow_mase_mesh
 from support.models import Planner, bert, gpt2, graph_of, llama, meta, mlp, small_graph
 from torch import nn
 
+from autoshard.checker import check_plan
 from autoshard.graph import Graph
 from autoshard.mesh import Axis, Device, Link, Mesh, Topology, make_mesh
-from autoshard.plan import Plan, PlanOptions, Resharding, check_plan, compare_plans
+from autoshard.plan import Plan, PlanOptions, Resharding
 from autoshard.planner import explain, make_plan
-from autoshard.planner.formulation import Formulation
-from autoshard.planner.stage_builder import Decisions, StageBuilder
+from autoshard.planner.formulation.formulation import Formulation
+from autoshard.planner.formulation.stage_builder import Decisions, StageBuilder
+from autoshard.report import compare_plans
 from autoshard_solver_cache import NamespacedCache, SolverCache
 
 NEARLY = 1e-5
@@ -144,6 +146,7 @@ COMPARED = [
 """`make test` has each model with each mesh, each with each set of options, and so on."""
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("name", "mesh", "limits"), COMPARED)
 def test_it_never_costs_more(planned: Planner, name: str, mesh: str, limits: str) -> None:
     graph, options = small_graph(MODELS[name]), {"relative_gap": 0, **LIMITS[limits]}

@@ -6,14 +6,15 @@ from threading import Event
 import pytest
 from support.models import graph_of, llama, meta
 
+from autoshard.base.outcome import SolveStatus
+from autoshard.checker import check_plan
 from autoshard.errors import OptionError
 from autoshard.graph import Graph
 from autoshard.mesh import make_mesh
-from autoshard.outcome import SolveStatus
-from autoshard.plan import PlanOptions, check_plan
+from autoshard.plan import PlanOptions
 from autoshard.planner import make_plan, plan_id, problem_size
-from autoshard.planner.budget_rounds import Outcome
-from autoshard.planner.budget_search import BudgetSearch
+from autoshard.planner.budget.rounds import Outcome
+from autoshard.planner.budget.search import BudgetSearch
 from autoshard.planner.pipeline.quick_plans import QuickPlanner
 from autoshard.solve import Progress
 

@@ -7,6 +7,8 @@ import torch
 from support.models import gpt2, graph_of, llama, meta, residuals
 from torch import nn
 
+from autoshard.base.outcome import SolveStatus
+from autoshard.checker import check_plan
 from autoshard.errors import OptionError
 from autoshard.graph import (
     Graph,
@@ -17,11 +19,10 @@ from autoshard.graph import (
     resized,
 )
 from autoshard.mesh import make_mesh
-from autoshard.outcome import SolveStatus
-from autoshard.plan import Plan, PlanOptions, check_plan
-from autoshard.plan.schedule_simulation import simulate_schedule
-from autoshard.plan.schedules import Schedule
+from autoshard.plan import Plan, PlanOptions
 from autoshard.planner import choose_micro_batches, make_plan
+from autoshard.schedules.schedule import Schedule
+from autoshard.schedules.simulation import simulate_schedule
 from benchmarks.random_pipelines import compare
 
 
@@ -30,6 +31,7 @@ def graph() -> Graph:
     return graph_of(meta(gpt2, layers=4))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("stages", "schedule", "shape"),
     [
@@ -156,6 +158,7 @@ def test_memory_that_no_stage_fits_is_explained(graph: Graph) -> None:
     assert "memory" in plan.reason
 
 
+@pytest.mark.thorough
 def test_two_stages_of_a_rank_share_its_memory() -> None:
     graph = graph_of(meta(residuals, layers=8))
     mesh, wanted = make_mesh((2, 2), topology="h100-sxm"), {"stages": 4, "micro_batches": 8}

@@ -9,13 +9,13 @@ import torch
 from support.models import gpt2, graph_of, llama, meta, mlp, small_graph
 from torch import nn
 
+from autoshard.base.outcome import SolveStatus
 from autoshard.errors import GraphError, OptionError
 from autoshard.graph import export_model, load_graph
 from autoshard.mesh import make_mesh
-from autoshard.outcome import SolveStatus
 from autoshard.plan import PlanOptions
 from autoshard.planner import make_plan, plan_id
-from autoshard.planner.formulation import Formulation
+from autoshard.planner.formulation.formulation import Formulation
 from autoshard.solve import brute_force
 
 
@@ -93,6 +93,7 @@ def test_progress_names_the_phases() -> None:
     assert all(isinstance(phase, str) for phase in phases)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("share", [2.0, 0.8])
 def test_progress_has_bounds_of_all_plans_that_fit(share: float) -> None:
     graph, mesh = small_graph(partial(llama, layers=3)), make_mesh((2, 2))

@@ -11,11 +11,11 @@ from support.models import Planner, gpt2, graph_of, meta
 from autoshard.errors import PlanError
 from autoshard.graph import Graph
 from autoshard.layouts import Action
+from autoshard.lowering.instructions import count_collectives
+from autoshard.lowering.recompute import recomputed
 from autoshard.ops import SavedByAutograd, call_of, saved_tensors
 from autoshard.plan import Checkpoint, Stage
 from autoshard.plan.document import Use
-from autoshard.plan.lowering import count_collectives
-from autoshard.plan.recompute import recomputed
 
 Made = tuple[Graph, Stage]
 

@@ -6,7 +6,7 @@ import pytest
 from support.meshes import mase_mesh, roofline_mesh, slow_devices
 from support.models import Case, Planner, bert, gpt2, llama, meta, mlp, small_graph
 
-from autoshard.outcome import SolveStatus
+from autoshard.base.outcome import SolveStatus
 from autoshard.plan import Plan
 
 
@@ -111,6 +111,7 @@ def test_an_axis_larger_than_every_dim_is_left_idle(planned: Planner) -> None:
     assert plan.collectives == ()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("build", [mlp, gpt2, bert, llama])
 @pytest.mark.parametrize("mode", ["training", "inference"])
 @pytest.mark.parametrize("shape", [(4,), (2, 2)])

@@ -11,11 +11,13 @@ from support.models import Planner, graph_of, meta, mlp
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from autoshard.checker import check_plan
 from autoshard.errors import OptionError
 from autoshard.graph import Graph
 from autoshard.mesh import make_mesh
-from autoshard.plan import Plan, PlanOptions, check_plan, simulate
+from autoshard.plan import Plan, PlanOptions
 from autoshard.planner import make_plan
+from autoshard.pricing import simulate
 
 VOCABULARY, WIDTH = 50257, 768
 LARGEST = 6283

@@ -26,6 +26,7 @@ LONG = [
 """Each model and each schedule are in the others, or in those on 4 ranks."""
 
 
+@pytest.mark.matrix(4)
 @pytest.mark.ranks
 @pytest.mark.parametrize("case", with_long(CASES, LONG))
 def test_case(case: str, on_ranks: Callable[[str], None]) -> None:

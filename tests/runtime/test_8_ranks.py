@@ -12,6 +12,7 @@ CASES = joined(mase, training_on_8)
 LONG = long_of(mase, training_on_8)
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks
 @pytest.mark.parametrize("case", with_long(CASES, LONG))
 def test_case(case: str, on_ranks: Callable[[str], None]) -> None:

@@ -60,6 +60,7 @@ CASES: dict[str, Callable[[], None]] = {
 }
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.ranks
 @pytest.mark.parametrize("case", CASES)
 def test_case(case: str, on_ranks: Callable[[str], None]) -> None:

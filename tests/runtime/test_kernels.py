@@ -12,9 +12,9 @@ from autoshard.errors import PlanError
 from autoshard.graph import Argument, Node, Ref
 from autoshard.layouts import Layout
 from autoshard.ops import draws_random_numbers
-from autoshard.runtime.kernels import bind_kernel
-from autoshard.runtime.local_node import LocalNode, Place
-from autoshard.runtime.sharded_kernels import experts
+from autoshard.runtime.program.kernels import bind_kernel
+from autoshard.runtime.program.local_node import LocalNode, Place
+from autoshard.runtime.program.sharded_kernels import experts
 from autoshard.runtime.shards import local_shard
 
 SIZES = (2, 2)

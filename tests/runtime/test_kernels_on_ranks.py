@@ -12,6 +12,7 @@ CASES = joined(sharded_dims, attention, operators, experts)
 LONG = long_of(experts, attention, operators)
 
 
+@pytest.mark.matrix(4)
 @pytest.mark.ranks
 @pytest.mark.parametrize("case", with_long(CASES, LONG))
 def test_case(case: str, on_ranks: Callable[[str], None]) -> None:

@@ -12,12 +12,14 @@ CASES = joined(recomputation, budgets, timeline)
 LONG = long_of(recomputation, timeline)
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.ranks
 @pytest.mark.parametrize("case", with_long(CASES, LONG))
 def test_case(case: str, on_ranks: Callable[[str], None]) -> None:
     on_ranks(case)
 
 
+@pytest.mark.thorough
 def test_the_second_case_has_both() -> None:
     case = budgets.CASES["gathered again and checkpointed"]
     case.prepare()

@@ -12,6 +12,7 @@ CASES = joined(transformers, constrained, interleaved, custom, exports)
 LONG = long_of(transformers, exports)
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.ranks
 @pytest.mark.parametrize("case", with_long(CASES, LONG))
 def test_case(case: str, on_ranks: Callable[[str], None]) -> None:

@@ -6,7 +6,7 @@ import torch
 from autoshard.errors import PlanError
 from autoshard.graph import Argument, Node, Ref, Token, TokenKind, references
 from autoshard.ops.calls import resolve_operator
-from autoshard.runtime.operators import OperatorCall
+from autoshard.runtime.program.operators import OperatorCall
 
 CPU = torch.device("cpu")
 

@@ -8,7 +8,7 @@ from support.models import gpt2, graph_of, small_graph
 
 from autoshard.errors import PlanError
 from autoshard.planner import make_plan
-from autoshard.runtime.parameters import check_parameters
+from autoshard.runtime.parameters.parameters import check_parameters
 
 MESH = slow_devices(dp=2)
 

@@ -33,6 +33,7 @@ def check_all_stages(name: str) -> None:
 CASES: dict[str, Callable[[], None]] = {"gpt2": lambda: check_all_stages("gpt2")}
 
 
+@pytest.mark.matrix(8)
 @pytest.mark.ranks
 @pytest.mark.parametrize("case", CASES)
 def test_case(case: str, on_ranks: Callable[[str], None]) -> None:

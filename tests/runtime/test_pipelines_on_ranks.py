@@ -18,6 +18,7 @@ CASES = joined(stage_messages, pipelines, pipeline_states, pipeline_habits, pipe
 LONG = long_of(pipelines)
 
 
+@pytest.mark.matrix(4)
 @pytest.mark.ranks
 @pytest.mark.parametrize("case", with_long(CASES, LONG))
 def test_case(case: str, on_ranks: Callable[[str], None]) -> None:

@@ -10,8 +10,8 @@ from autoshard.graph import export_model, graph_from_json, graph_to_json, load_g
 from autoshard.layouts import Layout
 from autoshard.plan import PlanOptions
 from autoshard.planner import make_plan
-from autoshard.runtime.constants import prepared_inputs
-from autoshard.runtime.local_node import Place
+from autoshard.runtime.program.constants import prepared_inputs
+from autoshard.runtime.program.local_node import Place
 
 
 class Masked(nn.Module):

@@ -14,6 +14,7 @@ CASES = joined(parallelisms, programs, uneven, resharding)
 LONG = long_of(resharding)
 
 
+@pytest.mark.matrix(8)
 @pytest.mark.ranks
 @pytest.mark.parametrize("case", with_long(CASES, LONG))
 def test_case(case: str, on_ranks: Callable[[str], None]) -> None:

@@ -331,6 +331,7 @@ def hooked(model: nn.Module) -> nn.Module:
     return model
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", NOTICED)
 def test_changes_of_what_forward_reads_are_errors(name: str) -> None:
     build, change, match = NOTICED[name]

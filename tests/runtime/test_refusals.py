@@ -20,10 +20,10 @@ import autoshard
 from autoshard import errors
 from autoshard.errors import ExportError, InputError, OptionError, UnsupportedError
 from autoshard.graph import export_model, load_graph
-from autoshard.graph.export import save_exported
+from autoshard.graph.export.model import save_exported
 from autoshard.plan import Plan, PlanOptions
-from autoshard.plan.requirements import requirements
 from autoshard.planner import make_plan
+from autoshard.report.requirements import requirements
 
 X = torch.randn(8, 8)
 
@@ -171,19 +171,19 @@ PLANNED: dict[str, tuple[str, ...]] = {
     ),
     "plan.requirements: several_losses": ("several losses",),
     "graph.tree_specs: spec_nodes": ("results that import",),
-    "runtime.call_structure: read_spec": ("results that import", "results of torch"),
+    "runtime.checks.call_structure: read_spec": ("results that import", "results of torch"),
     "runtime.pipelining.runner: PipelineRunner._find_loss": ("several losses",),
     "runtime.planned_forward: PlannedForward._find_constant": ("constants",),
-    "runtime.program: _Binder._writes": ("statistics that a pin shards",),
+    "runtime.program.local_program: _Binder._writes": ("statistics that a pin shards",),
 }
 """Refusals of a program and options, with the cases in which planning says the same."""
 
 OF_THE_MODEL = """
-runtime.agreement: raised_on_all_ranks check_equal_weights
-runtime.constants: check_held
-runtime.opaque: bind_module
+runtime.checks.agreement: raised_on_all_ranks check_equal_weights
+runtime.program.constants: check_held
+runtime.program.opaque: bind_module
 runtime.parallelize: parallelize _plans _only_stage
-runtime.parameters: check_parameters check_stored_alike
+runtime.parameters.parameters: check_parameters check_stored_alike
 runtime.pipelining.deferred_norms: _check_traced _check_used_once
 runtime.pipelining.devices: StageDevices.of _check_axes _check_can_be_part
 runtime.pipelining.model: pipeline
@@ -191,7 +191,7 @@ runtime.pipelining.model_part: check_held_alike
 runtime.pipelining.tied: TiedParameters._check_equal
 runtime.planned_forward: PlannedForward._find
 runtime.process_groups: process_group make_groups
-runtime.program: _place
+runtime.program.local_program: _place
 runtime.python_state.state: PythonState.check_applies
 runtime.torch_check: _check_same_version
 """
@@ -199,32 +199,32 @@ runtime.torch_check: _check_same_version
 
 OF_DOCUMENTS = """
 ops.calls: check_token
-ops.schema_checks: check_against_schema
-runtime.constants: prepared_inputs
+ops.rules.schema_checks: check_against_schema
+runtime.program.constants: prepared_inputs
 runtime.pipelining.devices: _position
 runtime.pipelining.schedules: make_schedule
 runtime.pipelining.stage: PlannedStage.check_local
 runtime.pipelining.tied: _distinct
-runtime.program: _Binder._check_inputs _Binder._local_shapes
+runtime.program.local_program: _Binder._check_inputs _Binder._local_shapes
 runtime.python_state.state: _record
-runtime.sharded_kernels.halo: _only _check
+runtime.program.sharded_kernels.halo: _only _check
 """
 """Refusals of documents that were written by hand, or changed."""
 
 OF_CALLS = """
 runtime.autocast: outside_autocast
-runtime.buckets: _check_unchanged
-runtime.call_checks: ParameterCheck.check _check_stored check_no_transform _compare
-runtime.call_structure: CallStructure.flatten
-runtime.constants: HeldConstant.get
+runtime.program.buckets: _check_unchanged
+runtime.checks.call_checks: ParameterCheck.check _check_stored check_no_transform _compare
+runtime.checks.call_structure: CallStructure.flatten
+runtime.program.constants: HeldConstant.get
 runtime.data_loader: shard_loader _Rows._rows
-runtime.dtensor_handlers: _of_lists _check_whole
-runtime.local_parameters: LocalParameters._check_all _current
+runtime.global_tensors.dtensor_handlers: _of_lists _check_whole
+runtime.parameters.local_parameters: LocalParameters._check_all _current
 runtime.model_class: _saved_whole.save_pretrained _Copying.__reduce_ex__
-runtime.opaque: bind_module.run bind_module.named _run
+runtime.program.opaque: bind_module.run bind_module.named _run
 runtime.parallelize: Planned._call_replaced Planned._ddp_params_and_buffers_to_ignore
 runtime.parallelize: planned_forward
-runtime.parameters: PlannedBuffer.stored
+runtime.parameters.parameters: PlannedBuffer.stored
 runtime.pipelining.full_states: _model_state_dict _optimizer_state_dict
 runtime.pipelining.losses: _called
 runtime.pipelining.micro_batches: MicroBatches.split MicroBatches._dim MicroBatches._dim_of_batch
@@ -236,12 +236,12 @@ runtime.pipelining.runner: PipelineRunner.train PipelineRunner._result
 runtime.pipelining.uninitialised: check_initialised
 runtime.planned_forward: RngStep.value PlannedForward.__call__ _resized_stage _check_divisible
 runtime.python_state.state: PythonState.check
-runtime.random_numbers: seeded.run dropout_factors
-runtime.regather: _SavedTensor.unpack
+runtime.program.random_numbers: seeded.run dropout_factors
+runtime.program.regather: _SavedTensor.unpack
 runtime.shards: dtensor_slices
 runtime.signature: Arguments.sizes Arguments.check_passed_again check_literal
 runtime.signature: _TensorArgument.check _TensorArgument.localize
-runtime.state_dicts: _on_mesh
+runtime.parameters.state_dicts: _on_mesh
 runtime.unsharded_forward: UnshardedForward._meet
 """
 """Refusals by a call of the planned model, or by a function that is given it."""
@@ -254,14 +254,15 @@ def listed(table: str) -> set[str]:
 
 
 ROOT = Path(autoshard.__file__).parent
-NOT_APPLYING = {"calibration", "global_tensors", "launch", "profiling", "weights"}
+NOT_APPLYING = {"global_tensors"}
 """Packages of the runtime that do not apply plans."""
 
 
 def refusals() -> set[str]:
     """All functions that raise an error of the library while a plan is applied or runs."""
     files = [path for path in ROOT.glob("runtime/**/*.py") if not NOT_APPLYING & {*path.parts}]
-    files += [ROOT / "ops" / name for name in ("calls.py", "schema_checks.py")]
+    files.append(ROOT / "runtime" / "global_tensors" / "dtensor_handlers.py")
+    files += [ROOT / "ops" / name for name in ("calls.py", "rules/schema_checks.py")]
     found: set[str] = set()
     for path in files:
         module = ".".join(path.relative_to(ROOT).with_suffix("").parts)

@@ -20,11 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoshard.errors import PlanError
 from autoshard.graph import graph_from_json
+from autoshard.lowering.recompute import recomputed
 from autoshard.plan import Checkpoint, Plan
-from autoshard.plan.recompute import recomputed
 from autoshard.runtime import local, parallelize, record_collectives, summarize
-from autoshard.runtime.instructions import Call, Recompute
 from autoshard.runtime.parallelize import planned_forward
+from autoshard.runtime.program.instructions import Call, Recompute
 
 NUM_RANKS = 2
 
@@ -344,6 +344,7 @@ CASES = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.ranks
 @pytest.mark.parametrize("case", CASES)
 def test_regather(case: str, on_ranks: Callable[[str], None]) -> None:

@@ -9,7 +9,7 @@ import pytest
 from torch.utils import _pytree as pytree
 
 from autoshard.errors import PlanError
-from autoshard.runtime.call_structure import read_spec
+from autoshard.runtime.checks.call_structure import read_spec
 
 
 @pytest.mark.parametrize("value", [(1, 2), {"a": [1, {"b": 2}]}, ((1,), {"x": None})])

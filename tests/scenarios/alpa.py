@@ -7,10 +7,11 @@ tests/shard_parallel (models, counts and objectives).
 from collections import Counter
 from typing import Any
 
+from autoshard.base.outcome import SolveStatus
+from autoshard.checker import check_plan
 from autoshard.graph import Graph
 from autoshard.mesh import COLLECTIVES, AlphaBeta, Axis, Device, Link, Mesh, Topology
-from autoshard.outcome import SolveStatus
-from autoshard.plan import Plan, PlanOptions, check_plan
+from autoshard.plan import Plan, PlanOptions
 from autoshard.planner import make_plan
 
 FREE = Device("free", {"float32": 1e30}, memory_bandwidth=1e30, memory=1 << 50)

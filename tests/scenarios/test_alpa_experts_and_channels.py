@@ -1,4 +1,4 @@
-"""Scenarios C: experts and convolutions under Alpa's costs; ids as in docs/scenarios.md."""
+"""Scenarios C: experts and convolutions under Alpa's costs; ids as in docs/scenarios.csv."""
 
 import pytest
 from scenarios.alpa import (

@@ -1,6 +1,6 @@
 """Scenarios A: data parallelism, tensor parallelism and ZeRO, under Alpa's costs.
 
-Each id names one published scenario; docs/scenarios.md lists them all, with those that
+Each id names one published scenario; docs/scenarios.csv lists them all, with those that
 do not hold. `sum of all-reduces` are Alpa's objectives without its penalty on replicated
 optimizer state, which stands for memory that we count as memory.
 """
@@ -26,7 +26,8 @@ from scenarios.alpa import (
 from scenarios.architectures import empty, function_graph, mlp, trained
 from torch import nn
 
-from autoshard.plan import PlanOptions, check_plan
+from autoshard.checker import check_plan
+from autoshard.plan import PlanOptions
 from autoshard.planner import make_plan
 
 narrow = partial(mlp, layers=6, batch=256, width=32)

@@ -1,4 +1,4 @@
-"""Scenarios B: transformers under Alpa's costs; ids as in docs/scenarios.md."""
+"""Scenarios B: transformers under Alpa's costs; ids as in docs/scenarios.csv."""
 
 import pytest
 from scenarios.alpa import (

@@ -9,9 +9,10 @@ from scenarios.alpa import operators
 from support.attention import decoder, decoding, llama
 from support.models import Case, graph_of, meta
 
+from autoshard.checker import check_plan
 from autoshard.graph import Graph
 from autoshard.mesh import make_mesh
-from autoshard.plan import Mode, Plan, PlanOptions, check_plan
+from autoshard.plan import Mode, Plan, PlanOptions
 from autoshard.planner import make_plan
 
 EIGHT = make_mesh((8,))

@@ -98,6 +98,7 @@ def gpt2_small() -> Case:
     return GPT2LMHeadModel(GPT2Config(use_cache=False)), {"input_ids": ids, "labels": ids}
 
 
+@pytest.mark.thorough
 def test_g8_stages_of_gpt2_are_balanced_and_as_many_as_asked_for() -> None:
     cutter = stage_cutter(graph_of(meta(gpt2_small)))
     by_layer = new_parameters(split(cutter, balance=(3, 3, 3, 3)))

@@ -1,4 +1,4 @@
-"""Scenarios D: expected DTensor placements; ids as in docs/scenarios.md.
+"""Scenarios D: expected DTensor placements; ids as in docs/scenarios.csv.
 
 Source: meta-pytorch/autoparallel, tests. Its low and high memory bounds are pins here:
 `all that can be is cut` and `replication is allowed`.

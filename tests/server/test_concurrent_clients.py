@@ -6,10 +6,12 @@ from collections import Counter
 from typing import Any
 
 import httpx2
+import pytest
 
+from autoshard.checker import check_plan
 from autoshard.graph import load_graph
 from autoshard.mesh import make_mesh
-from autoshard.plan import Plan, PlanOptions, check_plan
+from autoshard.plan import Plan, PlanOptions
 from autoshard.planner import plan_id
 from autoshard_server.solvers.executor import ThreadExecutor
 from autoshard_server.solvers.solving import solve
@@ -18,6 +20,7 @@ CLIENTS = 200
 DIFFERENT = 20
 
 
+@pytest.mark.thorough
 def test_two_hundred_clients_with_twenty_requests(start_service: Any, make_graph: Any) -> None:
     graph = make_graph(88)
     digest = hashlib.sha256(graph).hexdigest()

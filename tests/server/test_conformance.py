@@ -1,8 +1,11 @@
 """Conformance of the API to its specification."""
 
+import pytest
+
 from benchmarks.conformance import conform
 
 
+@pytest.mark.thorough
 def test_every_answer_conforms() -> None:
     found = conform(2, phases="examples,fuzzing")
     assert found.status == 0, found.text

@@ -8,6 +8,7 @@ import pytest
 from benchmarks.faults.scenarios import Place, Scenario, server_killed, worker_killed
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("scenario", [server_killed, worker_killed])
 def test_every_accepted_job_ends_once_and_right(
     scenario: Scenario, tmp_path: Path, postgres: Any

@@ -113,6 +113,7 @@ def typescript_client(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.thorough
 def test_a_python_client_plans(
     service: tuple[str, str], python_client: Path, archive: Path
 ) -> None:
@@ -139,6 +140,7 @@ def test_a_python_client_has_every_operation(
             assert sent == json.loads(json.dumps(example).replace('Z"', '+00:00"'))
 
 
+@pytest.mark.thorough
 def test_a_typescript_client_plans(
     service: tuple[str, str],
     typescript_client: Path,

@@ -48,6 +48,7 @@ def test_every_operation_has_an_id_of_its_own(specification: dict[str, Any]) -> 
     assert len(set(ids)) == len(ids)
 
 
+@pytest.mark.thorough
 def test_every_error_answer_is_a_problem_with_an_example(specification: dict[str, Any]) -> None:
     problem = {**specification["components"]["schemas"]["Problem"], **specification}
     for method, path, operation in operations(specification):

@@ -138,6 +138,7 @@ def await_ready(http: httpx2.Client) -> None:
     raise AssertionError("the service is not ready")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("way", ["stripped", "kept"])
 def test_addresses_of_responses_keep_the_path(
     published: Published, make_graph: Callable[[int], bytes], way: str
@@ -180,6 +181,7 @@ def test_the_log_has_the_address_of_the_client(published: Published) -> None:
     assert json.loads(line)["client"] == "127.0.0.1"
 
 
+@pytest.mark.thorough
 def test_it_serves_https_itself(tmp_path: Path, certificate: tuple[Path, Path]) -> None:
     options = ("--port", "0", "--tls-cert", str(certificate[0]), "--tls-key", str(certificate[1]))
     with served(tmp_path, *options) as (url, _):

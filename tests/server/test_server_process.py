@@ -22,6 +22,7 @@ from autoshard_server import Settings
 from autoshard_server.store.database import Stores
 
 
+@pytest.mark.thorough
 def test_it_serves_logs_json_and_ends_in_peace(tmp_path: Path, graph: bytes) -> None:
     store = f"sqlite:///{tmp_path / 'store.sqlite3'}"
     command = [sys.executable, "-m", "autoshard_server", "--port", "0", "--store-url", store]
@@ -54,6 +55,7 @@ def test_it_serves_logs_json_and_ends_in_peace(tmp_path: Path, graph: bytes) -> 
         httpx2.get(f"{url}/livez")
 
 
+@pytest.mark.thorough
 def test_a_worker_shows_whether_it_can_work(tmp_path: Path) -> None:
     store = f"sqlite:///{tmp_path / 'store.sqlite3'}"
     stores = Stores(Settings(store_url=store))
@@ -111,6 +113,7 @@ def test_a_worker_shows_whether_it_can_work(tmp_path: Path) -> None:
     stores.close()
 
 
+@pytest.mark.thorough
 def test_processes_that_count_together_show_each_figure_once(tmp_path: Path) -> None:
     code = (
         "from autoshard_server import Settings, ThreadExecutor\n"
@@ -146,6 +149,7 @@ def job_count(http: httpx2.Client) -> float:
     return float(found[1])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("flags", "word"),
     [

@@ -13,6 +13,7 @@ import pytest
 PAGE = Path(__file__).parents[2] / "docs" / "service.md"
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
 def test_the_page_runs(start_service: Any, graph: bytes, tmp_path: Path) -> None:
     service = start_service(store_url=f"sqlite:///{tmp_path / 'store.sqlite3'}")

@@ -89,6 +89,7 @@ both_ways = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.matrix
 @both_ways
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("share", [None, 0.3])

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.layered import free_node, layered, with_modes
 
-from autoshard.outcome import SolveStatus
+from autoshard.base.outcome import SolveStatus
 from autoshard.solve import Edge, Problem, brute_force, solve_problem
 from autoshard.solve.runs import RunOutcome, find_runs, solve_runs
 from autoshard.solve.runs.block_table import RunBlock, find_components
@@ -84,6 +84,7 @@ def test_free_links_have_no_modes() -> None:
     assert RunBlock(problem, run, None).components == ({},)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("share", [0.1, 0.4])
 def test_modes_under_a_limit(seed: int, share: float) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from support.layered import layered, with_modes
 
-from autoshard.arrays import FloatArray
+from autoshard.base.arrays import FloatArray
 from autoshard.solve import Problem, SolverSettings, restrict, solve_problem
 from autoshard.solve.runs import counted_groups, find_runs, solve_runs
 from autoshard.solve.runs.block_table import Component, RunBlock
@@ -95,6 +95,7 @@ def test_a_power_is_one_group_after_the_other(number: int, monkeypatch: pytest.M
     assert len(products) == counted_groups._num_products([number])
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("seed", range(6))
 def test_prices_that_do_not_matter_are_told_apart(seed: int) -> None:
     problem = moded(seed, num_shared=1)

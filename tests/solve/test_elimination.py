@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoshard.arrays import FloatArray
+from autoshard.base.arrays import FloatArray
 from autoshard.solve import Edge, MinMarginals, Node, Problem, SolverSettings, brute_force
-from autoshard.solve.elimination import Elimination
+from autoshard.solve.bounds.elimination import Elimination
 from autoshard.solve.network import Network
 from autoshard.solve.presolve import MergeTies
 from autoshard.solve.settings import Effort

@@ -5,9 +5,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from autoshard.arrays import FloatArray
+from autoshard.base.arrays import FloatArray
 from autoshard.solve import Edge, Node, Problem, SolverSettings, brute_force, solve_problem
-from autoshard.solve.forest_search import ForestSearch, search_forests
+from autoshard.solve.bounds.forest_search import ForestSearch, search_forests
 from autoshard.solve.network import Network
 from autoshard.solve.presolve import EnforceArcConsistency, MergeTies, Presolve
 from autoshard.solve.reduced_problem import ReducedProblem
@@ -67,6 +67,7 @@ def test_components_are_combined_within_the_limit() -> None:
     assert search.price(best) == pytest.approx(brute_force(problem).objective, rel=2e-3)
 
 
+@pytest.mark.thorough
 def test_steps_lower_the_price_and_keep_the_limits(random_problem: RandomProblem) -> None:
     num_better = 0
     for seed in range(120):
@@ -106,6 +107,7 @@ def test_the_search_reaches_the_optimum_of_a_cycle_under_a_limit() -> None:
     assert state.objective == pytest.approx(brute_force(problem).objective, rel=1e-12)
 
 
+@pytest.mark.thorough
 def test_a_huge_problem_ends_with_a_feasible_choice_and_a_bound() -> None:
     rng = np.random.default_rng(1)
     ends = [(int(u), v) for v in range(1, 10) for u in rng.choice(v, min(v, 3), replace=False)]

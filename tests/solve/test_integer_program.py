@@ -5,7 +5,7 @@ from threading import Event
 import numpy as np
 import pytest
 
-from autoshard.outcome import SolveStatus
+from autoshard.base.outcome import SolveStatus
 from autoshard.solve import (
     Edge,
     Node,

@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoshard.solve import Edge, Node, Problem, SolverSettings, brute_force, solve_problem
+from autoshard.solve.bounds.trws import TRWS, FlatNetwork
 from autoshard.solve.network import Network
 from autoshard.solve.presolve import EnforceArcConsistency, MergeTies, Presolve, SubstituteVariables
 from autoshard.solve.reduced_problem import ReducedProblem
 from autoshard.solve.state import SolveState
-from autoshard.solve.trws import TRWS, FlatNetwork
 
 RandomProblem = Callable[[int], Problem]
 seeds = st.integers(0, 2**32 - 1)
@@ -78,6 +78,7 @@ def test_messages_are_exact_on_a_tree() -> None:
     assert state.objective == pytest.approx(optimum, rel=1e-12)
 
 
+@pytest.mark.thorough
 @thorough
 @given(seed=seeds)
 def test_large_problems_find_what_brute_force_finds(

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from autoshard.base.outcome import SolveStatus
 from autoshard.errors import ProblemError
-from autoshard.outcome import SolveStatus
 from autoshard.solve import (
     Edge,
     Node,

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from autoshard.solve.min_plus_table import MinPlusTable
+from autoshard.solve.bounds.min_plus_table import MinPlusTable
 
 Matrix = NDArray[np.float64]
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autoshard.base.outcome import SolveStatus
 from autoshard.errors import ProblemError
-from autoshard.outcome import SolveStatus
 from autoshard.solve import Edge, Node, Problem, brute_force, minimum_usage
 
 RandomProblem = Callable[[int], Problem]

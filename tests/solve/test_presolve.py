@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoshard.arrays import IntArray
+from autoshard.base.arrays import IntArray
 from autoshard.solve import Edge, Node, Problem, brute_force
 from autoshard.solve.network import Network, Term
 from autoshard.solve.presolve import (

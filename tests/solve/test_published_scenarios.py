@@ -7,8 +7,8 @@ from functools import partial
 import numpy as np
 import pytest
 
-from autoshard.arrays import FloatArray
-from autoshard.outcome import SolveStatus
+from autoshard.base.arrays import FloatArray
+from autoshard.base.outcome import SolveStatus
 from autoshard.solve import (
     Edge,
     Node,

@@ -5,12 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autoshard.outcome import SolveStatus
+from autoshard.base.outcome import SolveStatus
 from autoshard.solve import Edge, Node, Problem, Repeat, brute_force, minimum_usage, solve_problem
 from benchmarks.random_problems import ROUTES, examine
 from tests.support.layered import layered
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("route", range(len(ROUTES)), ids=[*ROUTES])
 def test_every_route_finds_what_brute_force_finds(route: int) -> None:
     examined = [examine(seed) for seed in range(route, 12 * len(ROUTES), len(ROUTES))]

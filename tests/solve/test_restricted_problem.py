@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autoshard.base.outcome import SolveStatus
 from autoshard.errors import ProblemError
-from autoshard.outcome import SolveStatus
 from autoshard.solve import (
     Edge,
     MinMarginals,
@@ -21,9 +21,9 @@ from autoshard.solve import (
     brute_force,
     solve_problem,
 )
-from autoshard.solve.quotient_bounds import QuotientMessages, strategy_bounds
-from autoshard.solve.quotient_graph import QuotientGraph
-from autoshard.solve.restricted_problem import one_per_run, restrict
+from autoshard.solve.bounds.quotient_bounds import QuotientMessages, strategy_bounds
+from autoshard.solve.bounds.quotient_graph import QuotientGraph
+from autoshard.solve.programs.restricted_problem import one_per_run, restrict
 from autoshard.solve.runs import find_runs, independent_runs
 from autoshard.solve.settings import Effort
 
@@ -138,6 +138,7 @@ def least_by_strategy(problem: Problem) -> list[np.ndarray]:
     return [marginals.least for marginals in found if marginals is not None]
 
 
+@pytest.mark.thorough
 @settings(max_examples=80)
 @given(seed=st.integers(0, 10**6), sizes=SIZES)
 def test_bounds_of_messages_hold_and_never_fall(seed: int, sizes: tuple[int, int, int]) -> None:
@@ -190,6 +191,7 @@ def test_core_is_the_problem_with_fewer_strategies(seed: int, sizes: tuple[int, 
     ]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("seed", range(30))
 def test_restriction_gives_a_choice_and_a_bound_around_the_optimum(seed: int) -> None:
     problem = layered(seed, *[(3, 2, 0), (4, 1, 0), (5, 1, 1), (6, 1, 0)][seed % 4])
@@ -215,6 +217,7 @@ def test_restriction_without_path_costs_ends_at_the_optimum(seed: int) -> None:
     assert solution.objective == pytest.approx(expected.objective)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("share", [0.0, 0.2, 0.5, -0.1])
 @pytest.mark.parametrize("seed", range(6))
 def test_restriction_keeps_a_limit(seed: int, share: float) -> None:
@@ -235,6 +238,7 @@ def test_restriction_keeps_a_limit(seed: int, share: float) -> None:
         assert solution.objective >= expected.objective - 1e-9
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("seed", range(8))
 def test_restriction_keeps_one_limit_after_another(seed: int) -> None:
     """Whatever a warm_start says is likely, bounds hold and choices keep the limit."""

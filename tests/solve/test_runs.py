@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.layered import free_node, layered
 
-from autoshard.outcome import SolveStatus
+from autoshard.base.outcome import SolveStatus
 from autoshard.solve import Node, Problem, Repeat, SolverSettings, brute_force, solve_problem
 from autoshard.solve.runs import RunOutcome, find_runs, solve_runs
 from autoshard.solve.runs.run_tables import batched_min_plus, cheapest_path, power
@@ -49,6 +49,7 @@ def test_runs_agree_with_trying_everything(seed: int) -> None:
     assert solution.objective == pytest.approx(brute_force(problem).objective)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("seed", range(6))
 def test_shared_nodes_that_make_tables_too_large_are_relaxed(seed: int) -> None:
     """Without axes for shared nodes, runs give a bound and a choice; the rest of it the optimum."""
@@ -81,6 +82,7 @@ def with_usage(problem: Problem, seed: int, share: float) -> Problem:
     return replace(problem, nodes=tuple(nodes), usage_limit=limit)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("share", [0.0, 0.2, 0.5, 1.0])
 def test_a_limit_over_runs_gives_the_optimum(seed: int, share: float) -> None:
@@ -119,6 +121,7 @@ def test_many_layers_end_close_to_the_limit() -> None:
     assert state.objective - state.bound <= 0.02 * state.objective
 
 
+@pytest.mark.thorough
 def test_depth_costs_little() -> None:
     """The tables of 300 layers are those of 3."""
     few, many = (layered(1, num_layers=n, num_inner=2, num_shared=1) for n in (3, 300))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from support.layered import edge, free_node, layered, with_times
 
-from autoshard.outcome import SolveStatus
+from autoshard.base.outcome import SolveStatus
 from autoshard.solve import (
     Node,
     Problem,
@@ -43,6 +43,7 @@ def solved_through_runs(problem: Problem, *, gap: float = 1e-9) -> tuple[RunOutc
     return solve_runs(state), state
 
 
+@pytest.mark.thorough
 @settings(max_examples=40)
 @given(
     seed=st.integers(0, 10**6),
@@ -98,6 +99,7 @@ def with_twins(problem: Problem) -> Problem:
     )
 
 
+@pytest.mark.thorough
 @settings(max_examples=30)
 @given(
     seed=st.integers(0, 10**6),
@@ -120,6 +122,7 @@ def test_of_choices_that_cost_the_same_one_with_little_usage_is_taken(
     assert not (is_priced & (state.choice >= size)).any()
 
 
+@pytest.mark.thorough
 @settings(max_examples=20)
 @given(seed=st.integers(0, 10**6), num_layers=st.integers(2, 4))
 def test_a_warm_start_changes_no_answer(seed: int, num_layers: int) -> None:
@@ -139,6 +142,7 @@ def test_a_warm_start_changes_no_answer(seed: int, num_layers: int) -> None:
         assert solution.objective == pytest.approx(expected.objective)
 
 
+@pytest.mark.thorough
 @settings(max_examples=20)
 @given(seed=st.integers(0, 10**6), num_layers=st.integers(2, 4), share=SHARES)
 def test_known_choices_change_no_answer(seed: int, num_layers: int, share: float) -> None:
@@ -153,6 +157,7 @@ def test_known_choices_change_no_answer(seed: int, num_layers: int, share: float
     assert solution.objective == pytest.approx(expected.objective)
 
 
+@pytest.mark.thorough
 @settings(max_examples=20)
 @given(seed=st.integers(0, 10**6), num_layers=st.integers(2, 4), share=SHARES)
 def test_a_known_bound_without_the_limit_changes_no_answer(
@@ -178,6 +183,7 @@ def test_many_layers_end_near_the_bound(seed: int, share: float) -> None:
     assert state.objective - state.bound <= 0.02 * state.objective
 
 
+@pytest.mark.thorough
 @settings(max_examples=30)
 @given(seed=st.integers(0, 10**6), num_layers=st.integers(2, 4))
 def test_the_least_limit_of_layers(seed: int, num_layers: int) -> None:
@@ -190,6 +196,7 @@ def test_the_least_limit_of_layers(seed: int, num_layers: int) -> None:
     assert outcome is RunOutcome.INFEASIBLE or state.choice is None
 
 
+@pytest.mark.thorough
 @given(seed=st.integers(0, 10**6), share=SHARES)
 def test_weighted_usage_is_at_most_the_peak(seed: int, share: float) -> None:
     problem = limited(seed, share, 3, num_shared=1)
@@ -211,6 +218,7 @@ def test_weighted_usage_is_at_most_the_peak(seed: int, share: float) -> None:
             assert weights @ usage_weights.uses(choice) <= problem.peak_usage(choice) * (1 + 1e-12)
 
 
+@pytest.mark.thorough
 @settings(max_examples=40)
 @given(
     seed=st.integers(0, 10**6),

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoshard.arrays import IntArray
+from autoshard.base.arrays import IntArray
+from autoshard.base.outcome import SolveStatus
 from autoshard.errors import OptionError
-from autoshard.outcome import SolveStatus
 from autoshard.solve import (
     Edge,
     Node,
@@ -219,6 +219,7 @@ LIMITED_SOLVERS: dict[str, Callable[[Problem], Solution]] = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("solver", LIMITED_SOLVERS)
 @pytest.mark.parametrize("seed", range(4))
 def test_a_limit_is_kept_to_the_last_byte(seed: int, solver: str) -> None:

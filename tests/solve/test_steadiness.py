@@ -7,7 +7,7 @@ from itertools import count
 import numpy as np
 import pytest
 
-from autoshard.outcome import SolveStatus
+from autoshard.base.outcome import SolveStatus
 from autoshard.solve import Edge, Node, Problem, Solution, SolverSettings, solve_problem
 
 TIME_LIMIT = 600.0

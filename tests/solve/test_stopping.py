@@ -6,7 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from autoshard.outcome import SolveStatus
+from autoshard.base.outcome import SolveStatus
 from autoshard.solve import Edge, Node, Problem, Progress, solve_problem
 
 RandomProblem = Callable[[int], Problem]

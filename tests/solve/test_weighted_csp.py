@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from support.layered import edge, free_node, layered
 
-from autoshard.outcome import SolveStatus
+from autoshard.base.outcome import SolveStatus
 from autoshard.solve import Problem, solve_problem
 from benchmarks.weighted_csp import weighted_csp_optimum
 
@@ -15,12 +15,14 @@ def test_equal_layers(seed: int, num_shared: int) -> None:
     check(layered(seed, num_layers=30, num_inner=4, num_shared=num_shared, num_strategies=5))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("degree", [3, 4])
 def test_wide_networks(seed: int, degree: int) -> None:
     check(random_network(seed, num_nodes=40, degree=degree, num_strategies=4))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(3))
 def test_nodes_that_follow_each_other_and_forbidden_pairs(seed: int) -> None:
     problem = random_network(seed, num_nodes=40, degree=3, num_strategies=4, forbidden=0.2)

@@ -20,6 +20,7 @@ def test_the_largest_groups_give_up_entries_and_small_ones_keep_theirs() -> None
     assert group_limits({"": 90}, 50) == {"": 50}
 
 
+@pytest.mark.thorough
 @given(
     sizes=st.dictionaries(st.text(max_size=2), st.integers(0, 1000), max_size=8),
     most=st.none() | st.integers(0, 2000),

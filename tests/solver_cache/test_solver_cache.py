@@ -315,6 +315,7 @@ cache.close()
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["sql", "folder"])
 def test_processes_share_one_store(kind: str, url: str, tmp_path: Path) -> None:
     store = url if kind == "sql" else str(tmp_path / "folder")
@@ -391,6 +392,7 @@ def test_a_password_in_the_url_is_not_shown() -> None:
 NUM_OPENERS, NUM_DATABASES = 6, 40
 
 
+@pytest.mark.thorough
 def test_connections_that_open_a_new_database_at_once_wait_for_each_other(tmp_path: Path) -> None:
     def connect(engine: Engine, together: Barrier) -> str:
         together.wait()

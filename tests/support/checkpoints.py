@@ -10,7 +10,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from autoshard.runtime import init_empty_weights, save_checkpoint
+from autoshard.checkpoint import save_checkpoint
+from autoshard.runtime import init_empty_weights
 
 
 class Tied(nn.Module):

@@ -10,7 +10,7 @@ import os
 
 import torch
 
-from autoshard.runtime.launch import own_gpu
+from autoshard.launching import own_gpu
 
 DEVICE = os.environ.get("AUTOSHARD_TEST_DEVICE", "cpu")
 """Type of the devices of ranks: "cpu" or "cuda"."""

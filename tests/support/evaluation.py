@@ -17,7 +17,7 @@ from autoshard.graph import (
     Token,
     TokenKind,
 )
-from autoshard.graph.opaque import call_module, tensors_of
+from autoshard.graph.export.opaque_modules import call_module, tensors_of
 
 
 def resolve(argument: Argument, values: Mapping[str, torch.Tensor]) -> Any:

@@ -11,11 +11,12 @@ from math import prod
 
 from torch import nn
 
+from autoshard.base.outcome import SolveStatus
 from autoshard.graph import Graph, InputKind, graph_digest, graph_to_json, load_graph
-from autoshard.graph.export import export_model
+from autoshard.graph.export.model import export_model
 from autoshard.layouts import Layout, ReshardingTable, placement_texts
+from autoshard.lowering.instructions import count_collectives
 from autoshard.mesh import Mesh, join_axes, make_mesh
-from autoshard.outcome import SolveStatus
 from autoshard.plan import (
     Certificate,
     Costs,
@@ -31,7 +32,6 @@ from autoshard.plan import (
     Resharding,
     Stage,
 )
-from autoshard.plan.lowering import count_collectives
 
 Layouts = tuple[Sequence[str], Sequence[str]]
 """Of the inputs and of the outputs of one node."""

@@ -2,7 +2,7 @@
 
 from autoshard.plan import Plan
 from autoshard.plan.document import Pipeline, StageSummary, StageTimes
-from autoshard.plan.schedules import Schedule
+from autoshard.schedules.schedule import Schedule
 
 
 def equal_stages_plan(plan: Plan, schedule: Schedule, times: StageTimes) -> Plan:

@@ -3,11 +3,12 @@
 from typing import Any
 
 import pytest
-from support.models import Case, Planner, graph_of
+from support.models import Case, Planner, graph_of, meta, mlp
 
+from autoshard.checker import check_plan
 from autoshard.graph import Graph
 from autoshard.mesh import Mesh, make_mesh
-from autoshard.plan import Plan, PlanOptions, check_plan
+from autoshard.plan import Plan, PlanOptions
 from autoshard.planner import make_plan
 
 
@@ -24,3 +25,9 @@ def planned() -> Planner:
         return made
 
     return plan
+
+
+@pytest.fixture(scope="session")
+def megatron(planned: Planner) -> Plan:
+    """A plan with every kind of part: a tensor-parallel MLP with one token."""
+    return planned(meta(mlp, 1, 8192, 32768, 8192), (2, 2))

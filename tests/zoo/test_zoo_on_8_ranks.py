@@ -10,6 +10,7 @@ NUM_RANKS = 8
 CASES = cases(a=2, b=4)
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     "case", with_long(["swin float64 on 8", "llama float64 on 8"], ["llama float64 on 8"])

@@ -15,6 +15,7 @@ Properties of a normalised graph:
 
 from collections.abc import Sequence
 
+from autoshard.graph.archive.parse import Program
 from autoshard.graph.checks import check_wiring
 from autoshard.graph.ir import Graph
 from autoshard.graph.normalise.experts import group_experts
@@ -26,7 +27,6 @@ from autoshard.graph.normalise.out_arguments import without_out_arguments
 from autoshard.graph.normalise.prepare import prepare
 from autoshard.graph.normalise.simplify import drop_dead_code, make_explicit, simplify
 from autoshard.graph.normalise.ties import merge_ties
-from autoshard.graph.parse import Program
 
 
 def normalise(program: Program, *, ties: Sequence[Sequence[str]] | None = None) -> Graph:

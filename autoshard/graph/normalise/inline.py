@@ -13,9 +13,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from autoshard.errors import SchemaError, UnsupportedError
+from autoshard.graph.archive.parse import PIPE_SPLIT, Body, Program, Region
 from autoshard.graph.ir import Argument, Graph, Node, Output, Ref, Tensor
 from autoshard.graph.normalise.rewriting import Names, rewire
-from autoshard.graph.parse import PIPE_SPLIT, Body, Program, Region
 
 _SET_GRAD = "higher_order.wrap_with_set_grad_enabled"
 _AUTOCAST = "higher_order.wrap_with_autocast"

@@ -4,13 +4,13 @@ from collections.abc import Hashable, Sequence
 
 import numpy as np
 
-from autoshard.arrays import FloatArray, IntArray
+from autoshard.base.arrays import FloatArray, IntArray
 from autoshard.errors import OptionError
 from autoshard.graph import InputKind, StageCutter
 from autoshard.mesh import Mesh
 from autoshard.ops import call_of, rule_for
 from autoshard.plan.options import PlanOptions, Weight
-from autoshard.plan.pricing import Prices
+from autoshard.pricing.prices import Prices
 
 _ROUNDING = 1e-9
 """Relative difference of sums of weights that are considered equal."""

@@ -6,20 +6,20 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Any, NamedTuple
 
+from autoshard.base.outcome import SolveStatus
 from autoshard.errors import PlanError
 from autoshard.graph import Graph, InputKind, Node, Ref, graph_digest, graph_to_json, layer_path
 from autoshard.graph.normalise.rewriting import rewire
+from autoshard.lowering.timeline import timeline
 from autoshard.mesh import Mesh
-from autoshard.outcome import SolveStatus
 from autoshard.plan.document import Plan, Stage, StageTimes
-from autoshard.plan.execution import is_in_modules
 from autoshard.plan.options import Pins, PlanOptions
 from autoshard.plan.predictions import Memory
-from autoshard.plan.pricing import Prices
-from autoshard.plan.stage_times import stage_times
-from autoshard.plan.timeline import timeline
+from autoshard.planner.formulation.stage_builder import peak_memory
 from autoshard.planner.planner import plan_id
-from autoshard.planner.stage_builder import peak_memory
+from autoshard.pricing.execution import is_in_modules
+from autoshard.pricing.prices import Prices
+from autoshard.pricing.stage_times import stage_times
 from autoshard.solve import KeyValueStore, content_key, read_sealed, write_sealed
 
 LEAST_TIME_LIMIT = 5.0

@@ -5,13 +5,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf
 
+from autoshard.base.limits import LimitReached
+from autoshard.base.outcome import SolveStatus
 from autoshard.graph import Graph
-from autoshard.limits import LimitReached
 from autoshard.mesh import Mesh
-from autoshard.outcome import SolveStatus
 from autoshard.plan.options import PlanOptions
-from autoshard.planner.formulating import formulated, work_limits
-from autoshard.planner.formulation import Formulation
+from autoshard.planner.formulation.formulating import formulated, work_limits
+from autoshard.planner.formulation.formulation import Formulation
 from autoshard.solve import CancelToken, KeyValueStore, Problem, Progress, Solution, solve_problem
 
 _LEAST_SECONDS = 0.5

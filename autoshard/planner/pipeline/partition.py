@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autoshard.arrays import FloatArray
+from autoshard.base.arrays import FloatArray
 
 MAX_SIMULATIONS = 2_000
 """Maximum number of partitions that are simulated."""

@@ -8,27 +8,26 @@ from functools import cached_property, partial
 from math import inf, log2
 from typing import Any, NamedTuple
 
-from autoshard.arguments import Count, check_arguments
+from autoshard.base.arguments import Count, check_arguments
+from autoshard.base.limits import LimitReached, Limits, limited
+from autoshard.base.outcome import SolveStatus, relative_gap
 from autoshard.errors import OptionError
 from autoshard.graph import Graph, GraphLike, StageCutter, to_graph
-from autoshard.limits import LimitReached, Limits, limited
+from autoshard.lowering.instructions import count_collectives
 from autoshard.mesh import Mesh, MeshLike, to_mesh
-from autoshard.outcome import SolveStatus, relative_gap
 from autoshard.plan.certificate import with_statement
 from autoshard.plan.document import GraphSummary, Plan
-from autoshard.plan.lowering import count_collectives
 from autoshard.plan.options import PlanOptions, to_options
-from autoshard.plan.performance import plan_performance
 from autoshard.plan.predictions import Certificate, Costs
-from autoshard.plan.rank_memory import largest_rank_memory
-from autoshard.plan.schedule_simulation import ScheduleSimulation
-from autoshard.plan.schedules import Schedule, schedule_error
 from autoshard.plan.stage_options import on_sub_mesh, stage_options, with_pinned_ends
 from autoshard.plan.sub_meshes import num_pipeline_ranks, sub_mesh
-from autoshard.plan.throughput import program_work
 from autoshard.planner.baselines import ComparisonLimits, with_comparisons
-from autoshard.planner.formulating import check_checkpointing, check_runs, check_trainable
-from autoshard.planner.least_memory import LeastMemory
+from autoshard.planner.formulation.formulating import (
+    check_checkpointing,
+    check_runs,
+    check_trainable,
+)
+from autoshard.planner.memory.least_memory import LeastMemory
 from autoshard.planner.pipeline.equal_stages import LEAST_TIME_LIMIT, EqualStages
 from autoshard.planner.pipeline.limits import SearchLimits, Stopped
 from autoshard.planner.pipeline.policies import (
@@ -53,6 +52,11 @@ from autoshard.planner.planner import (
     provenance,
     without_memory,
 )
+from autoshard.pricing.performance import plan_performance
+from autoshard.pricing.throughput import program_work
+from autoshard.schedules.rank_memory import largest_rank_memory
+from autoshard.schedules.schedule import Schedule, schedule_error
+from autoshard.schedules.simulation import ScheduleSimulation
 from autoshard.solve import CancelToken, KeyValueStore, Progress
 
 _USUAL_RANKS = 8

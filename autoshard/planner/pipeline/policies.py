@@ -3,11 +3,11 @@
 from collections.abc import Collection
 from functools import cache
 
+from autoshard.constraints import DimOrigins
 from autoshard.errors import OptionError
 from autoshard.graph import OPAQUE_MODULE, Graph, Node, StageCutter
 from autoshard.mesh import Mesh
 from autoshard.ops import draws_random_numbers
-from autoshard.plan.constraints import DimOrigins
 from autoshard.plan.options import PlanOptions
 from autoshard.planner.pipeline.balance import balanced_cuts, node_weights
 from autoshard.planner.pipeline.named_cuts import layer_cuts, marked_cuts, named_cuts

@@ -10,18 +10,18 @@ from bisect import bisect_left
 from contextlib import suppress
 from dataclasses import replace
 
+from autoshard.base.outcome import SolveStatus
 from autoshard.graph import Graph
 from autoshard.mesh import Mesh
-from autoshard.outcome import SolveStatus
 from autoshard.plan.document import Plan
 from autoshard.plan.options import PlanOptions
-from autoshard.planner.budget_rounds import Outcome, StagePlan, problem_sizes
-from autoshard.planner.budget_search import BudgetSearch
-from autoshard.planner.formulation import Formulation
+from autoshard.planner.budget.rounds import Outcome, StagePlan, problem_sizes
+from autoshard.planner.budget.search import BudgetSearch
+from autoshard.planner.formulation.formulation import Formulation
+from autoshard.planner.formulation.stage_builder import Decisions
 from autoshard.planner.pipeline.limits import SearchLimits, Stopped
 from autoshard.planner.pipeline.range_costs import SHARES_OF_TIME, fastest, frugal
 from autoshard.planner.planner import plan_document, plan_id
-from autoshard.planner.stage_builder import Decisions
 from autoshard.solve import KeyValueStore, Solution
 
 

@@ -18,21 +18,21 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autoshard.arrays import FloatArray, IntArray
+from autoshard.base.arrays import FloatArray, IntArray
 from autoshard.costs import GATHERED_ONCE, Frequency
 from autoshard.graph import CutPoint, Graph, InputKind, Node, Shortened, StageCutter, shorten
 from autoshard.layouts import I, Kind, Layout, R
+from autoshard.lowering.instructions import lower
+from autoshard.lowering.memory import MemoryOp, StageMemory
 from autoshard.mesh import Mesh
 from autoshard.ops import Strategy, weights_of
 from autoshard.plan.document import Stage
-from autoshard.plan.lowering import lower
-from autoshard.plan.memory import MemoryOp, StageMemory
 from autoshard.plan.options import PlanOptions
-from autoshard.planner.edge_costs import EdgeCosts
-from autoshard.planner.formulation import Formulation, Role
+from autoshard.planner.formulation.edge_costs import EdgeCosts
+from autoshard.planner.formulation.formulation import Formulation, Role
+from autoshard.planner.formulation.stage_builder import Decisions, StageBuilder, with_gathers_again
 from autoshard.planner.pipeline.limits import SearchLimits
 from autoshard.planner.planner import plan_id
-from autoshard.planner.stage_builder import Decisions, StageBuilder, with_gathers_again
 from autoshard.solve import (
     Edge,
     KeyValueStore,

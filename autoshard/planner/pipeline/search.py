@@ -8,17 +8,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autoshard.arrays import FloatArray
+from autoshard.base.arrays import FloatArray
 from autoshard.graph import CutPoint, StageCutter
 from autoshard.layouts import Layout
 from autoshard.mesh import Mesh
 from autoshard.plan.document import StageTimes
 from autoshard.plan.options import PlanOptions, ScheduleName
-from autoshard.plan.schedule_simulation import ScheduleSimulation, simulate_schedule
-from autoshard.plan.schedules import Schedule, schedule_error
 from autoshard.plan.stage_options import on_sub_mesh
 from autoshard.plan.sub_meshes import is_aligned, sub_mesh, sub_mesh_sizes
-from autoshard.plan.transfers import transfer_seconds
 from autoshard.planner.pipeline.limits import SearchLimits
 from autoshard.planner.pipeline.partition import Partition, PartitionProblem, RangeTable
 from autoshard.planner.pipeline.range_costs import RangeCosts, range_costs
@@ -28,6 +25,9 @@ from autoshard.planner.pipeline.stage_tables import (
     StageTable,
     stage_table,
 )
+from autoshard.schedules.schedule import Schedule, schedule_error
+from autoshard.schedules.simulation import ScheduleSimulation, simulate_schedule
+from autoshard.schedules.transfers import transfer_seconds
 from autoshard.solve import KeyValueStore
 
 _MAX_POINTS = 96

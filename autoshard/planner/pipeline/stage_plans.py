@@ -17,10 +17,10 @@ from autoshard.plan.document import (
     Transfer,
 )
 from autoshard.plan.options import PlanOptions
-from autoshard.plan.schedule_simulation import ScheduleSimulation, simulate_schedule
-from autoshard.plan.schedules import Schedule
-from autoshard.plan.transfers import largest_load, messages, transfer_seconds
 from autoshard.planner.pipeline.search import StagePlace
+from autoshard.schedules.schedule import Schedule
+from autoshard.schedules.simulation import ScheduleSimulation, simulate_schedule
+from autoshard.schedules.transfers import largest_load, messages, transfer_seconds
 
 Layouts = Mapping[str, str]
 """Layout of each value that can cross a cut, as text."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoshard.arrays import FloatArray
+from autoshard.base.arrays import FloatArray
 from autoshard.plan.document import StageTimes
 from autoshard.planner.pipeline.partition import RangeTable
 from autoshard.planner.pipeline.range_costs import Segments

@@ -10,8 +10,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autoshard.layouts import Layout, to_placements
-from autoshard.runtime.dtensors import from_local, full_tensor, local_tensor, store_full
 from autoshard.runtime.global_tensors.checks import check_plain, drawn_alike, say_gathered
+from autoshard.runtime.global_tensors.dtensors import (
+    from_local,
+    full_tensor,
+    local_tensor,
+    store_full,
+)
 from autoshard.runtime.global_tensors.metadata import is_shaped_alike
 from autoshard.runtime.global_tensors.on_shards import Call, Rule, run_on_shards
 from autoshard.runtime.global_tensors.origins import (

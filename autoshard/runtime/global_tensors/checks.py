@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from autoshard.base.quantities import format_bytes
 from autoshard.errors import PlanError
 from autoshard.layouts import Layout, to_placements
-from autoshard.quantities import format_bytes
-from autoshard.runtime.agreement import digest_of, numbers_of_all_ranks
+from autoshard.runtime.checks.agreement import digest_of, numbers_of_all_ranks
 from autoshard.runtime.global_tensors.placed import Placed
 
 _SAID: set[str] = set()

@@ -14,8 +14,8 @@ from torch import nn
 
 from autoshard.errors import PlanError
 from autoshard.graph import OPAQUE_MODULE, Graph, Node, OpaqueCall, Ref
-from autoshard.runtime.dtensors import local_tensor
-from autoshard.runtime.parameters import ModuleAttribute
+from autoshard.runtime.global_tensors.dtensors import local_tensor
+from autoshard.runtime.parameters.parameters import ModuleAttribute
 
 _REMEDY = (
     "leave deferred_batch_norm out, so that each micro-batch updates the running statistics, or "

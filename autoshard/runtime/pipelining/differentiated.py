@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 
 from autoshard.graph import Graph, graph_from_json
 from autoshard.plan import Plan
-from autoshard.plan.requirements import loss_positions
+from autoshard.report.requirements import loss_positions
 
 
 class DifferentiatedParameters:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from autoshard.errors import CheckpointError
-from autoshard.runtime.dtensors import full_tensor
+from autoshard.runtime.global_tensors.dtensors import full_tensor
 from autoshard.runtime.pipelining.devices import StageDevices
 from autoshard.torch_private import (
     replace_state_dicts,

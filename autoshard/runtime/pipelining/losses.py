@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from autoshard.errors import AutoshardError, PlanError
-from autoshard.runtime.dtensors import full_tensor
+from autoshard.runtime.global_tensors.dtensors import full_tensor
 from autoshard.torch_private import pytree
 
 LossFunction = Callable[[Any, Any], torch.Tensor]

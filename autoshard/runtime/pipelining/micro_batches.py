@@ -9,8 +9,8 @@ from torch.distributed.tensor import DTensor
 
 from autoshard.errors import PlanError
 from autoshard.plan.document import Pipeline, PipelineArgument
-from autoshard.runtime.call_structure import CallStructure
-from autoshard.runtime.dtensors import full_tensor
+from autoshard.runtime.checks.call_structure import CallStructure
+from autoshard.runtime.global_tensors.dtensors import full_tensor
 from autoshard.runtime.signature import check_literal
 from autoshard.torch_private import pytree
 

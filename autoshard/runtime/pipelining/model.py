@@ -12,15 +12,16 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.arguments import DimIndex, Seed, check_arguments
+from autoshard.base.arguments import DimIndex, Seed, check_arguments
 from autoshard.errors import PlanError
 from autoshard.plan import Plan, Stage
-from autoshard.runtime.accumulation import GradientAccumulation
-from autoshard.runtime.agreement import raised_on_all_ranks
 from autoshard.runtime.autocast import outside_autocast
-from autoshard.runtime.dtensor_handlers import install_dtensor_handlers
+from autoshard.runtime.checks.agreement import raised_on_all_ranks
+from autoshard.runtime.global_tensors.dtensor_handlers import install_dtensor_handlers
 from autoshard.runtime.model_class import NotPickled, class_as_before, original_forward
-from autoshard.runtime.parameters import stored_names
+from autoshard.runtime.parameters.parameters import stored_names
+from autoshard.runtime.parameters.shared_buffers import shared_buffers_kept
+from autoshard.runtime.parameters.state_dicts import support_state_dicts
 from autoshard.runtime.pipelining.deferred_norms import DeferredBatchNorms
 from autoshard.runtime.pipelining.devices import StageDevices
 from autoshard.runtime.pipelining.full_states import support_full_states
@@ -41,10 +42,9 @@ from autoshard.runtime.pipelining.stage import PlannedStage
 from autoshard.runtime.pipelining.stage_forward import Checkpointing, StageForward
 from autoshard.runtime.pipelining.uninitialised import allocate
 from autoshard.runtime.planned_forward import RngStep
-from autoshard.runtime.program import LocalProgram
+from autoshard.runtime.program.accumulation import GradientAccumulation
+from autoshard.runtime.program.local_program import LocalProgram
 from autoshard.runtime.python_state.state import PythonState
-from autoshard.runtime.shared_buffers import shared_buffers_kept
-from autoshard.runtime.state_dicts import support_state_dicts
 from autoshard.runtime.torch_check import prepare_pipelines
 from autoshard.torch_private import never_compiled
 

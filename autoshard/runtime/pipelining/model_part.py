@@ -9,8 +9,8 @@ from torch import nn
 
 from autoshard.errors import PlanError
 from autoshard.plan import PlacedInput, Plan, Stage
-from autoshard.runtime.model_tensors import model_tensors
-from autoshard.runtime.parameters import check_parameters, distribute_state
+from autoshard.runtime.parameters.model_tensors import model_tensors
+from autoshard.runtime.parameters.parameters import check_parameters, distribute_state
 from autoshard.runtime.pipelining.devices import StageDevices
 from autoshard.runtime.pipelining.stage_forward import StageForward
 from autoshard.torch_private import own_buffers, own_parameters

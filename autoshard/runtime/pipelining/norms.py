@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autoshard.errors import PlanError
-from autoshard.runtime.dtensor_handlers import FURTHER_GROUPS
-from autoshard.runtime.dtensors import local_tensor
+from autoshard.runtime.global_tensors.dtensor_handlers import FURTHER_GROUPS
+from autoshard.runtime.global_tensors.dtensors import local_tensor
 from autoshard.runtime.pipelining.devices import StageDevices
 from autoshard.runtime.recorder import not_recorded
 from autoshard.torch_private import replace_total_norm, torch_total_norm

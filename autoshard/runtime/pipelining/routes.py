@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed import P2POp, ProcessGroup
 
 from autoshard.layouts import Layout
-from autoshard.plan.transfers import Slices, messages
+from autoshard.schedules.transfers import Slices, messages
 
 
 @dataclass(frozen=True, slots=True)

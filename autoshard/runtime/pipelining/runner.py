@@ -14,9 +14,9 @@ from torch import nn
 from autoshard.errors import AutoshardError, PlanError
 from autoshard.plan import Plan
 from autoshard.plan.document import Transfer
-from autoshard.plan.requirements import several_losses
-from autoshard.runtime.agreement import raised_on_all_ranks
-from autoshard.runtime.call_checks import check_no_transform, compare_over_ranks
+from autoshard.report.requirements import several_losses
+from autoshard.runtime.checks.agreement import raised_on_all_ranks
+from autoshard.runtime.checks.call_checks import check_no_transform, compare_over_ranks
 from autoshard.runtime.pipelining.devices import StageDevices
 from autoshard.runtime.pipelining.differentiated import DifferentiatedParameters
 from autoshard.runtime.pipelining.losses import Losses, LossFunction

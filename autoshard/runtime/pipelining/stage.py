@@ -11,7 +11,7 @@ from torch.distributed import P2POp, ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.errors import PlanError
-from autoshard.plan.stage_times import splits_backward
+from autoshard.pricing.stage_times import splits_backward
 from autoshard.runtime.pipelining.backward import SplitBackward, run_backward
 from autoshard.runtime.pipelining.routes import Incoming, Messages, Route
 from autoshard.runtime.pipelining.stage_forward import MicroBatch, StageForward

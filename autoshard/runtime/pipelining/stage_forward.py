@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from autoshard.runtime.parameters import store_updates
+from autoshard.runtime.parameters.parameters import store_updates
 from autoshard.runtime.pipelining.deferred_norms import DeferredBatchNorms
 from autoshard.runtime.planned_forward import PlannedForward
 

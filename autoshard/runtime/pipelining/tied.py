@@ -8,7 +8,7 @@ from torch import nn
 
 from autoshard.errors import PlanError
 from autoshard.plan import PlacedInput, Plan
-from autoshard.runtime.dtensors import local_tensor
+from autoshard.runtime.global_tensors.dtensors import local_tensor
 from autoshard.runtime.pipelining.devices import StageDevices
 from autoshard.runtime.pipelining.routes import End, Route, exchange
 from autoshard.runtime.recorder import CONTENTS, not_recorded

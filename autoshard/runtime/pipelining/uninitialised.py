@@ -12,9 +12,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.errors import PlanError
-from autoshard.runtime.agreement import raised_on_all_ranks
-from autoshard.runtime.dtensors import local_tensor
-from autoshard.runtime.model_tensors import empty_like
+from autoshard.runtime.checks.agreement import raised_on_all_ranks
+from autoshard.runtime.global_tensors.dtensors import local_tensor
+from autoshard.runtime.parameters.model_tensors import empty_like
 from autoshard.torch_private import own_buffers, own_parameters
 
 _EMPTIED = "_emptied"

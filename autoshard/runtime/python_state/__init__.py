@@ -1,7 +1,7 @@
 """The Python state that forward read at export, compared with the model's on every call.
 
-In: the records of the exports of all plans of a model (`autoshard.graph.python_state`). Out: an
-error that names what is different.
+In: the records of the exports of all plans of a model (`autoshard.graph.export.python_state`). Out:
+an error that names what is different.
 
 * `lookup` finds recorded places in the model;
 * `reference` makes a record of the model as it is, for plans without one;

@@ -3,11 +3,11 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from autoshard.graph.python_state.global_hooks import GLOBAL_HOOKS
-from autoshard.graph.python_state.paths import CHILDREN, HOOKS, Path, path_text
-from autoshard.graph.python_state.recorder import FORWARD, MODE
-from autoshard.graph.python_state.values import Value
-from autoshard.graph.python_state.wording import shown, shown_path
+from autoshard.graph.export.python_state.global_hooks import GLOBAL_HOOKS
+from autoshard.graph.export.python_state.paths import CHILDREN, HOOKS, Path, path_text
+from autoshard.graph.export.python_state.recorder import FORWARD, MODE
+from autoshard.graph.export.python_state.values import Value
+from autoshard.graph.export.python_state.wording import shown, shown_path
 
 _MOST = 5
 _TENSOR: Value = {"tensor": True}

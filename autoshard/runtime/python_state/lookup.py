@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import nn
 
-from autoshard.graph.python_state.code import code_digest
-from autoshard.graph.python_state.holders import identity
-from autoshard.graph.python_state.paths import (
+from autoshard.graph.export.python_state.code import code_digest
+from autoshard.graph.export.python_state.holders import identity
+from autoshard.graph.export.python_state.paths import (
     CHILDREN,
     HOOKS,
     Key,
@@ -20,9 +20,15 @@ from autoshard.graph.python_state.paths import (
     name_of,
     read_path,
 )
-from autoshard.graph.python_state.queries import query_at
-from autoshard.graph.python_state.recorder import FORWARD
-from autoshard.graph.python_state.values import MISSING, Value, children_of, describe, hooks_of
+from autoshard.graph.export.python_state.queries import query_at
+from autoshard.graph.export.python_state.recorder import FORWARD
+from autoshard.graph.export.python_state.values import (
+    MISSING,
+    Value,
+    children_of,
+    describe,
+    hooks_of,
+)
 
 Record = Mapping[Path, Value]
 

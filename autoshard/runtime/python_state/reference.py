@@ -11,9 +11,9 @@ from typing import Any
 from torch import nn
 
 from autoshard.graph import OPAQUE_MODULE, Graph, training_modules
-from autoshard.graph.python_state.code import code_digest, is_user_module
-from autoshard.graph.python_state.holders import MODULE_FIELDS, class_path
-from autoshard.graph.python_state.paths import (
+from autoshard.graph.export.python_state.code import code_digest, is_user_module
+from autoshard.graph.export.python_state.holders import MODULE_FIELDS, class_path
+from autoshard.graph.export.python_state.paths import (
     CALLED,
     CHILDREN,
     HOOKS,
@@ -22,8 +22,8 @@ from autoshard.graph.python_state.paths import (
     instance_dict,
     name_of,
 )
-from autoshard.graph.python_state.recorder import MODE
-from autoshard.graph.python_state.values import Value, children_of, describe, hooks_of
+from autoshard.graph.export.python_state.recorder import MODE
+from autoshard.graph.export.python_state.values import Value, children_of, describe, hooks_of
 from autoshard.torch_private import BatchNormBase, DropoutBase
 
 _UNKNOWN = frozenset({"object", "tensor", "module", "random", "iterator", "context", "array"})

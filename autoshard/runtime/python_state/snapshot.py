@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoshard.graph.python_state.global_hooks import GLOBAL_HOOKS, global_hooks, of_users
-from autoshard.graph.python_state.paths import (
+from autoshard.graph.export.python_state.global_hooks import GLOBAL_HOOKS, global_hooks, of_users
+from autoshard.graph.export.python_state.paths import (
     CALLED,
     CHILDREN,
     HOOKS,
@@ -20,9 +20,9 @@ from autoshard.graph.python_state.paths import (
     path_text,
     read_path,
 )
-from autoshard.graph.python_state.queries import query_at
-from autoshard.graph.python_state.recorder import FORWARD
-from autoshard.graph.python_state.values import Value, describe, hooks_of, same
+from autoshard.graph.export.python_state.queries import query_at
+from autoshard.graph.export.python_state.recorder import FORWARD
+from autoshard.graph.export.python_state.values import Value, describe, hooks_of, same
 from autoshard.runtime.python_state.lookup import Lookup, Record
 from autoshard.runtime.python_state.walk import Walk
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
-from autoshard.arrays import IntArray
+from autoshard.base.arrays import IntArray
 from autoshard.solve.network import Network
 from autoshard.solve.settings import DEFAULT_EFFORT, Effort
 

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from autoshard.arrays import BoolArray, FloatArray, IntArray
+from autoshard.base.arrays import BoolArray, FloatArray, IntArray
 from autoshard.solve.network import Matrix, Network, Term, Variable, spread
 from autoshard.solve.presolve.base import Inverse, Worklist, nothing_to_undo
 from autoshard.solve.presolve.merge_variables import merged_terms

@@ -10,7 +10,7 @@ from math import prod
 
 import numpy as np
 
-from autoshard.arrays import FloatArray, IntArray
+from autoshard.base.arrays import FloatArray, IntArray
 from autoshard.solve.network import (
     Link,
     Matrix,

@@ -14,16 +14,16 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.arrays import BoolArray, FloatArray, IntArray
+from autoshard.base.arrays import BoolArray, FloatArray, IntArray
 from autoshard.solve.block_cache import (
     CachedTable,
     KeyValueStore,
     SolvedBlock,
     content_key,
 )
-from autoshard.solve.elimination import Elimination, Evaluation
+from autoshard.solve.bounds.elimination import Elimination, Evaluation
+from autoshard.solve.bounds.path_costs import ShortestPathCost
 from autoshard.solve.network import Matrix, Network, Variable, component_labels, components
-from autoshard.solve.path_costs import ShortestPathCost
 from autoshard.solve.presolve import (
     DropDominated,
     EliminateNeighbours,

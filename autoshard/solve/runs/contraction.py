@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from autoshard.arrays import FloatArray, IntArray
+from autoshard.base.arrays import FloatArray, IntArray
 from autoshard.solve.block_cache import KeyValueStore, SolvedBlock
-from autoshard.solve.elimination import Elimination
+from autoshard.solve.bounds.elimination import Elimination
 from autoshard.solve.network import Network, Variable
 from autoshard.solve.presolve import Inverse, sequence
 from autoshard.solve.problem import Problem

@@ -10,7 +10,7 @@ from collections import defaultdict
 
 import numpy as np
 
-from autoshard.arrays import FloatArray, IntArray
+from autoshard.base.arrays import FloatArray, IntArray
 from autoshard.solve.runs.contraction import ContractedProblem
 from autoshard.solve.runs.group_master import GroupMaster
 from autoshard.solve.runs.usage_prices import EVALUATIONS, Point, UsageLagrangian

@@ -13,8 +13,8 @@ from math import prod
 
 import numpy as np
 
-from autoshard.arrays import BoolArray, FloatArray, IntArray
-from autoshard.solve.elimination import MinMarginals, Table
+from autoshard.base.arrays import BoolArray, FloatArray, IntArray
+from autoshard.solve.bounds.elimination import MinMarginals, Table
 from autoshard.solve.network import Network, Variable
 from autoshard.solve.presolve import Inverse
 from autoshard.solve.runs.block_table import BlockTable

@@ -3,7 +3,7 @@
 import numpy as np
 from scipy.optimize import linprog
 
-from autoshard.arrays import FloatArray
+from autoshard.base.arrays import FloatArray
 
 
 def best_prices(price: FloatArray, slope: FloatArray, box: float) -> tuple[FloatArray, float]:

@@ -8,10 +8,10 @@ from itertools import pairwise
 
 import numpy as np
 
-from autoshard.arrays import FloatArray, IntArray
-from autoshard.memo import kept_in_argument
+from autoshard.base.arrays import FloatArray, IntArray
+from autoshard.base.memo import kept_in_argument
+from autoshard.solve.bounds.path_costs import ShortestPathCost
 from autoshard.solve.network import fingerprint
-from autoshard.solve.path_costs import ShortestPathCost
 from autoshard.solve.problem import Edge, Problem
 
 _Row = tuple[int, int, int]

@@ -15,10 +15,10 @@ from itertools import pairwise
 import numpy as np
 from scipy import sparse
 
-from autoshard.arrays import BoolArray, FloatArray, IntArray
-from autoshard.solve.linear_program import integer_point
+from autoshard.base.arrays import BoolArray, FloatArray, IntArray
 from autoshard.solve.network import spread
 from autoshard.solve.problem import Problem
+from autoshard.solve.programs.linear_program import integer_point
 from autoshard.solve.runs.find import Run, independent_runs
 from autoshard.solve.state import SolveState
 

@@ -11,7 +11,7 @@ from enum import StrEnum
 
 import numpy as np
 
-from autoshard.arrays import FloatArray, IntArray
+from autoshard.base.arrays import FloatArray, IntArray
 from autoshard.solve.runs.contraction import ContractedProblem
 from autoshard.solve.runs.count_branches import branch_on_counts
 from autoshard.solve.runs.find import Run, find_runs

@@ -8,8 +8,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from autoshard.arrays import FloatArray, IntArray
-from autoshard.solve.elimination import Table
+from autoshard.base.arrays import FloatArray, IntArray
+from autoshard.solve.bounds.elimination import Table
 from autoshard.solve.presolve import min_plus
 from autoshard.solve.runs.block_table import BlockTable
 from autoshard.solve.runs.find import Run

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from autoshard.arrays import FloatArray, IntArray
+from autoshard.base.arrays import FloatArray, IntArray
 from autoshard.solve.network import spread
 from autoshard.solve.problem import Problem
 from autoshard.solve.runs.cutting_planes import best_mixture, best_prices

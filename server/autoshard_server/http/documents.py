@@ -5,9 +5,10 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from autoshard.client.results import JobProgress, MeshSearch, Validation
-from autoshard.plan import Coverage, Plan
+from autoshard.plan import Plan
 from autoshard.planner import Explanation
+from autoshard.report import Coverage
+from autoshard.requests.results import JobProgress, MeshSearch, Validation
 from autoshard_server.store.artifacts import PlanEntry
 from autoshard_server.store.audit import AuditEvent
 from autoshard_server.store.jobs import Job, JobKind, JobState, known_kind

@@ -14,7 +14,7 @@ from starlette.datastructures import FormData, UploadFile
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
-from autoshard.schemas import listed_errors
+from autoshard.base.schemas import listed_errors
 from autoshard_server.problems import ProblemType, ServerError, limit_error
 from autoshard_server.requests import CreatePlanRequest, check_limit
 from autoshard_server.service import Service

@@ -7,7 +7,7 @@ from http import HTTPStatus
 import anyio.to_thread
 from fastapi import APIRouter, Request, Response
 
-from autoshard.plan import Coverage
+from autoshard.report import Coverage
 from autoshard_server.http.auth import Planner, Reader
 from autoshard_server.http.documents import GraphDocument, UploadedGraph
 from autoshard_server.http.parameters import (

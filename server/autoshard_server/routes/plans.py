@@ -8,11 +8,12 @@ from typing import Annotated
 import anyio.to_thread
 from fastapi import APIRouter, Query, Request, Response
 
-from autoshard import plan as plans
-from autoshard.client.results import Validation
-from autoshard.plan import Plan, PlanDifference
+from autoshard import exports
+from autoshard.plan import Plan
 from autoshard.plan.options import MIN_EXPRESSED
 from autoshard.planner import Explanation
+from autoshard.report import PlanDifference
+from autoshard.requests.results import Validation
 from autoshard_server.callers import Caller
 from autoshard_server.http.auth import Planner, Reader
 from autoshard_server.http.documents import KnownPlan, PlanPage
@@ -70,7 +71,7 @@ _TRACE = {
 
 _EXPORTS = {
     target.media_type: {"schema": {} if target.media_type == JSON else {"type": "string"}}
-    for target in plans.EXPORT_TARGETS.values()
+    for target in exports.EXPORT_TARGETS.values()
 }
 
 
@@ -276,7 +277,7 @@ async def export_plan(
     to: Annotated[
         str,
         Query(
-            description="framework or format", json_schema_extra={"enum": [*plans.EXPORT_TARGETS]}
+            description="framework or format", json_schema_extra={"enum": [*exports.EXPORT_TARGETS]}
         ),
     ],
     min_expressed: Annotated[
@@ -294,7 +295,7 @@ async def export_plan(
     # The plan never changes, but another release may export it differently.
     tag = hashlib.sha256(text).hexdigest()
     return tagged_response(
-        request, text, tag, plans.EXPORT_TARGETS[to].media_type, cache=REVALIDATE
+        request, text, tag, exports.EXPORT_TARGETS[to].media_type, cache=REVALIDATE
     )
 
 

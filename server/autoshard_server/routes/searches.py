@@ -5,7 +5,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Path, Request, Response
 
-from autoshard.client.results import MeshSearch
+from autoshard.requests.results import MeshSearch
 from autoshard_server.http.auth import Planner, Reader
 from autoshard_server.http.parameters import ServiceParameter, read_json
 from autoshard_server.http.specification import PLANNING_PROBLEMS, SEARCH_BODY, describe

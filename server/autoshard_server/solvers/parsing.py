@@ -9,13 +9,14 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from autoshard import plan as plans
-from autoshard.client.core import load_request_graph
+from autoshard import exports, report
 from autoshard.errors import ArchiveError
 from autoshard.graph import ArchiveLimits, Graph
 from autoshard.mesh import topology_from_json
-from autoshard.plan import Plan, PlanDifference
+from autoshard.plan import Plan
 from autoshard.planner import identity_of
+from autoshard.report import PlanDifference
+from autoshard.requests.running import load_request_graph
 from autoshard_server.problems import ProblemType, limit_error
 from autoshard_server.requests import (
     GraphDescription,
@@ -63,20 +64,20 @@ def _check_search(request: Mapping[str, Any], submitted: bytes, settings: Settin
 def _compare(request: Mapping[str, Any], both: bytes, _settings: Settings) -> bytes:
     """The difference of two plans, whose documents follow each other."""
     split = request["length"]
-    found = plans.compare_plans(Plan.from_json(both[:split]), Plan.from_json(both[split:]))
+    found = report.compare_plans(Plan.from_json(both[:split]), Plan.from_json(both[split:]))
     return _DIFFERENCE.dump_json(found)
 
 
 def _export(request: Mapping[str, Any], plan: bytes, _settings: Settings) -> bytes:
     """A plan as code or settings of another framework."""
     least = request["min_expressed"]
-    text = plans.export_plan(Plan.from_json(plan), request["target"], min_expressed=least)
+    text = exports.export_plan(Plan.from_json(plan), request["target"], min_expressed=least)
     return text.encode()
 
 
 def _trace(_request: Mapping[str, Any], plan: bytes, _settings: Settings) -> bytes:
     """The trace of a step under a plan."""
-    return plans.plan_trace(Plan.from_json(plan)).encode()
+    return report.plan_trace(Plan.from_json(plan)).encode()
 
 
 _TASKS: Mapping[ParserTask, Callable[[Mapping[str, Any], bytes, Settings], bytes]] = {

@@ -11,13 +11,13 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from autoshard.client import core
-from autoshard.client.results import JobProgress
 from autoshard.errors import InputError
 from autoshard.graph import ArchiveLimits, Graph
 from autoshard.mesh import Mesh, mesh_from_json, topology_from_json
 from autoshard.plan import Plan, PlanOptions
 from autoshard.planner import Explanation, plan_id
+from autoshard.requests import running
+from autoshard.requests.results import JobProgress
 from autoshard.solve import KeyValueStore
 from autoshard_server.problems import ProblemType, ServerError
 from autoshard_server.projects import DEFAULT_PROJECT, stored_namespace
@@ -60,13 +60,13 @@ class _Task:
     payload: bytes
     report: Report
     cancel: Event
-    resources: core.Resources
+    resources: running.Resources
     plans: KeyValueStore | None
 
     def graph(self) -> Graph:
         # A parser process has counted the values before the job was submitted.
         limits = ArchiveLimits(**self.request["limits"], values=sys.maxsize)
-        return core.load_request_graph(self.payload, self.request["rules"], limits)
+        return running.load_request_graph(self.payload, self.request["rules"], limits)
 
     def mesh_and_options(self) -> tuple[Mesh, PlanOptions]:
         """The mesh and options, which were valid for the release that accepted the job."""
@@ -84,7 +84,7 @@ def solve(
     work: SolverInput,
     on_progress: Report,
     cancel: Event,
-    resources: core.Resources | None = None,
+    resources: running.Resources | None = None,
     plans: KeyValueStore | None = None,
 ) -> Solved:
     """Run a job.
@@ -107,7 +107,7 @@ def solve(
     except ValueError:
         raise _other_release() from None
     limited = replace(
-        resources or core.Resources(),
+        resources or running.Resources(),
         discovery_seconds=_DISCOVERY_SECONDS,
         max_strategies=request.get("max_strategies", _MAX_STRATEGIES),
         num_workers=1,
@@ -122,7 +122,7 @@ def _plan(task: _Task) -> tuple[bytes, bool]:
     mesh, options = task.mesh_and_options()
     if plan_id(graph, mesh, options) != task.request["plan_id"]:
         raise _other_release()
-    made, is_final = core.plan(
+    made, is_final = running.plan(
         graph,
         mesh,
         options,
@@ -136,12 +136,12 @@ def _plan(task: _Task) -> tuple[bytes, bool]:
 def _validate(task: _Task) -> tuple[bytes, bool]:
     mesh, options = task.mesh_and_options()
     task.report({"phase": "formulate"})
-    made, is_final = core.validate(task.graph(), mesh, options, task.resources)
+    made, is_final = running.validate(task.graph(), mesh, options, task.resources)
     return made.model_dump_json().encode(), is_final
 
 
 def _coverage(task: _Task) -> tuple[bytes, bool]:
-    made, is_final = core.coverage(task.graph(), task.request["axis_sizes"], task.resources)
+    made, is_final = running.coverage(task.graph(), task.request["axis_sizes"], task.resources)
     return made.model_dump_json().encode(), is_final
 
 
@@ -149,7 +149,7 @@ def _explain(task: _Task) -> tuple[bytes, bool]:
     made = Plan.from_json(task.payload)
     task.report({"phase": "explain"})
     names = ("name", "value", "time_limit")
-    found, is_final = core.explain(made, **{name: task.request[name] for name in names})
+    found, is_final = running.explain(made, **{name: task.request[name] for name in names})
     return _EXPLANATION.dump_json(found), is_final
 
 
@@ -163,7 +163,7 @@ def _search(task: _Task) -> tuple[bytes, bool]:
         # `put` does not raise if the cache fails.
         return plans.get(made.id) is not None
 
-    found, is_final = core.search(
+    found, is_final = running.search(
         task.graph(),
         task.request["num_devices"],
         topology=topology_from_json(json.dumps(task.request["topology"])),
@@ -205,7 +205,7 @@ def _prepare() -> Callable[[SolverInput, Report], Solved]:
     return lambda work, report: solve(work, report, Event(), *open_caches(work))
 
 
-_Caches = tuple[core.Resources, KeyValueStore | None]
+_Caches = tuple[running.Resources, KeyValueStore | None]
 
 
 def _cache_opener(settings: Settings) -> Callable[[SolverInput], _Caches]:
@@ -218,7 +218,7 @@ def _cache_opener(settings: Settings) -> Callable[[SolverInput], _Caches]:
         cache = open_cache(engine, settings)
     except StoreUnavailableError as error:
         _log.warning("solving without the cache: %s", error)
-        return lambda _work: (core.Resources(), None)
+        return lambda _work: (running.Resources(), None)
 
     def open_caches(work: SolverInput) -> _Caches:
         # Jobs of releases without projects belong to the default one.
@@ -229,7 +229,7 @@ def _cache_opener(settings: Settings) -> Callable[[SolverInput], _Caches]:
         )
         # The service could not read plans in the memory of this process.
         kept = None if settings.is_in_memory else plans
-        return core.Resources(blocks=blocks, rules=rules), kept
+        return running.Resources(blocks=blocks, rules=rules), kept
 
     return open_caches
 

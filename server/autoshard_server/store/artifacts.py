@@ -22,7 +22,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.exc import IntegrityError
 
-from autoshard.client import results
+from autoshard.requests import results
 from autoshard_server.projects import stored_namespace
 from autoshard_server.store.tables import Cursor, newest_first, plans, unindexed_plans
 from autoshard_solver_cache import (

@@ -228,7 +228,7 @@ class Kept:
         """A rank that cannot write is an error on all, and the former state is loaded."""
         is_first = accelerator.is_main_process
         match = "No space left" if is_first else "on another rank: see the error of rank 0"
-        for function in ("torch.save", "autoshard.runtime.weights.saving.write_header"):
+        for function in ("torch.save", "autoshard.checkpoint.saving.write_header"):
             full_disk = OSError(28, "No space left on device")
             fails = mock.patch(function, side_effect=full_disk) if is_first else nullcontext()
             with fails, pytest.raises(CheckpointError, match=match):

@@ -29,9 +29,10 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
+from autoshard.checkpoint import load_checkpoint, save_checkpoint
 from autoshard.integrations.accelerate import PlannedAccelerator
 from autoshard.integrations.checkpoints import load_optimizers, save_optimizers
-from autoshard.runtime import dcp_state_dict, full_tensor, load_checkpoint, save_checkpoint
+from autoshard.runtime import dcp_state_dict, full_tensor
 
 Optimizer = torch.optim.Optimizer
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)

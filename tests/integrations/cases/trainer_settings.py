@@ -25,11 +25,12 @@ from support.shared_folder import shared_folder
 from torch import nn
 from transformers import GPT2LMHeadModel, Trainer, TrainingArguments
 
+from autoshard.checkpoint import save_checkpoint
 from autoshard.errors import CheckpointError
 from autoshard.integrations.transformers import PlannedTrainer
 from autoshard.plan import Plan, PlanOptions
 from autoshard.planner import make_plan
-from autoshard.runtime import full_tensor, parallelize, save_checkpoint
+from autoshard.runtime import full_tensor, parallelize
 
 ROWS = BATCH + BATCH // 2 + 1
 Numbers = list[float]

@@ -11,7 +11,8 @@ from support.meshes import slow_devices
 from support.models import Case as Built
 from support.models import graph_of
 
-from autoshard.plan import Mode, Pins, Plan, PlanOptions, check_plan
+from autoshard.checker import check_plan
+from autoshard.plan import Mode, Pins, Plan, PlanOptions
 from autoshard.planner import make_plan
 
 SIZES = {"width": 32, "hidden": 64, "vocabulary": 64}

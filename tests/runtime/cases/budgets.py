@@ -12,7 +12,8 @@ from support.meshes import slow_devices
 from support.models import graph_of
 from support.recomputation import holding_everything, run_step
 
-from autoshard.plan import Plan, PlanOptions, check_plan
+from autoshard.checker import check_plan
+from autoshard.plan import Plan, PlanOptions
 from autoshard.planner import make_plan
 
 TOLERANCE = 1e-10

@@ -11,9 +11,9 @@ from support.shared_folder import shared_folder
 
 from autoshard.costs import Category
 from autoshard.errors import MeshError
+from autoshard.measure.calibration import FULL, QUICK, Calibration, Progress, calibrate
 from autoshard.mesh import get_topology, make_mesh
 from autoshard.mesh.topology import INNER, MEASURABLE
-from autoshard.runtime.calibration import FULL, QUICK, Calibration, Progress, calibrate
 
 NUM_RANKS = 4
 FEW = replace(

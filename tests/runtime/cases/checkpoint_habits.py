@@ -35,13 +35,9 @@ from torch.nn import functional
 from torch.nn.utils import prune
 from torch.optim import swa_utils
 
+from autoshard.checkpoint import load_checkpoint, save_checkpoint
 from autoshard.errors import CheckpointError
-from autoshard.runtime import (
-    init_empty_weights,
-    load_checkpoint,
-    parallelize,
-    save_checkpoint,
-)
+from autoshard.runtime import init_empty_weights, parallelize
 
 
 def zeroed(model: nn.Module) -> None:

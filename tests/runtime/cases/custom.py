@@ -10,9 +10,10 @@ from support.meshes import slow_devices
 from support.models import Case as ModelCase
 from support.models import graph_of
 
+from autoshard.checker import check_plan
 from autoshard.discovery import discover
 from autoshard.graph import Graph
-from autoshard.plan import Plan, PlanOptions, check_plan
+from autoshard.plan import Plan, PlanOptions
 from autoshard.planner import make_plan
 
 

@@ -22,9 +22,10 @@ from transformers import (
 )
 from zoo.families_on_ranks import precision
 
+from autoshard.checker import check_plan
 from autoshard.graph import Graph, export_model, load_graph
 from autoshard.graph.experts import COMBINE, DISPATCH
-from autoshard.plan import Plan, PlanOptions, check_plan
+from autoshard.plan import Plan, PlanOptions
 from autoshard.planner import make_plan
 
 EXACT = 1e-10

@@ -27,8 +27,9 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.distributed import DistributedConfig
 
+from autoshard.exports import Expressed, export_plan, expressed_share
 from autoshard.layouts import Layout, to_placements
-from autoshard.plan import Expressed, PlacedInput, Plan, export_plan, expressed_share
+from autoshard.plan import PlacedInput, Plan
 from autoshard.runtime.shards import local_shard
 
 Difference = tuple[tuple[str, int], ...]

@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autoshard.graph import graph_from_json
+from autoshard.lowering.buckets import buckets_of
 from autoshard.plan import Plan, PlanOptions
-from autoshard.plan.buckets import buckets_of
 from autoshard.planner import make_plan
 from autoshard.runtime import parallelize
 

@@ -23,7 +23,7 @@ from autoshard.graph import Graph, export_model, load_graph
 from autoshard.plan import Plan, PlanOptions
 from autoshard.planner import make_plan
 from autoshard.runtime import full_tensor, parallelize, shard_loader
-from autoshard.runtime.dtensors import local_tensor
+from autoshard.runtime.global_tensors.dtensors import local_tensor
 
 ROWS = list(range(10))
 TOKENS = ("input_ids", "labels")

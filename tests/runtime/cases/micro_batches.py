@@ -19,16 +19,17 @@ from support.models import Case, gpt2, graph_of
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from autoshard.checker import check_plan
 from autoshard.costs import GATHERED_ONCE, Frequency
 from autoshard.errors import PlanError
 from autoshard.graph import graph_from_json
-from autoshard.plan import CollectiveCount, Plan, PlanOptions, check_plan
-from autoshard.plan.buckets import buckets_of
-from autoshard.plan.lowering import BeginBucket, lower
-from autoshard.plan.timeline import timeline
+from autoshard.lowering.buckets import buckets_of
+from autoshard.lowering.instructions import BeginBucket, lower
+from autoshard.lowering.timeline import timeline
+from autoshard.plan import CollectiveCount, Plan, PlanOptions
 from autoshard.planner import make_plan
 from autoshard.runtime import parallelize, record_collectives, summarize
-from autoshard.runtime.accumulation import PendingGradient
+from autoshard.runtime.program.accumulation import PendingGradient
 
 NUM = 4
 

@@ -22,10 +22,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from autoshard.checker import check_plan
 from autoshard.errors import ExportError, PlanError
 from autoshard.graph import MixedPrecision, export_model, graph_from_json, load_graph
-from autoshard.plan import Plan, PlanOptions, check_plan
-from autoshard.plan.timeline import timeline
+from autoshard.lowering.timeline import timeline
+from autoshard.plan import Plan, PlanOptions
 from autoshard.planner import make_plan
 from autoshard.runtime import parallelize, record_collectives, summarize
 

@@ -9,8 +9,9 @@ from support.comparison import check_training, device_mesh
 from support.meshes import slow_devices
 from support.models import graph_of
 
+from autoshard.checker import check_plan
 from autoshard.discovery import discover
-from autoshard.plan import Plan, PlanOptions, check_plan
+from autoshard.plan import Plan, PlanOptions
 from autoshard.planner import make_plan
 
 

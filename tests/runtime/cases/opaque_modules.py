@@ -16,9 +16,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from transformers.integrations.executorch import TorchExportableModuleWithStaticCache
 
+from autoshard.checker import check_plan
 from autoshard.errors import PlanError
 from autoshard.graph import OPAQUE_MODULE, OpaqueModule, export_model, load_graph
-from autoshard.plan import Plan, check_plan
+from autoshard.plan import Plan
 from autoshard.planner import make_plan
 from autoshard.runtime import parallelize
 

@@ -37,7 +37,7 @@ from autoshard.graph import export_model, load_graph
 from autoshard.plan import Plan, PlanOptions
 from autoshard.planner import make_plan
 from autoshard.runtime import parallelize, shard_loader, unsharded_forward
-from autoshard.runtime.dtensors import local_tensor
+from autoshard.runtime.global_tensors.dtensors import local_tensor
 
 WARNING = "Such calls run the unsharded model on every rank"
 

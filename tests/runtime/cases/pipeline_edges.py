@@ -18,11 +18,12 @@ from support.shared_folder import shared_folder
 from torch import nn
 from torch.nn import functional
 
+from autoshard.checkpoint import load_checkpoint, save_checkpoint
 from autoshard.errors import PlanError
 from autoshard.graph import OpaqueModule, export_model, load_graph
 from autoshard.plan import PlanOptions
 from autoshard.planner import make_plan
-from autoshard.runtime import load_checkpoint, parallelize, pipeline, save_checkpoint
+from autoshard.runtime import parallelize, pipeline
 
 TIME, BATCH, CLASSES = 8, 4, 6
 

@@ -16,8 +16,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
+from autoshard.checker import check_plan
 from autoshard.errors import PlanError
-from autoshard.plan import Plan, PlanOptions, check_plan
+from autoshard.plan import Plan, PlanOptions
 from autoshard.planner import make_plan
 from autoshard.runtime import parallelize, pipeline, rng_step
 

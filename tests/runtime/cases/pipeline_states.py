@@ -23,16 +23,11 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from autoshard.checkpoint import load_checkpoint, save_checkpoint
 from autoshard.errors import CheckpointError, PlanError
 from autoshard.plan import Plan, PlanOptions
 from autoshard.planner import make_plan
-from autoshard.runtime import (
-    dcp_state_dict,
-    init_empty_weights,
-    load_checkpoint,
-    parallelize,
-    save_checkpoint,
-)
+from autoshard.runtime import dcp_state_dict, init_empty_weights, parallelize
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 TIED = "transformer.wte.weight"

@@ -16,14 +16,15 @@ from support.meshes import slow_devices
 from support.models import Case, bert, gpt2, llama, resnet, small_graph, t5
 from torch import nn
 
+from autoshard.checker import check_plan
 from autoshard.errors import PlanError
 from autoshard.graph import MixedPrecision, export_model, load_graph
-from autoshard.plan import Plan, PlanOptions, check_plan
-from autoshard.plan.transfers import messages
+from autoshard.plan import Plan, PlanOptions
 from autoshard.planner import make_plan
 from autoshard.runtime import parallelize, record_collectives, summarize
 from autoshard.runtime.pipelining import Pipelined
 from autoshard.runtime.recorder import CollectiveRecorder
+from autoshard.schedules.transfers import messages
 
 
 @dataclass

@@ -14,10 +14,11 @@ from support.models import gpt2, graph_of, small_graph
 
 from autoshard.discovery import discover
 from autoshard.errors import PlanError
-from autoshard.plan import Event, Plan, PlanOptions, chrome_trace
+from autoshard.launching import LaunchContext
+from autoshard.measure.profiling import profile
+from autoshard.plan import Plan, PlanOptions
 from autoshard.planner import make_plan
-from autoshard.runtime.launch import LaunchContext
-from autoshard.runtime.profiling import profile
+from autoshard.pricing import Event, chrome_trace
 
 PINS = {"inputs": {"*": "S(0),R"}, "parameters": {"*mlp*weight": "S(0),S(1)"}}
 

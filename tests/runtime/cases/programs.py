@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from autoshard.errors import PlanError
 from autoshard.plan import Plan
 from autoshard.runtime import LocalProgram, parallelize
-from autoshard.runtime.instructions import Execution, execute
-from autoshard.runtime.regather import Regathers
+from autoshard.runtime.program.instructions import Execution, execute
+from autoshard.runtime.program.regather import Regathers
 
 
 class Scaled(nn.Module):

@@ -24,9 +24,9 @@ from support.transformer_plans import (
 )
 
 from autoshard.graph import graph_from_json
+from autoshard.lowering import buckets as plan_buckets
+from autoshard.lowering.buckets import buckets_of
 from autoshard.plan import Plan, Resharding
-from autoshard.plan import buckets as plan_buckets
-from autoshard.plan.buckets import buckets_of
 
 TOLERANCE = 1e-10
 

@@ -22,7 +22,7 @@ from autoshard.plan import Pins, Plan, PlanOptions, Stage
 from autoshard.planner import make_plan, make_plans
 from autoshard.runtime import parallelize, rng_step
 from autoshard.runtime.parallelize import planned_forward
-from autoshard.runtime.random_numbers import dropout_factors
+from autoshard.runtime.program.random_numbers import dropout_factors
 from autoshard.runtime.shards import local_shard
 
 STEPS = 20

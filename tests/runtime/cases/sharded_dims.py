@@ -11,8 +11,9 @@ from support.models import Case as Built
 from torch import nn
 from torch.nn import functional
 
+from autoshard.checker import check_plan
 from autoshard.graph import export_model, load_graph
-from autoshard.plan import Pins, PlacedNode, Plan, PlanOptions, check_plan
+from autoshard.plan import Pins, PlacedNode, Plan, PlanOptions
 from autoshard.planner import make_plan
 
 

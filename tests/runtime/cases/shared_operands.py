@@ -12,8 +12,8 @@ from torch.utils import _pytree as pytree
 
 from autoshard.layouts import Layout, to_placements
 from autoshard.runtime import full_tensor
-from autoshard.runtime.dtensor_handlers import install_dtensor_handlers
-from autoshard.runtime.dtensors import from_local
+from autoshard.runtime.global_tensors.dtensor_handlers import install_dtensor_handlers
+from autoshard.runtime.global_tensors.dtensors import from_local
 from autoshard.runtime.global_tensors.global_tensor import GlobalTensor
 from autoshard.runtime.global_tensors.placed import Placed
 

@@ -24,8 +24,8 @@ from support.transformer_plans import (
 )
 
 from autoshard.graph import graph_from_json
+from autoshard.lowering.timeline import timeline
 from autoshard.plan import Plan
-from autoshard.plan.timeline import timeline
 from autoshard.runtime import parallelize
 
 TURN, PEAK = 0.015, 0.05

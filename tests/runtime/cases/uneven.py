@@ -30,7 +30,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from autoshard.plan import Plan, PlanOptions, check_plan
+from autoshard.checker import check_plan
+from autoshard.plan import Plan, PlanOptions
 from autoshard.planner import make_plan
 from autoshard.runtime import dcp_state_dict, parallelize
 

@@ -13,9 +13,10 @@ from support.meshes import slow_devices
 from support.shared_folder import shared_folder
 from torch import nn
 
+from autoshard.checker import check_plan
 from autoshard.errors import PlanError
 from autoshard.graph import Graph, export_model, load_graph
-from autoshard.plan import Plan, PlanOptions, check_plan
+from autoshard.plan import Plan, PlanOptions
 from autoshard.planner import make_plan
 from autoshard.runtime import dcp_state_dict, parallelize
 

@@ -25,19 +25,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+from autoshard.checkpoint import load_checkpoint, save_checkpoint
+from autoshard.checkpoint.readers import PIECE
+from autoshard.checkpoint.saving import FileWriter
 from autoshard.errors import CheckpointError, LayoutError
 from autoshard.graph import Graph
 from autoshard.plan import Plan, PlanOptions
 from autoshard.planner import make_plan
-from autoshard.runtime import (
-    dcp_state_dict,
-    init_empty_weights,
-    load_checkpoint,
-    parallelize,
-    save_checkpoint,
-)
-from autoshard.runtime.weights.readers import PIECE
-from autoshard.runtime.weights.saving import FileWriter
+from autoshard.runtime import dcp_state_dict, init_empty_weights, parallelize
 
 NUM_RANKS = 4
 SQUARE = {"dp": 2, "tp": 2}

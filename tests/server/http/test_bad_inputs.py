@@ -262,6 +262,7 @@ def test_a_caller_that_goes_away_in_the_middle(service: Any) -> None:
     assert service.is_up()
 
 
+@pytest.mark.thorough
 def test_a_bug_is_answered_as_a_problem_without_its_inside(
     service: Any, graph: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -149,6 +149,7 @@ def fill(service: Any, graph: bytes) -> Known:
     return Known(digest, plan.json()["id"], job["id"], search.headers["ETag"].strip('"'), "ours")
 
 
+@pytest.mark.thorough
 def test_no_route_shows_or_changes_what_another_project_has(
     start_service: Any, store: str, tokens: dict[str, str], graph: bytes
 ) -> None:

@@ -12,8 +12,9 @@ import pytest
 from autoshard import Client
 from autoshard.graph import load_graph
 from autoshard.mesh import make_mesh
-from autoshard.plan import Plan, PlanOptions, chrome_trace, simulate
+from autoshard.plan import Plan, PlanOptions
 from autoshard.planner import candidate_meshes, make_plan, problem_size
+from autoshard.pricing import chrome_trace, simulate
 from autoshard_server import ThreadExecutor
 from autoshard_server.solvers.solving import solve
 
@@ -156,6 +157,7 @@ def test_a_request_is_validated_without_solving(
     assert again.headers["Autoshard-Cache"] == "hit"
 
 
+@pytest.mark.thorough
 def test_a_request_that_no_memory_can_hold(service: Any, digest: str) -> None:
     options = {"memory_budget": 100}
     answer = ask(service, digest, options=options, validate_only=True)
@@ -193,6 +195,7 @@ class Deaf:
     def put(self, _key: str, _body: bytes) -> None: ...
 
 
+@pytest.mark.thorough
 def test_a_search_names_only_plans_that_are_kept(start_service: Any, graph: bytes) -> None:
     # A process of its own has a memory of its own; a full disk keeps nothing.
     deaf = ThreadExecutor(partial(solve, plans=Deaf()))

@@ -125,6 +125,7 @@ def test_a_cancelled_plan_can_be_asked_for_again(
     assert second["state"] in {"queued", "running"}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "expected"),
     [("crash", ("solver-crashed", "SIGKILL")), ("garbage", ("internal", "solver output"))],

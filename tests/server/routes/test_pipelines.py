@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 from support.models import llama, meta
 
+from autoshard.checker import check_plan
 from autoshard.client import Client
 from autoshard.errors import RequestRejectedError
 from autoshard.graph import export_model
 from autoshard.graph.load import load_graph
-from autoshard.plan import Plan, PlanOptions, check_plan
+from autoshard.plan import Plan, PlanOptions
 
 OPTIONS = PlanOptions(balance=(1, 1), schedule="1F1B", micro_batches=4, algo="megatron")
 

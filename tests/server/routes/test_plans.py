@@ -127,6 +127,7 @@ def test_a_caller_that_has_another_plan_gets_this_one(service: Any, answered: An
     assert response.status_code == 200
 
 
+@pytest.mark.thorough
 def test_a_budget_that_is_too_small_is_an_outcome_with_a_reason(service: Any, graph: bytes) -> None:
     request = {"mesh": {"shape": [2, 2]}, "options": {"memory_budget": 100}}
     response = service.post(graph, request, wait=60)

@@ -38,6 +38,7 @@ def assert_fresh(plan: Plan, archive: bytes) -> None:
     assert plan.model_dump(exclude=left_out) == fresh.model_dump(exclude=left_out)
 
 
+@pytest.mark.thorough
 def test_solver_processes_share_blocks(
     start_service: Any, archives: dict[int, bytes], tmp_path: Path
 ) -> None:
@@ -53,6 +54,7 @@ def test_solver_processes_share_blocks(
     assert service.app.state.service.cache.stats("blocks").num_entries > 0
 
 
+@pytest.mark.thorough
 def test_projects_share_no_blocks(
     start_service: Any, archives: dict[int, bytes], tmp_path: Path
 ) -> None:
@@ -67,6 +69,7 @@ def test_projects_share_no_blocks(
         assert service.app.state.service.cache.stats(f"{project}_blocks").num_entries > 0
 
 
+@pytest.mark.thorough
 def test_a_killed_solver_leaves_the_blocks_usable(
     start_service: Any, archives: dict[int, bytes], tmp_path: Path, recording: Any
 ) -> None:

@@ -83,7 +83,7 @@ def test_the_service_never_reads_an_upload_itself(
     def read(*_args: object, **_options: object) -> None:
         raise AssertionError("it was read in the process of the service")
 
-    monkeypatch.setattr("autoshard.graph.archive.read_archive", read)
+    monkeypatch.setattr("autoshard.graph.archive.read.read_archive", read)
     monkeypatch.setattr("autoshard.graph.load.read_archive", read)
     graph = make_graph(80)
     assert put(service, graph).json()["num_nodes"] > 0

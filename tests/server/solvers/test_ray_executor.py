@@ -49,6 +49,7 @@ def solvers_of(actor: int) -> list[int]:
     return [child.pid for child in psutil.Process(actor).children()]
 
 
+@pytest.mark.thorough
 def test_a_solve_on_ray_reports_and_answers(here: RunningWorkers) -> None:
     job = here.await_job(here.submit("a", reports=3, seconds=0.5, answer='"done"'))
     assert job.state is JobState.SUCCEEDED
@@ -56,6 +57,7 @@ def test_a_solve_on_ray_reports_and_answers(here: RunningWorkers) -> None:
     assert here.result(job.id) == b'"done"'
 
 
+@pytest.mark.thorough
 def test_a_solve_on_ray_over_its_memory_limit_fails_alone(here: RunningWorkers) -> None:
     hungry = here.submit("b", fill=4000)
     modest = here.submit("c", answer='"fine"')
@@ -65,6 +67,7 @@ def test_a_solve_on_ray_over_its_memory_limit_fails_alone(here: RunningWorkers) 
     assert here.await_job(modest).state is JobState.SUCCEEDED
 
 
+@pytest.mark.thorough
 def test_workers_without_a_job_keep_no_processors_of_the_cluster(here: RunningWorkers) -> None:
     # There are two workers, and the cluster has one processor.
     for _ in range(2):
@@ -72,6 +75,7 @@ def test_workers_without_a_job_keep_no_processors_of_the_cluster(here: RunningWo
         assert {here.await_job(job).state for job in jobs} == {JobState.SUCCEEDED}
 
 
+@pytest.mark.thorough
 def test_cancel_on_ray_frees_the_processor(here: RunningWorkers) -> None:
     job_id = here.submit("d", spin=True)
     child = here.await_job(job_id, lambda job: "child" in job.progress).progress["child"]
@@ -80,6 +84,7 @@ def test_cancel_on_ray_frees_the_processor(here: RunningWorkers) -> None:
     await_end(parent, child)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("here")
 def test_a_solver_that_cannot_be_given_its_work_is_lost(tmp_path: Path) -> None:
     from autoshard_server.solvers.ray_executor import RayExecutor  # noqa: PLC0415  where Ray is installed
@@ -96,6 +101,7 @@ def test_a_solver_that_cannot_be_given_its_work_is_lost(tmp_path: Path) -> None:
     solver.stop()
 
 
+@pytest.mark.thorough
 def test_a_ray_worker_that_is_killed_has_its_job_tried_again(here: RunningWorkers) -> None:
     job_id = here.submit("e", reports=1, seconds=2, answer='"in the end"')
     here.await_job(job_id, lambda job: bool(job.progress))

@@ -12,12 +12,13 @@ import torch
 from support import custom_operators
 from support.models import Case
 
+from autoshard.checker import check_plan
 from autoshard.client import Client
 from autoshard.discovery import discover
 from autoshard.errors import RequestRejectedError
 from autoshard.graph import RULES_VERSION, export_model, load_graph, rules_to_json
 from autoshard.mesh import make_mesh
-from autoshard.plan import Plan, PlanOptions, check_plan
+from autoshard.plan import Plan, PlanOptions
 from autoshard.planner import plan_id
 from autoshard_server import ThreadExecutor
 from autoshard_server.requests import PlanQuery, PlanRequest
@@ -67,6 +68,7 @@ def ask(service: Any, archive: bytes, rules: Any) -> Any:
     return service.post(archive, {"mesh": {"shape": [4]}, "rules": rules}, wait=60)
 
 
+@pytest.mark.thorough
 def test_rules_make_another_plan_under_another_id(
     service: Any, archive: bytes, rules: list[dict[str, Any]]
 ) -> None:
@@ -133,6 +135,7 @@ def test_a_rule_whose_outputs_do_not_fit_is_named(
     assert "shardtest.gate.default" in answer.json()["detail"]
 
 
+@pytest.mark.thorough
 def test_the_client_tries_operators_and_sends_rules(start_service: Any, archive: bytes) -> None:
     running = start_service(executor=ThreadExecutor(solve))
     model, kwargs = LARGE()
@@ -198,7 +201,7 @@ def test_the_client_warns_of_operators_that_run_whole(
     with Client(running.url) as client:
         client.plan(archive, mesh=(2,), mode="inference")
         client.plan(archive, mesh=(2,), mode="inference", discover=False)
-    (record,) = (r for r in caplog.records if r.name == "autoshard.client.requests")
+    (record,) = (r for r in caplog.records if r.name == "autoshard.requests.models")
     assert record.levelname == "WARNING"
     assert "shardtest.broken.default is replicated" in record.getMessage()
     assert "it never runs" in record.getMessage()
@@ -247,6 +250,7 @@ def test_a_plan_is_not_kept_where_there_was_no_time_to_try(
     assert ask(running, archive, []).headers["Autoshard-Cache"] == "hit"
 
 
+@pytest.mark.thorough
 def test_an_id_says_what_would_find_rules_where_there_are_none(
     archive: bytes, graph: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx2
 import psutil
+import pytest
 from sqlalchemy import create_engine, text
 from support.services import listening
 from support.worker_threads import await_end, is_running, running_workers
@@ -52,6 +53,7 @@ def test_cancel_frees_the_processor_within_a_second() -> None:
         assert here.job(job_id).state is JobState.CANCELLED
 
 
+@pytest.mark.thorough
 def test_a_database_that_goes_away_loses_no_work(postgres: Any) -> None:
     url = postgres.create_database()
     with running_workers(ProcessExecutor(SCRIPTED), store_url=url, num_workers=1) as here:
@@ -70,6 +72,7 @@ def test_a_database_that_goes_away_loses_no_work(postgres: Any) -> None:
         assert here.await_job(here.submit("q", answer="1")).state is JobState.SUCCEEDED
 
 
+@pytest.mark.thorough
 def test_a_project_gets_a_worker_while_500_jobs_of_another_wait() -> None:
     lanes = {"num_quick_workers": 1, "num_reserve_workers": 1}
     with running_workers(ProcessExecutor(SCRIPTED), **lanes) as here:
@@ -139,6 +142,7 @@ def test_solvers_lost_in_a_row_say_that_a_worker_is_unfit() -> None:
     assert health.is_good
 
 
+@pytest.mark.thorough
 def test_a_worker_without_solvers_is_not_alive_until_it_has_some() -> None:
     @dataclass
     class Broken:
@@ -203,6 +207,7 @@ def test_who_drains_claims_no_more_and_has_one_grace_period(tmp_path: Path) -> N
         assert [here.starts(job) for job in (*jobs, late)] == [1, 1, 0]
 
 
+@pytest.mark.thorough
 def test_a_solver_dies_with_the_process_that_started_it(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     code = (

@@ -19,10 +19,10 @@ from alembic.runtime.migration import MigrationContext
 from sqlalchemy import Engine, inspect, text
 from support.worker_threads import running_workers
 
-from autoshard.client.core import load_request_graph
 from autoshard.mesh import mesh_from_json
 from autoshard.plan import Plan, PlanOptions
 from autoshard.planner import plan_id
+from autoshard.requests.running import load_request_graph
 from autoshard_server import ProcessExecutor, Settings
 from autoshard_server.callers import Caller
 from autoshard_server.problems import TYPE_PREFIX

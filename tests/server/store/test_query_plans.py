@@ -52,6 +52,7 @@ def stores(request: pytest.FixtureRequest, tmp_path: Any) -> Iterator[Stores]:
     opened.close()
 
 
+@pytest.mark.thorough
 def test_no_statement_reads_a_whole_table(stores: Stores) -> None:
     with explained(stores) as scans:
         use_cache_and_index(stores)

@@ -1,0 +1,33 @@
+"""Options of commands that are numbers: what is not one, or out of range, ends the command."""
+
+from math import isnan
+from typing import Any
+
+import typer
+
+from autoshard.base.arguments import MAX_SECONDS
+from autoshard.base.integers import MAX_INT32
+
+_MAX_DURATION = 100_000
+"""Most hours or days of an option."""
+
+
+def count(*flags: str, help: str, least: int = 1) -> Any:  # noqa: A002  as typer.Option names it
+    """An option that is a whole number of things."""
+    return typer.Option(*flags, min=least, max=MAX_INT32, help=help)
+
+
+def duration(*flags: str, help: str, unit: str) -> Any:  # noqa: A002  as typer.Option names it
+    """An option that is a time, in a unit such as days."""
+    largest = MAX_SECONDS if unit == "seconds" else _MAX_DURATION
+    metavar = unit.upper()
+    return typer.Option(
+        *flags, min=0, max=largest, metavar=metavar, callback=_check_number, help=help
+    )
+
+
+def _check_number(value: float | None) -> float | None:
+    """Refuse what is not a number: it is within any range."""
+    if value is not None and isnan(value):
+        raise typer.BadParameter("nan is not a number")
+    return value

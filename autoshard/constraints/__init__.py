@@ -1,0 +1,44 @@
+"""Constraints on plans: pins, forbidden collectives, the batch axis, the Megatron-LM pattern."""
+
+from autoshard.constraints.batch import BatchSharding, DimOrigins
+from autoshard.constraints.constraints import (
+    UNCONSTRAINED,
+    ChoiceId,
+    Constraint,
+    PlanConstraints,
+    ShardingConstraint,
+    StrategyConstraint,
+)
+from autoshard.constraints.data_parallel import (
+    ParameterShards,
+    check_batch,
+    sharding_axes,
+)
+from autoshard.constraints.from_options import plan_constraints
+from autoshard.constraints.layout_pattern import LayoutPattern
+from autoshard.constraints.megatron import (
+    MegatronAxes,
+    megatron_pattern,
+    sequence_parallel_pattern,
+)
+from autoshard.constraints.pins import pinned_sub_shards
+
+__all__ = [
+    "UNCONSTRAINED",
+    "BatchSharding",
+    "ChoiceId",
+    "Constraint",
+    "DimOrigins",
+    "LayoutPattern",
+    "MegatronAxes",
+    "ParameterShards",
+    "PlanConstraints",
+    "ShardingConstraint",
+    "StrategyConstraint",
+    "check_batch",
+    "megatron_pattern",
+    "pinned_sub_shards",
+    "plan_constraints",
+    "sequence_parallel_pattern",
+    "sharding_axes",
+]

@@ -1,0 +1,98 @@
+"""Constraints from planning options: pins, forbidden collectives and sharding patterns."""
+
+from collections.abc import Iterator, Sequence
+
+from autoshard.constraints.batch import batch_constraints
+from autoshard.constraints.constraints import (
+    ChoiceId,
+    Constraint,
+    PlanConstraints,
+    ShardingConstraint,
+)
+from autoshard.constraints.distributed import distributed_constraints
+from autoshard.constraints.exportable import exportable_constraint
+from autoshard.constraints.nontrivial_axes import NontrivialAxes
+from autoshard.constraints.patterns import pattern_constraint
+from autoshard.constraints.pins import pin_constraints
+from autoshard.errors import OptionError
+from autoshard.graph import Graph
+from autoshard.mesh import Mesh
+from autoshard.ops import weights_of
+from autoshard.plan.option_restrictions import forbid_label, option_label, skip_label
+from autoshard.plan.options import PlanOptions, SkipReplicated
+
+
+def plan_constraints(graph: Graph, mesh: Mesh, options: PlanOptions) -> PlanConstraints:
+    """The constraints that the options set on plans of a graph on a mesh.
+
+    Raises:
+        OptionError: an option names something that does not exist, or a layout that the tensor
+            cannot have.
+    """
+    axes = NontrivialAxes.of(mesh)
+    found = [*pin_constraints(graph, axes, options), *_forbidden(graph, axes, options)]
+    batch: dict[ChoiceId, ShardingConstraint] = {}
+    if options.batch_axis is not None:
+        axis = _axis(axes, options.batch_axis, "batch_axis")
+        batch = batch_constraints(graph, axes, axis)
+        found.append(Constraint(option_label("batch_axis", options.batch_axis), batch))
+    if options.skip_fully_replicated:
+        wanted = _axes_to_fill(axes, options.skip_fully_replicated)
+        found.append(
+            Constraint(
+                skip_label(options.skip_fully_replicated),
+                distributed_constraints(graph, axes, wanted, batch),
+            )
+        )
+    if options.distributed_optimizer and options.algo == "optimal":
+        raise OptionError(
+            "distributed_optimizer needs an algo, such as ddp; algo='optimal' shards parameters "
+            "wherever that is best"
+        )
+    if options.algo != "optimal":
+        found.append(
+            pattern_constraint(
+                *(graph, axes, options.algo),
+                batch_axis=options.batch_axis,
+                distributed=options.distributed_optimizer,
+            )
+        )
+    if options.exportable_to is not None:
+        found.append(
+            exportable_constraint(graph, axes, options.exportable_to, batch_axis=options.batch_axis)
+        )
+    return PlanConstraints(found)
+
+
+def _forbidden(graph: Graph, axes: NontrivialAxes, options: PlanOptions) -> Iterator[Constraint]:
+    weights = weights_of(graph)
+    for forbidden in options.forbid:
+        numbers: Sequence[int | None] = range(len(axes.sizes))
+        if forbidden.axis is not None:
+            numbers = [_axis(axes, forbidden.axis, "forbid")]
+        found = frozenset((forbidden.kind, axis) for axis in numbers if axis is not None)
+        label = forbid_label(forbidden)
+        if forbidden.of is None:
+            yield Constraint(label, collectives=found)
+        elif forbidden.of == "parameters":
+            yield Constraint(label, values=dict.fromkeys(weights, found))
+        else:
+            others = [value for value in graph.values if value not in weights]
+            yield Constraint(label, inside=found, values=dict.fromkeys(others, found))
+
+
+def _axis(axes: NontrivialAxes, name: str, option: str) -> int | None:
+    """Index of an axis among the non-trivial ones; None if its size is 1."""
+    names = axes.mesh.axis_names
+    if name not in names:
+        raise OptionError(f"{option} names axis {name!r}, but the mesh has {', '.join(names)}")
+    number = names.index(name)
+    return axes.axes.index(number) if number in axes.axes else None
+
+
+def _axes_to_fill(axes: NontrivialAxes, wanted: SkipReplicated) -> list[int] | None:
+    """The non-trivial axes that `skip_fully_replicated` names; None if it names none."""
+    if isinstance(wanted, bool):
+        return None
+    numbers = [_axis(axes, name, "skip_fully_replicated") for name in wanted]
+    return [number for number in numbers if number is not None]

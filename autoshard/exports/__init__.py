@@ -1,0 +1,29 @@
+"""Exports: plans as code or settings of other frameworks, and layouts of these read.
+
+A target is a function from an `Outline` to text, registered with `export_target` in a module of
+`autoshard.exports.targets`. Exports read only the plan, and do not need torch.
+"""
+
+from typing import TYPE_CHECKING
+
+from autoshard.base.lazy_imports import lazy_names
+
+if TYPE_CHECKING:
+    from autoshard.exports.export import EXPORT_TARGETS, export_plan, expressed_share
+    from autoshard.exports.expressed import Expressed
+    from autoshard.exports.like import read_like
+    from autoshard.exports.megatron_arguments import MegatronLayout, read_megatron
+    from autoshard.exports.registry import ExportTarget
+else:
+    __getattr__, __dir__ = lazy_names(__name__)
+
+__all__ = [
+    "EXPORT_TARGETS",
+    "ExportTarget",
+    "Expressed",
+    "MegatronLayout",
+    "export_plan",
+    "expressed_share",
+    "read_like",
+    "read_megatron",
+]

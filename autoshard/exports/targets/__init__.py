@@ -1,0 +1,1 @@
+"""The frameworks for which plans are exported; each module registers one."""

@@ -1,0 +1,1 @@
+"""Archives: what `torch.export.save` writes, read without torch."""

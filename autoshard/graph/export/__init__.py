@@ -1,0 +1,1 @@
+"""Export: a module as an archive. Only this part needs torch."""

@@ -1,0 +1,547 @@
+"""Records what forward reads while a model is traced.
+
+Reads of attributes pass `__getattribute__`: that of `nn.Module`, and those of the classes of other
+objects, are replaced for the time. Reads of globals and free variables are found in the lines that
+run (`executed_lines`).
+"""
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from types import CodeType, FrameType, FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoshard.base.collection import collection_paused
+from autoshard.graph.export.python_state.calls import Call
+from autoshard.graph.export.python_state.changes import Changes
+from autoshard.graph.export.python_state.code import code_digest, is_installed, is_user_code
+from autoshard.graph.export.python_state.executed_lines import ExecutedLines, Names, names_by_line
+from autoshard.graph.export.python_state.global_names import namespaces, resolve
+from autoshard.graph.export.python_state.holders import (
+    MODULE_FIELDS,
+    Holders,
+    class_path,
+    function_parts,
+    identity,
+)
+from autoshard.graph.export.python_state.patching import own_attribute, patched, restore
+from autoshard.graph.export.python_state.paths import (
+    CALLED,
+    CHILDREN,
+    HOOKS,
+    Key,
+    Path,
+    Place,
+    elements,
+    find_place,
+    instance_dict,
+    name_of,
+    path_text,
+)
+from autoshard.graph.export.python_state.queries import (
+    DEFAULT_DTYPE,
+    GRAD_MODE,
+    environment,
+    query_of,
+)
+from autoshard.graph.export.python_state.sources import sources_of
+from autoshard.graph.export.python_state.values import (
+    MISSING,
+    Value,
+    children_of,
+    describe,
+    hooks_of,
+)
+from autoshard.torch_private import pytree
+
+MODE = "training"
+FORWARD = "forward"
+
+
+@dataclass(slots=True)
+class ModeReads:
+    """The modes that a module reads while it is called.
+
+    Attributes:
+        modes: their paths.
+        calls: how the module was called.
+    """
+
+    modes: set[Path] = field(default_factory=set)
+    calls: list[Call] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedReads:
+    """The values that were read up to a time.
+
+    Attributes:
+        reads: values by path.
+        lines: lines that ran.
+    """
+
+    reads: dict[Path, Value]
+    lines: dict[int, tuple[CodeType, set[int]]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """A module that is being called."""
+
+    module: nn.Module
+    path: Path
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class Recorder:
+    """Records what forward of a model reads, and what it changes.
+
+    Args:
+        model: a copy of the model, which is traced.
+        kind: the class of the model, of which the copy may have a subclass.
+        opaque: names of modules that are called live, with those inside.
+        hidden: objects with a name of an attribute that the copy has not as the model has it.
+
+    Attributes:
+        call: how the model is called.
+        reads: the values that forward read, by path, as they were before.
+        modes: by path of a module, the modes that it reads.
+        changes: what forward changed.
+    """
+
+    call: Call
+
+    def __init__(
+        self,
+        model: nn.Module,
+        kind: type[nn.Module],
+        opaque: Collection[str] = (),
+        hidden: Collection[tuple[object, str]] = (),
+    ) -> None:
+        self.reads: dict[Path, Value] = {}
+        self.modes: dict[Path, ModeReads] = {}
+        self.changes = Changes()
+        self._model, self._kind, self._opaque = model, kind, frozenset(opaque)
+        self._hidden = {(identity(holder), name) for holder, name in hidden}
+        self._patches = ExitStack()
+        self._is_recording = False
+        self._kinds_of_objects: set[type] = set()
+        self._watched: dict[type, Any] = {}
+        self._unwatched: list[tuple[Any, Path]] = []
+        self._running: list[_Running] = []
+        self._queries: dict[tuple[int, int], list[Path]] = {}
+        self._globals: dict[int, dict[str, Any]] = {}
+        self._thread = 0
+        self._replayed: Path | None = None
+        self._holders = Holders(self._watch, self._keep_class)
+        self._holders.add_module(model, (), kind)
+        self._lines = ExecutedLines(
+            self._on_code, self._on_function, self._on_line, self._on_torch, self._end
+        )
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """A context in which calls of the model are recorded."""
+        self._thread = threading.get_ident()
+        with self._patches as patches:
+            patches.enter_context(patched(nn.Module, "_call_impl", self._patched_call))
+            patches.enter_context(patched(nn.Module, "__getattribute__", self._patched_read))
+            patches.enter_context(patched(nn.Module, "__setattr__", self._patched_write))
+            patches.enter_context(patched(type(os.environ), "__getitem__", self._patched_variable))
+            patches.callback(self._unwatch)
+            self._is_recording = True
+            for kind in self._kinds_of_objects:
+                self._watch_class(kind)
+            yield
+
+    def _end(self) -> None:
+        """Restore all classes: a compiler, as of the branches of torch.cond, reads them too."""
+        self._patches.close()
+
+    def _unwatch(self) -> None:
+        self._is_recording = False
+        for kind, before in self._watched.items():
+            restore(kind, "__getattribute__", before)
+        self._watched.clear()
+
+    def state(self) -> "RecordedReads":
+        """The values that were read so far, for `restore`."""
+        return RecordedReads(dict(self.reads), self._lines.state())
+
+    def restore(self, state: "RecordedReads") -> None:
+        """Forget what was read since `state` was called."""
+        self.reads.clear()
+        self.reads.update(state.reads)
+        self._lines.restore(state.lines)
+
+    @contextmanager
+    def replaying(self, path: Path) -> Iterator[ModeReads]:
+        """A context in which a module is called again, and its reads are recorded too.
+
+        Args:
+            path: of the module.
+
+        Yields:
+            the modes that it reads. Those of other modules are left out.
+        """
+        modes, changes = self.modes, self.changes
+        self.modes, self.changes = {path: ModeReads()}, changes.renewed()
+        self._replayed = path
+        try:
+            yield self.modes[path]
+        finally:
+            self.modes, self.changes, self._replayed = modes, changes, None
+
+    @property
+    def _is_active(self) -> bool:
+        return not self._lines.is_paused and threading.get_ident() == self._thread
+
+    # Calls of modules
+
+    def _patched_call(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            known = self._holders.find(module)
+            if known is None or threading.get_ident() != self._thread:
+                return plain(module, *args, **kwargs)
+            running = _Running(*known, args, kwargs)
+            if self._running:
+                return self._call(plain, module, running)
+            if self._replayed is None:
+                self.call = Call.of(args, kwargs)
+            inside = [
+                (holder, path)
+                for holder, path in self._holders
+                if path[: len(running.path)] == running.path
+            ]
+            comparing = self.changes.comparing(inside, self.reads)
+            # The garbage collector may call functions that have nothing to do with forward.
+            with comparing, collection_paused(), self._lines.tracing():
+                return self._call(plain, module, running)
+
+        return call
+
+    def _call(self, plain: Callable[..., Any], module: nn.Module, running: _Running) -> Any:
+        self._running.append(running)
+        try:
+            with self._lines.paused():
+                if self._is_opaque(running.path):
+                    return plain(module, *running.args, **running.kwargs)
+                self._add_call(running.module, running.path)
+            return plain(module, *running.args, **running.kwargs)
+        finally:
+            self._running.pop()
+
+    def _is_opaque(self, path: Path) -> bool:
+        return ".".join(map(str, path)) in self._opaque
+
+    def _add_call(self, module: nn.Module, path: Path) -> None:
+        if (*path, CALLED) in self.reads:
+            return
+        self.reads[*path, CALLED] = True
+        self.reads[path] = self._class_of(module)
+        own = instance_dict(module)
+        # Those of the model itself run in every call, planned or not.
+        for name in HOOKS if path else ():
+            if own.get(name):
+                for number, hook in enumerate(own[name].values()):
+                    self._holders.add(hook, (*path, name, Key(number)))
+                self.reads[*path, name] = hooks_of(own[name])
+
+    # Reads of attributes
+
+    def _patched_read(self, plain: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
+        def read(holder: Any, name: str) -> Any:
+            if self._is_active and (not name.startswith("__") or name == "__dict__"):
+                self._read(holder, name, sys._getframe(1))  # noqa: SLF001  the documented way
+            return plain(holder, name)
+
+        return read
+
+    def _patched_write(self, plain: Callable[..., None]) -> Callable[..., None]:
+        def write(module: nn.Module, name: str, value: Any) -> None:
+            if self._is_active:
+                with self._lines.paused():
+                    known = self._holders.find(module)
+                if known is not None and (*known[1], name) not in self.reads:
+                    self.changes.written_first.add((*known[1], name))
+            plain(module, name, value)
+
+        return write
+
+    def _patched_variable(self, plain: Callable[[Any, str], str]) -> Callable[[Any, str], str]:
+        def read(variables: Any, name: str) -> str:
+            if self._is_active and _is_read_by_user(sys._getframe(1)):  # noqa: SLF001  as above
+                with self._lines.paused():
+                    self.reads[environment(name)] = describe(os.environ.get(name))
+            return plain(variables, name)
+
+        return read
+
+    def _read(self, holder: Any, name: str, frame: FrameType) -> None:
+        with self._lines.paused():
+            known = self._holders.find(holder)
+            if known is None:
+                return
+            own, path = known
+            if name == "__dict__":
+                if _is_asked_for(frame, own):
+                    self._read_all(own, path)
+            elif not isinstance(own, nn.Module):
+                self._read_attribute(own, path, name)
+            elif name == MODE:
+                self._read_mode(own, path, frame)
+            elif name == CHILDREN:
+                if _iterates_over_children(frame):
+                    self.reads[*path, CHILDREN] = children_of(own)
+            elif name not in MODULE_FIELDS and not (name == FORWARD and self._is_opaque(path)):
+                self._read_attribute(own, path, name)
+
+    def _read_attribute(self, own: Any, path: Path, name: str) -> None:
+        if (*path, name) in self.reads or (identity(own), name) in self._hidden:
+            return
+        place = find_place(own, name)
+        if own is self._model and place is not None and place.owner is not None:
+            place = find_place(self._kind, name)  # the copy may have a subclass
+        if place is None:
+            self.reads[*path, name] = MISSING
+        elif place.owner is None:
+            self._record((*path, name), place)
+        elif place.owner is not nn.Module and place.owner is not object:
+            self._record((*class_path(place.owner), name), place)
+            if isinstance(own, nn.Module):  # one that is not called, perhaps
+                self.reads.setdefault(path, self._class_of(own))
+
+    def _class_of(self, module: nn.Module) -> Value:
+        kind = self._kind if module is self._model else type(module)
+        return {"module": name_of(kind)}
+
+    def _read_all(self, own: Any, path: Path) -> None:
+        fields = instance_dict(own)
+        for name, value in tuple(fields.items()):
+            if not (isinstance(own, nn.Module) and name in (*MODULE_FIELDS, MODE)):
+                self._record((*path, name), Place(fields, name, value))
+
+    def _record(self, path: Path, place: Place) -> None:
+        """Record the value at a path, and make known what it refers to."""
+        if path in self.reads or path in self.changes.written_first:
+            return
+        value = place.value
+        self._holders.add(value, path)
+        self.changes.keep(path, place)
+        if self.changes.is_other(path, place):
+            return  # written before it is read, so that no call depends on what was there
+        self.reads[path] = self.described(path, value)
+        if isinstance(value, (list, tuple, dict)):
+            for key, element in elements(value):
+                if self._holders.find(element) is not None:
+                    self._record((*path, key), Place(value, key.key, element))
+
+    def described(self, path: Path, value: Any) -> Value:
+        """The description of the value at a path."""
+        known = self._holders.find(value)
+        if known is not None and known[1] != path:
+            return {"same": path_text(known[1])}
+        return describe(value)
+
+    def _watch(self, value: Any, path: Path) -> None:
+        """Watch the reads of an object; of one whose class cannot be changed, see `finish`."""
+        self.changes.watch(value, path)
+        kind = type(value)
+        if kind not in self._kinds_of_objects:
+            self._kinds_of_objects.add(kind)
+            self._watch_class(kind)
+        if self._is_recording and kind not in self._watched:
+            self._unwatched.append((value, path))
+            for name, inner in tuple(instance_dict(value).items()):
+                self._holders.add(inner, (*path, name))
+
+    def _watch_class(self, kind: Any) -> None:
+        if self._is_recording:
+            before = own_attribute(kind, "__getattribute__")
+            try:
+                kind.__getattribute__ = self._patched_read(kind.__getattribute__)
+            except TypeError:
+                return
+            self._watched[kind] = before
+
+    def _keep_class(self, kind: type) -> None:
+        for name, value in tuple(vars(kind).items()):
+            if _is_data(name, value):
+                place = Place(kind, name, value, is_item=False, owner=kind)
+                self.changes.keep((*class_path(kind), name), place)
+
+    # Modes
+
+    def _read_mode(self, own: nn.Module, path: Path, frame: FrameType) -> None:
+        first = frame.f_code.co_varnames[:1] if frame.f_code.co_argcount else ()
+        caller = frame.f_locals.get(first[0]) if first else None
+        is_own = caller is not None and self._holders.find(caller) == (own, path)
+        self._add_mode((*path, MODE), path if is_own else None)
+
+    def _add_mode(self, mode: Path, reader: Path | None = None) -> None:
+        """Note that a module reads a mode: the one at a path, or that which is called."""
+        running = [one for one in self._running if one.path == reader] or self._running
+        if self._replayed not in (None, running[-1].path):
+            return
+        reads = self.modes.setdefault(running[-1].path, ModeReads())
+        reads.modes.add(mode)
+        call = Call.of(running[-1].args, running[-1].kwargs)
+        if call not in reads.calls:
+            reads.calls.append(call)
+
+    # Code that runs
+
+    def _on_code(self, code: CodeType, frame: FrameType) -> None:
+        self._globals[id(code)] = frame.f_globals
+        for line, names in names_by_line(code).items():
+            for chain in sorted(names.chains):
+                for path, place in resolve(chain, frame.f_globals):
+                    self._holders.add(place.value, path)
+                    self.changes.keep(path, place)
+                    query = query_of(place.value)
+                    if query is not None:
+                        self._queries.setdefault((id(code), line), []).append(query)
+
+    def _on_function(self, code: CodeType) -> None:
+        for function, path in self._functions(code):
+            self.changes.watch(function, path)
+            for part, place in function_parts(function):
+                self.changes.keep((*path, *part), place)
+
+    def _functions(self, code: CodeType) -> Collection[tuple[FunctionType, Path]]:
+        return self._holders.functions_of(code, self._lines.closures(code))
+
+    def _on_line(self, code: CodeType, line: int) -> None:
+        for query in self._queries.get((id(code), line), ()):
+            self._add_mode(query)
+
+    def _on_torch(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        if getattr(func, "__self__", None) is torch.Tensor.requires_grad:
+            self._read_requires_grad(args[0])
+        elif _has_default_dtype(args, kwargs, result):
+            self.reads[DEFAULT_DTYPE] = describe(torch.get_default_dtype())
+
+    def _read_requires_grad(self, tensor: torch.Tensor) -> None:
+        for running in reversed(self._running):
+            for name, parameter in running.module.named_parameters():
+                if parameter is tensor:
+                    path = (*running.path, *name.split("."), "requires_grad")
+                    self.reads[path] = parameter.requires_grad
+                    return
+        self._add_mode(GRAD_MODE)
+
+    @property
+    def is_complete(self) -> bool:
+        """False if a part of forward was compiled, of which the reads are not known."""
+        return self._lines.is_complete
+
+    def sources(self) -> set[Path]:
+        """The clocks and the random numbers without state that forward uses."""
+        return {
+            path
+            for code in self._lines.functions
+            for path in sources_of(self._lines.names(code).chains, self._globals[id(code)])
+        }
+
+    def finish(self) -> None:
+        """Add what is found after forward ran: globals, free variables, code."""
+        mentioned, of_classes = set[str](), set[str]()
+        for code in self._lines.functions:
+            names = self._lines.names(code)
+            mentioned |= names.mentioned
+            if names.has_class:
+                of_classes |= names.mentioned
+            self._finish_globals(code, names)
+            for function, path in self._functions(code):
+                self._finish_function(function, path, names.free)
+        for holder, path in self._unwatched:
+            fields = instance_dict(holder)
+            for name in sorted(mentioned & fields.keys()):
+                self._record((*path, name), Place(fields, name, fields[name]))
+        self._finish_classes(of_classes)
+
+    def _finish_globals(self, code: CodeType, names: Names) -> None:
+        namespace = self._globals[id(code)]
+        for chain in sorted(names.chains):
+            for path, place in resolve(chain, namespace):
+                if not (is_installed(code.co_filename) and _is_cache(place.value)):
+                    self._record(path, place)
+            for holder, path in namespaces(chain, namespace, names.mentioned):
+                # It may have another name here, as in `import settings as s`.
+                for name in sorted(vars(holder).keys() & names.mentioned):
+                    found = find_place(holder, name)
+                    if found is not None and _is_data(name, found.value):
+                        self._record((*path, name), found)
+
+    def _finish_classes(self, mentioned: Collection[str]) -> None:
+        """Data of classes that is read without an instance, as in `type(self).tau`."""
+        for kind in self._holders.classes:
+            for name in sorted(vars(kind).keys() & mentioned):
+                if _is_data(name, vars(kind)[name]):
+                    place = Place(kind, name, vars(kind)[name], is_item=False, owner=kind)
+                    self._record((*class_path(kind), name), place)
+
+    def _finish_function(self, function: FunctionType, path: Path, free: Collection[str]) -> None:
+        self.reads[*path, "__code__"] = code_digest(function.__code__)
+        for part, place in function_parts(function):
+            if part[0] != "__closure__" or part[-1] in free:
+                self._record((*path, *part), place)
+
+
+def _is_data(name: str, value: Any) -> bool:
+    """True for attributes of classes that are no functions or descriptors, nor Python's own."""
+    return not (name.startswith("__") or callable(value) or hasattr(type(value), "__get__"))
+
+
+def _is_cache(value: object) -> bool:
+    """True for globals that installed packages fill as they run."""
+    return isinstance(value, (dict, list, set))
+
+
+def _is_asked_for(frame: FrameType, holder: Any) -> bool:
+    """True if user code asks for all attributes, or Python's `copy` and `dataclasses` do for it."""
+    file = frame.f_code.co_filename
+    return is_user_code(file) or (not isinstance(holder, nn.Module) and "torch" not in file)
+
+
+def _is_read_by_user(frame: FrameType | None) -> bool:
+    """True if user code reads an environment variable, through whichever function of `os`."""
+    while frame is not None and frame.f_globals.get("__name__") in ("os", "collections.abc"):
+        frame = frame.f_back
+    return frame is not None and is_user_code(frame.f_code.co_filename)
+
+
+_OF_CHILDREN = ("torch/nn/modules/module.py", "torch/nn/modules/container.py")
+
+
+def _iterates_over_children(frame: FrameType | None) -> bool:
+    """True if forward of the user or of a container iterates, and not torch's tracing."""
+    while frame is not None:
+        code = frame.f_code
+        if not code.co_filename.endswith(_OF_CHILDREN):
+            return is_user_code(code.co_filename)
+        if code.co_name in ("__getattr__", "__setattr__", "__delattr__"):
+            return False
+        if code.co_qualname == "ModuleDict.__getitem__":
+            return False
+        if code.co_name == "forward":
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _has_default_dtype(args: Any, kwargs: Any, result: Any) -> bool:
+    """True if a tensor was created from no other, of the element type that is the default."""
+    return (
+        isinstance(result, torch.Tensor)
+        and kwargs.get("dtype") is None
+        and result.dtype == torch.get_default_dtype()
+        and not any(isinstance(x, torch.Tensor) for x in pytree.tree_leaves((args, kwargs)))
+    )

@@ -1,0 +1,1 @@
+"""Dynamic sizes: expressions of symbols, guards, and numbers made of them."""

@@ -1,0 +1,1 @@
+"""Lowering: layouts as what each rank runs, with its buckets, recomputation and memory."""

@@ -1,0 +1,1 @@
+"""Measurements: calibration of a topology, and profiles of a plan."""

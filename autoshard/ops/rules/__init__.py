@@ -1,0 +1,1 @@
+"""The language of sharding rules: index spaces, strategies, collectives inside operators."""

@@ -1,0 +1,1 @@
+"""The search of the fastest plan within a memory budget."""

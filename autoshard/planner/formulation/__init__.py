@@ -1,0 +1,1 @@
+"""The integer program of a graph, a mesh and options."""

@@ -1,0 +1,1 @@
+"""The search over the meshes of a number of devices."""

@@ -1,0 +1,337 @@
+"""Requests about a model, to be sent to a service or run in this process."""
+
+import hashlib
+import json
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NotRequired, TypeAlias, TypedDict
+
+from pydantic import ValidationError
+
+from autoshard.base.files import read_graph_file
+from autoshard.errors import ArgumentTypeError, GraphError, MeshError
+from autoshard.graph import (
+    ArchiveLimits,
+    Graph,
+    graph_source,
+    load_graph,
+    operator_namespaces,
+    rules_to_json,
+)
+from autoshard.mesh import (
+    Mesh,
+    Topology,
+    make_mesh,
+    mesh_from_json,
+    mesh_sizes,
+    mesh_to_json,
+    parse_shape,
+    to_mesh,
+    topology_to_json,
+)
+from autoshard.mesh.sources import MeshLike as PlainMeshLike
+from autoshard.plan import Mode, PlanOptions
+from autoshard.plan.options import option_error, to_options
+from autoshard.requests.running import load_request_graph
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+    from torch.nn import Module
+
+MeshLike: TypeAlias = "PlainMeshLike | Mapping[str, Any]"
+ModelLike: TypeAlias = "str | Path | bytes | ExportedProgram | Module"
+
+_TORCH_NAMESPACES = frozenset({"aten", "higher_order"})
+
+_MAX_DEFLATE_RATIO = 1032
+"""Largest compression ratio of deflate; https://zlib.net/zlib_tech.html."""
+
+_log = logging.getLogger(__name__)
+
+
+class _ModelArguments(TypedDict, total=False):
+    """Keyword arguments of every request for plans."""
+
+    options: PlanOptions | None
+    mode: Mode | None
+    memory_budget: str | int | None
+    discover: bool
+
+
+class PlanArguments(_ModelArguments):
+    """Keyword arguments of `Client.plan` that describe the plan."""
+
+    mesh: MeshLike
+
+
+class SearchArguments(_ModelArguments):
+    """Keyword arguments of `Client.search` that describe the meshes and their plans."""
+
+    num_devices: int
+    topology: NotRequired[str | Topology | None]
+    nodes: NotRequired[int | None]
+    gpus_per_node: NotRequired[int | None]
+    max_axes: NotRequired[int]
+
+
+class GraphRequest:
+    """A request about a graph.
+
+    Args:
+        model: as in `Client.plan`.
+        args: as in `Client.plan`.
+        kwargs: as in `Client.plan`.
+        members: of the JSON document of the request, without the rules.
+        discover: run the model's own operators on small tensors to find their sharding rules.
+
+    Attributes:
+        graph: bytes of an archive or of its model.json.
+        document: the JSON document of the request, without the graph.
+
+    Raises:
+        GraphError: the module cannot be exported, or the file cannot be read.
+    """
+
+    def __init__(
+        self,
+        model: ModelLike,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any] | None,
+        members: dict[str, Any],
+        *,
+        discover: bool,
+    ) -> None:
+        self.graph = read_model(model, args, kwargs)
+        self.rules = _custom_rules(self.graph) if discover else []
+        self.document = members | ({"rules": self.rules} if self.rules else {})
+
+    @cached_property
+    def graph_sha256(self) -> str:
+        """Digest of the graph's bytes."""
+        return hashlib.sha256(self.graph).hexdigest()
+
+    @cached_property
+    def program(self) -> Graph:
+        """The graph with the rules of the model's own operators.
+
+        Raises:
+            GraphError: it cannot be read.
+        """
+        return load_request_graph(self.graph, self.rules, _unlimited(self.graph))
+
+
+class PlanRequest(GraphRequest):
+    """A request for a plan, or for a validation; the arguments are those of `Client.plan`."""
+
+    def __init__(
+        self,
+        model: ModelLike,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        mesh: MeshLike,
+        discover: bool = True,
+        **options: Any,
+    ) -> None:
+        self.options = _merge_options(**options)
+        members = {"mesh": _mesh_document(mesh), "options": self.options.model_dump(mode="json")}
+        super().__init__(model, args, kwargs, members, discover=discover)
+
+    def mesh(self, topologies: Mapping[str, Topology]) -> Mesh:
+        """Build the mesh.
+
+        Args:
+            topologies: stored topologies by name, in addition to the built-in ones.
+
+        Raises:
+            MeshError: it is invalid.
+        """
+        return _build_mesh(self.document["mesh"], topologies)
+
+
+class SearchRequest(GraphRequest):
+    """A request for the best mesh; the arguments are those of `Client.search`."""
+
+    def __init__(
+        self,
+        model: ModelLike,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        num_devices: int,
+        topology: str | Topology | None = None,
+        nodes: int | None = None,
+        gpus_per_node: int | None = None,
+        max_axes: int = 3,
+        discover: bool = True,
+        **options: Any,
+    ) -> None:
+        self.num_devices, self.topology, self.max_axes = num_devices, topology, max_axes
+        self.nodes, self.gpus_per_node = nodes, gpus_per_node
+        self.options = _merge_options(**options)
+        members = {
+            "num_devices": num_devices,
+            "topology": _topology_document(topology),
+            "nodes": nodes,
+            "gpus_per_node": gpus_per_node,
+            "max_axes": max_axes,
+            "options": self.options.model_dump(mode="json"),
+        }
+        super().__init__(model, args, kwargs, members, discover=discover)
+
+    def digest(self, topology: Topology) -> str:
+        """Digest of the whole request, with its topology resolved."""
+        document = self.document | {"topology": _topology_document(topology)}
+        text = json.dumps([self.graph_sha256, document], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+class CoverageRequest(GraphRequest):
+    """A request for operators that can be sharded; the arguments are those of `Client.coverage`."""
+
+    def __init__(
+        self,
+        model: ModelLike,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        mesh: "MeshLike | None" = None,
+        *,
+        discover: bool = True,
+    ) -> None:
+        members = {} if mesh is None else {"mesh": _mesh_document(mesh)}
+        super().__init__(model, args, kwargs, members, discover=discover)
+
+    def axis_sizes(self, topologies: Mapping[str, Topology]) -> frozenset[int]:
+        """Sizes of the mesh axes; empty for any size.
+
+        Raises:
+            MeshError: the mesh is invalid.
+        """
+        document = self.document.get("mesh")
+        sizes = () if document is None else _build_mesh(document, topologies).axis_sizes
+        return frozenset(size for size in sizes if size > 1)
+
+
+def validate_options(document: Mapping[str, Any]) -> PlanOptions:
+    """Check planning options.
+
+    Raises:
+        OptionError: one of them is invalid; the message names the first.
+    """
+    try:
+        return PlanOptions.model_validate(document)
+    except ValidationError as error:
+        raise option_error(error, PlanOptions) from None
+
+
+def read_model(
+    model: ModelLike, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+) -> bytes:
+    """Return the bytes of an exported model; a live module is exported.
+
+    Raises:
+        GraphError: the module cannot be exported, or the file cannot be read.
+    """
+    if isinstance(model, Graph):
+        raise ArgumentTypeError(
+            "a Graph is passed in place of a model: pass the file or the bytes that it was loaded "
+            "from"
+        )
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(model, torch.nn.Module):
+        from autoshard.graph import export_model  # noqa: PLC0415  torch is slow to import
+
+        return export_model(model, args, dict(kwargs or {}))
+    source = graph_source(model)
+    return source if isinstance(source, bytes) else read_graph_file(Path(source))
+
+
+def _merge_options(options: PlanOptions | None = None, **given: Any) -> PlanOptions:
+    """Replace options by those that were given as separate arguments.
+
+    Raises:
+        OptionError: one of them is invalid or does not exist.
+    """
+    return to_options(options, {k: value for k, value in given.items() if value is not None})
+
+
+def _unlimited(graph: bytes) -> ArchiveLimits:
+    """Limits that no archive of this size exceeds: the caller's own archive is trusted."""
+    largest = _MAX_DEFLATE_RATIO * len(graph)
+    return ArchiveLimits(
+        archive_bytes=len(graph),
+        model_bytes=largest,
+        compression_ratio=_MAX_DEFLATE_RATIO,
+        nodes=largest,
+    )
+
+
+def _custom_rules(graph: bytes) -> list[dict[str, Any]]:
+    """Rules of the model's own operators that are registered in this process."""
+    limits = _unlimited(graph)
+    if operator_namespaces(graph, limits=limits) <= _TORCH_NAMESPACES:
+        return []
+    try:
+        program = load_graph(graph, limits=limits)
+    except GraphError:
+        return []  # reported when the request is run
+    from autoshard.discovery import discover  # noqa: PLC0415  torch is slow to import
+
+    found = discover(program, aten=False)
+    for finding in found.findings:
+        if finding.rule is None:
+            _log.warning(
+                "%s is replicated, as no rule was found: %s", finding.operator, finding.reason
+            )
+    return rules_to_json(found.graph.rules)
+
+
+def _build_mesh(document: Mapping[str, Any], topologies: Mapping[str, Topology]) -> Mesh:
+    topology = document.get("topology")
+    if isinstance(topology, Mapping):
+        return mesh_from_json(json.dumps(document))
+    given = dict(document)
+    if isinstance(topology, str):
+        given["topology"] = topologies.get(topology, topology)
+    try:
+        return make_mesh(**given)
+    except TypeError as error:
+        raise MeshError(f"invalid mesh: {error}") from None
+
+
+def _mesh_document(mesh: MeshLike) -> dict[str, Any]:
+    if isinstance(mesh, Mapping):
+        return _mesh_arguments(mesh)
+    if isinstance(mesh, str):
+        return _mesh_arguments({"shape": mesh})
+    if isinstance(mesh, Sequence | int):
+        return {"shape": [*mesh_sizes(mesh)]}
+    document: dict[str, Any] = json.loads(mesh_to_json(to_mesh(mesh)))
+    return document
+
+
+def _mesh_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of `make_mesh` as the service takes them: a list of sizes, and `axes`."""
+    document = dict(given)
+    if "mesh_dim_names" in document and "axes" not in document:
+        document["axes"] = document.pop("mesh_dim_names")
+    shape = document.get("shape")
+    if isinstance(shape, str):
+        sizes, names = parse_shape(shape)
+        document["shape"] = list(sizes)
+        if names is not None:
+            if document.get("axes") is not None:
+                raise MeshError(
+                    f"the axes are named twice: {names} in the shape, and {document['axes']}"
+                )
+            document["axes"] = list(names)
+    return document
+
+
+def _topology_document(topology: str | Topology | None) -> Any:
+    if isinstance(topology, Topology):
+        return json.loads(topology_to_json(topology))
+    return topology

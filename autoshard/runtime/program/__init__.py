@@ -1,0 +1,1 @@
+"""A stage's program on one rank: instructions, kernels and collectives."""

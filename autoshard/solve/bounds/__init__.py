@@ -1,0 +1,1 @@
+"""Lower bounds: elimination, tree-reweighted message passing, quotients of repeated blocks."""

@@ -1,0 +1,469 @@
+"""The linear relaxation of a network, and branch and bound, with HiGHS.
+
+The model is the local polytope with usage rows: one column per strategy and one per allowed
+pair of (row, column) of each link. The strategies of a variable sum to one; the pairs of a link
+in one row sum to the strategies with that row, and the same holds for columns. HiGHS is called
+through its own API, so that a run reports progress and can be stopped.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import highspy
+import numpy as np
+from scipy import sparse
+from scipy.optimize import Bounds, LinearConstraint, milp
+
+from autoshard.base.arrays import BoolArray, FloatArray, IntArray
+from autoshard.solve.bounds.path_costs import ShortestPathCost
+from autoshard.solve.network import Network
+from autoshard.solve.state import SolveState
+
+_EAGER_ENTRIES = 200_000
+"""Entries of usage rows up to which all of them are loaded at once."""
+_INTERIOR_POINT_COLUMNS = 40_000
+"""Columns from which on relaxations are solved by interior point."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LinearModel:
+    """Minimise `cost @ x` where `matrix @ x = right` and `usage @ x <= capacity`, x >= 0.
+
+    Attributes:
+        cost: objective, shape [n].
+        matrix: equality rows, shape [m, n].
+        right: their right-hand side, shape [m].
+        usage: usage rows, one per checkpoint, shape [T, n].
+        capacity: slack at each checkpoint, shape [T].
+        starts: first column of each variable, then of each link, shape [V + L + 1]; the
+            columns from one start to the next sum to one.
+        variables: network variable of each of the first V groups of columns.
+        constant: price of every choice, in addition to the columns.
+    """
+
+    cost: FloatArray
+    matrix: sparse.csr_array
+    right: FloatArray
+    usage: sparse.csr_array
+    capacity: FloatArray
+    starts: IntArray
+    variables: tuple[int, ...]
+    constant: float
+
+    @property
+    def num_strategies(self) -> int:
+        """Number of columns that are strategies; they come first."""
+        return int(self.starts[len(self.variables)])
+
+    def rounded(self, x: FloatArray) -> dict[int, int]:
+        """The strategy of each variable with the largest share."""
+        spans = zip(self.variables, self.starts, self.starts[1:], strict=False)
+        return {v: int(x[first:last].argmax()) for v, first, last in spans}
+
+    def dual_bound(self, duals: FloatArray, prices: FloatArray) -> tuple[float, FloatArray]:
+        """Lower bound from row duals, and a lower bound of the excess of each column.
+
+        The duals move prices between variables and links and do not change the price of any
+        choice; every group of columns then costs at least its cheapest column. The bound is valid
+        for any duals, so it does not depend on the tolerances of a solver.
+
+        Args:
+            duals: multipliers of the equality rows, shape [m].
+            prices: multipliers of the usage rows, shape [T]; negative ones are clamped to 0.
+
+        Returns:
+            the bound, with the constant, and a lower bound of the objective's growth when
+            a column is forced to one, shape [n].
+        """
+        prices = np.maximum(prices, 0.0)
+        reduced = self.cost - self.matrix.T @ duals + self.usage.T @ prices
+        least = np.minimum.reduceat(reduced, self.starts[:-1])
+        bound = float(duals @ self.right - prices @ self.capacity + least.sum())
+        excess = reduced - np.repeat(least, np.diff(self.starts))
+        return bound + self.constant, excess
+
+
+Ends = tuple[IntArray, IntArray]
+"""The columns of some strategies of a variable, and the row or column of prices of each."""
+Entries = tuple[IntArray, IntArray, FloatArray]
+"""Row, column and value of some entries of a sparse matrix."""
+
+
+class ModelBuilder:
+    """A linear model that grows.
+
+    Args:
+        costs: price of each strategy of each variable.
+    """
+
+    def __init__(self, costs: Sequence[FloatArray]) -> None:
+        sizes = [len(cost) for cost in costs]
+        self._costs = [np.zeros(0), *costs]
+        self._starts: list[int] = [0, *np.cumsum(sizes).tolist()]
+        self._num_variables = self._height = len(sizes)
+        self._width = self._starts[-1]
+        self._entries: list[Entries] = []
+        self._usage: list[Entries] = []
+        self._add(np.repeat(np.arange(len(sizes)), sizes), np.arange(self._width), 1.0)
+
+    def columns(self, i: int) -> IntArray:
+        """The columns of the strategies of a variable."""
+        return np.arange(self._starts[i], self._starts[i + 1])
+
+    def add_flow(
+        self, prices: FloatArray | ShortestPathCost, source: Ends, target: Ends, number: int = 1
+    ) -> None:
+        """Add a flow of one from the source's row of prices to the target's column.
+
+        Args:
+            prices: of each row and column.
+            source: columns of the source with their rows.
+            target: columns of the target with their columns of prices.
+            number: of equal links that share the flow.
+        """
+        if isinstance(prices, ShortestPathCost):
+            befores, afters, steps = prices.steps
+            kept = np.isfinite(steps)
+            flows = self._new_columns(number * steps[kept])
+            row = self._new_rows(prices.num_states)
+            self._add(row + source[1], source[0], 1.0)
+            self._add(row + target[1], target[0], -1.0)
+            self._add(row + afters[kept], flows, 1.0)
+            self._add(row + befores[kept], flows, -1.0)
+            return
+        (used_rows, rows), (used_cols, cols) = (
+            np.unique(labels, return_inverse=True) for _, labels in (source, target)
+        )
+        values = prices[np.ix_(used_rows, used_cols)]
+        first, second = np.nonzero(np.isfinite(values))
+        flows = self._new_columns(number * values[first, second])
+        for (own, _), labels, ends, size in (
+            (source, rows, first, len(used_rows)),
+            (target, cols, second, len(used_cols)),
+        ):
+            row = self._new_rows(size)
+            self._add(row + ends, flows, 1.0)
+            self._add(row + labels, own, -1.0)
+
+    def add_usage(self, first: int, last: int, columns: IntArray, usage: FloatArray) -> None:
+        """Add the usage of some columns, shape [S], at the times from `first` to `last - 1`."""
+        times, used = np.arange(first, last), np.flatnonzero(usage)
+        columns, values = np.tile(columns[used], len(times)), np.tile(usage[used], len(times))
+        self._usage.append((np.repeat(times, len(used)), columns, values))
+
+    def model(
+        self, capacity: FloatArray, variables: Sequence[int], constant: float = 0.0
+    ) -> LinearModel:
+        """The model; see there for the arguments."""
+        zeros = np.zeros(self._height - self._num_variables)
+        return LinearModel(
+            np.concatenate(self._costs),
+            assembled(self._entries, (self._height, self._width)),
+            np.concatenate([np.ones(self._num_variables), zeros]),
+            assembled(self._usage, (len(capacity), self._width)),
+            capacity,
+            np.array(self._starts, dtype=np.intp),
+            tuple(variables),
+            constant,
+        )
+
+    def _new_columns(self, costs: FloatArray) -> IntArray:
+        self._costs.append(costs)
+        first, self._width = self._width, self._width + len(costs)
+        self._starts.append(self._width)
+        return np.arange(first, self._width)
+
+    def _new_rows(self, number: int) -> int:
+        """Add some rows; return the first of them."""
+        self._height += number
+        return self._height - number
+
+    def _add(self, rows: IntArray, columns: IntArray, value: float) -> None:
+        self._entries.append((rows, columns, np.full(len(rows), value)))
+
+
+def linear_model(network: Network) -> LinearModel:
+    """Build the model of a network without ties and without forbidden strategies."""
+    place = {v: i for i, v in enumerate(network.variables)}
+    builder = ModelBuilder([variable.cost for variable in network.variables.values()])
+    for u, v, link in network.pairs():
+        source, target = builder.columns(place[u]), builder.columns(place[v])
+        builder.add_flow(link.matrix.values, (source, link.rows), (target, link.cols))
+    for i, variable in enumerate(network.variables.values()):
+        for term in variable.terms:
+            builder.add_usage(term.first, term.last, builder.columns(i), term.usage)
+    return builder.model(network.capacity, tuple(place), network.constant)
+
+
+def assembled(entries: Sequence[Entries], shape: tuple[int, int]) -> sparse.csr_array:
+    """The sparse matrix of some entries; those at equal places are summed."""
+    if not entries:
+        return sparse.csr_array(shape)
+    rows, cols, values = (np.concatenate(parts) for parts in zip(*entries, strict=True))
+    return sparse.csr_array((values, (rows, cols)), shape=shape)
+
+
+def integer_point(
+    cost: FloatArray,
+    matrix: sparse.csr_array,
+    low: FloatArray,
+    high: FloatArray,
+    most: FloatArray,
+    *,
+    max_nodes: int,
+    relative_gap: float,
+    time_limit: float = float("inf"),
+) -> FloatArray | None:
+    """The best integral point of a small program that HiGHS finds, shape [n]; None without one.
+
+    Args:
+        cost: to minimise, shape [n].
+        matrix: of the rows, shape [m, n].
+        low: least value of each row, shape [m].
+        high: largest value of each row, shape [m].
+        most: largest value of each column, shape [n]; the least is 0.
+        max_nodes: of branch and bound.
+        relative_gap: at which it stops.
+        time_limit: in seconds.
+    """
+    found = milp(
+        cost,
+        integrality=np.ones(len(cost), dtype=np.intp),
+        bounds=Bounds(0.0, most),
+        constraints=LinearConstraint(matrix, low, high),
+        options={
+            "node_limit": max_nodes,
+            "mip_rel_gap": relative_gap,
+            "time_limit": min(time_limit, _LONG),
+        },
+    )
+    return None if found.x is None else np.rint(found.x)
+
+
+def _is_feasible(highs: highspy.Highs) -> bool:
+    """True if the last run has found a point."""
+    feasible = int(highspy.SolutionStatus.kSolutionStatusFeasible)
+    return bool(highs.getInfo().primal_solution_status == feasible)
+
+
+_LARGEST_COST = 1e4
+_LONG = 1e9
+"""Seconds that stand for no time limit."""
+_FEASIBILITY = 1e-9
+_DUAL_FEASIBILITY = 1e-7
+
+
+class RunStatus(Enum):
+    """Status of a run of HiGHS."""
+
+    SOLVED = auto()
+    INFEASIBLE = auto()
+    STOPPED = auto()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LinearOutcome:
+    """Result of a run; prices are in the units of the model.
+
+    Attributes:
+        status: of the run.
+        x: the point found, shape [n], or None.
+        duals: multipliers of the equality rows of a relaxation, shape [m], or None.
+        prices: multipliers of the usage rows of a relaxation, shape [T], or None.
+        bound: lower bound of the integral optimum, with all tolerances subtracted.
+    """
+
+    status: RunStatus
+    x: FloatArray | None
+    duals: FloatArray | None
+    prices: FloatArray | None
+    bound: float
+
+
+class HighsSolver:
+    """One linear model in HiGHS.
+
+    Costs are scaled so that the tolerances of HiGHS do not depend on the unit of prices, and each
+    usage row is scaled to coefficients of at most one. Usage rows are added when a point violates
+    them, or all at once if they are few.
+
+    Args:
+        model: to minimise.
+        state: provides the seed, the time limit and the cancel token; receives progress.
+        offer: called with integral points found during a run, shape [n].
+        cap: upper limit of the bounds reported during a run.
+    """
+
+    def __init__(
+        self,
+        model: LinearModel,
+        state: SolveState,
+        *,
+        offer: Callable[[FloatArray], None],
+        cap: float = float("inf"),
+    ) -> None:
+        self._model = model
+        self._state = state
+        self._offer = offer
+        self._cap = cap
+        self._scale = _LARGEST_COST / max(float(np.abs(model.cost).max(initial=0.0)), 1e-300)
+        self._row_scale = np.ones(len(model.capacity))
+        if model.usage.nnz:
+            largest = abs(model.usage).max(axis=1).toarray().ravel()
+            self._row_scale = np.where(largest > 0, largest, 1.0)
+        self._active: list[int] = []
+        self._highs = self._loaded()
+        if model.usage.nnz <= _EAGER_ENTRIES:
+            self._activate(np.ones(len(model.capacity), dtype=np.bool_))
+
+    @property
+    def slack(self) -> float:
+        """Largest error of a bound because of the tolerances of HiGHS."""
+        return _DUAL_FEASIBILITY * (len(self._model.starts) - 1) / self._scale
+
+    def relax(self) -> LinearOutcome:
+        """Solve the linear relaxation."""
+        large = len(self._model.cost) > _INTERIOR_POINT_COLUMNS
+        self._highs.setOptionValue("solver", "ipm" if large else "choose")
+        return self._until_fits()
+
+    def branch(
+        self, start: Mapping[int, int] | None, *, relative_gap: float | None = None
+    ) -> LinearOutcome:
+        """Solve with integral strategies.
+
+        Args:
+            start: a position per variable to start from, unless it is None.
+            relative_gap: gap relative to the objective, without a limit of work; None for the gap
+                of the state, and its limit of work.
+        """
+        columns = np.arange(self._model.num_strategies, dtype=np.int32)
+        kinds = np.full(len(columns), int(highspy.HighsVarType.kInteger), dtype=np.uint8)
+        self._highs.changeColsIntegrality(len(columns), columns, kinds)
+        if start is not None:
+            point = np.zeros(len(columns))
+            point[
+                [self._model.starts[i] + start[v] for i, v in enumerate(self._model.variables)]
+            ] = 1
+            self._highs.setSolution(len(columns), columns, point)
+        allowed = self._state.gap * self._state.magnitude * self._scale
+        self._highs.setOptionValue("mip_abs_gap", max(0.25 * allowed, 1e-6))
+        self._highs.setOptionValue("mip_rel_gap", relative_gap or 0.0)
+        if relative_gap is None:
+            nodes = self._state.settings.branch_work / len(self._model.cost)
+            self._highs.setOptionValue("mip_max_nodes", max(int(nodes), 1))
+        return self._until_fits()
+
+    def forbid(self, x: FloatArray, times: BoolArray) -> None:
+        """Add cover inequalities that exclude an integral point which exceeds some checkpoints.
+
+        At each of them, the strategies of the point with usage there are a cover: usage is not
+        negative, so they cannot all be chosen together.
+        """
+        for time in np.flatnonzero(times):
+            row = self._model.usage[[time]].tocoo()
+            cover = row.col[x[row.col] > 0.5].astype(np.int32)  # noqa: PLR2004 - rounding
+            self._highs.addRow(-np.inf, len(cover) - 1.0, len(cover), cover, np.ones(len(cover)))
+
+    def violated(self, x: FloatArray) -> BoolArray:
+        """Mask of checkpoints at which a point exceeds the capacity, shape [T]."""
+        slack = self._model.capacity + _FEASIBILITY * self._row_scale
+        over: BoolArray = self._model.usage @ x > slack
+        return over
+
+    def _until_fits(self) -> LinearOutcome:
+        """Run and add the usage rows that the point violates, until there are none."""
+        while True:
+            outcome = self._run()
+            if outcome.x is None or outcome.status is not RunStatus.SOLVED:
+                return outcome
+            over = self.violated(outcome.x)
+            over[self._active] = False
+            if not over.any():
+                return outcome
+            self._activate(over)
+
+    def _loaded(self) -> highspy.Highs:
+        model, lp = self._model, highspy.HighsLp()
+        columns = sparse.csc_array(model.matrix)
+        lp.num_col_, lp.num_row_ = len(model.cost), len(model.right)
+        lp.col_cost_ = model.cost * self._scale
+        lp.col_lower_, lp.col_upper_ = np.zeros(len(model.cost)), np.ones(len(model.cost))
+        lp.row_lower_ = lp.row_upper_ = model.right
+        lp.a_matrix_.format_ = highspy.MatrixFormat.kColwise
+        lp.a_matrix_.start_ = columns.indptr.astype(np.int32)
+        lp.a_matrix_.index_ = columns.indices.astype(np.int32)
+        lp.a_matrix_.value_ = columns.data
+        highs = highspy.Highs()
+        highs.setOptionValue("output_flag", False)
+        highs.setOptionValue("random_seed", self._state.seed)
+        highs.setOptionValue("primal_feasibility_tolerance", _FEASIBILITY)
+        highs.setOptionValue("mip_feasibility_tolerance", _FEASIBILITY)
+        highs.setOptionValue("dual_feasibility_tolerance", _DUAL_FEASIBILITY)
+        highs.passModel(lp)
+        for event in (highs.cbSimplexInterrupt, highs.cbIpmInterrupt, highs.cbMipInterrupt):
+            event.subscribe(self._on_event)
+        highs.cbMipImprovingSolution.subscribe(self._on_solution)
+        return highs
+
+    def _activate(self, times: BoolArray) -> None:
+        fresh = np.flatnonzero(times)
+        if len(fresh) == 0:
+            return
+        row_scale = self._row_scale[fresh]
+        rows = sparse.csr_array(self._model.usage[fresh])
+        values = rows.data / np.repeat(row_scale, np.diff(rows.indptr))
+        self._highs.addRows(
+            len(fresh),
+            np.full(len(fresh), -np.inf),
+            self._model.capacity[fresh] / row_scale,
+            len(values),
+            rows.indptr[:-1].astype(np.int32),
+            rows.indices.astype(np.int32),
+            values,
+        )
+        self._active.extend(fresh.tolist())
+
+    def _run(self) -> LinearOutcome:
+        self._state.check()
+        if np.isfinite(self._state.remaining):
+            end = self._highs.getRunTime() + self._state.remaining
+            self._highs.setOptionValue("time_limit", end)
+        self._highs.run()
+        status = self._highs.getModelStatus()
+        if status == highspy.HighsModelStatus.kTimeLimit:
+            self._state.record_time_limit()
+        statuses = {
+            highspy.HighsModelStatus.kOptimal: RunStatus.SOLVED,
+            highspy.HighsModelStatus.kInfeasible: RunStatus.INFEASIBLE,
+            highspy.HighsModelStatus.kUnboundedOrInfeasible: RunStatus.INFEASIBLE,
+        }
+        return self._outcome(statuses.get(status, RunStatus.STOPPED))
+
+    def _outcome(self, status: RunStatus) -> LinearOutcome:
+        info, solution = self._highs.getInfo(), self._highs.getSolution()
+        x = np.array(solution.col_value) if _is_feasible(self._highs) else None
+        duals = prices = None
+        if solution.dual_valid:
+            rows = np.array(solution.row_dual) / self._scale
+            duals = rows[: len(self._model.right)]
+            prices = np.zeros(len(self._model.capacity))
+            usage_rows = rows[len(duals) : len(duals) + len(self._active)]
+            prices[self._active] = -usage_rows / self._row_scale[self._active]
+        return LinearOutcome(status, x, duals, prices, self._priced(info.mip_dual_bound))
+
+    def _priced(self, bound: float) -> float:
+        """A bound of HiGHS in the units of the problem, minus its tolerances."""
+        if not np.isfinite(bound):
+            return -float("inf")
+        return float(bound) / self._scale + self._model.constant - self.slack
+
+    def _on_event(self, event: highspy.highs.HighsCallbackEvent) -> None:
+        if self._state.must_stop:
+            event.interrupt()
+        if event.callback_type == highspy.cb.HighsCallbackType.kCallbackMipInterrupt:
+            self._state.raise_bound(min(self._priced(event.data_out.mip_dual_bound), self._cap))
+
+    def _on_solution(self, event: highspy.highs.HighsCallbackEvent) -> None:
+        self._offer(np.array(event.data_out.mip_solution))

@@ -1,3 +1,0 @@
-from support.planned import planned
-
-__all__ = ["planned"]
