@@ -97,7 +97,7 @@ def check_all(results: Path) -> None:
     assert "not measured: planned at most 1.03 of as written" in said
 
 
-@pytest.mark.thorough
+@pytest.mark.long
 @pytest.mark.ranks
 def test_it_is_interrupted_and_goes_on_to_its_end(tmp_path: Path) -> None:
     interrupt_at(tmp_path, "ranks, ")

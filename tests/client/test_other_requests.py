@@ -71,6 +71,7 @@ def searched(graph: bytes, devices: int, **given: Any) -> tuple[Candidate, ...]:
     return search_meshes(load_graph(graph), devices, **given)
 
 
+@pytest.mark.matrix(1)
 def test_a_search_ranks_every_mesh_and_keeps_the_plans(call: Call, graph: bytes) -> None:
     seen: list[JobProgress] = []
     search = call("search", graph, num_devices=4, on_progress=seen.append)
@@ -127,6 +128,7 @@ def slower(topology: Topology) -> Topology:
     return topology_from_json(document)
 
 
+@pytest.mark.matrix(1)
 def test_meshes_and_searches_have_nodes(call: Call, graph: bytes) -> None:
     texts = {"topology": "H100", "nodes": 2, "shape": "a=2,b=2"}
     plan = call("plan", graph, mesh=texts, memory_budget="1GB")
@@ -147,6 +149,7 @@ def test_meshes_and_searches_have_nodes(call: Call, graph: bytes) -> None:
         call("plan", graph, mesh="2-2")
 
 
+@pytest.mark.matrix(1)
 def test_a_search_takes_a_topology_and_options(call: Call, graph: bytes) -> None:
     topology = slower(get_topology("h100-sxm"))
     assert topology != get_topology("h100-sxm")
@@ -275,6 +278,7 @@ def test_topologies_are_those_of_the_library(call: Call) -> None:
             call("get_topology", name)
 
 
+@pytest.mark.matrix(1)
 def test_a_topology_that_is_stored_can_be_named(call: Call, graph: bytes) -> None:
     own = replace(get_topology("h100-sxm"), name="own")
     call("put_topology", own)

@@ -47,6 +47,7 @@ def test_torchtitan_gets_the_modules_of_stages(interleaved: Plan) -> None:
     assert {"model.layers.4", "model.norm", "lm_head"} <= set(modules[3])
 
 
+@pytest.mark.thorough
 def test_torchtitan_is_told_of_recomputation_in_any_stage(interleaved: Plan) -> None:
     stages = list(interleaved.stages)
     first, last = stages[2].nodes[0].name, stages[2].nodes[-1].name

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable
 from functools import wraps
 
+import pytest
 import torch
 from support.models import graph_of
 from torch import nn
@@ -66,6 +67,7 @@ def test_of_functions_with_the_same_code_those_that_run_are_read() -> None:
     assert not [path for path in decorated if "Second" in path]
 
 
+@pytest.mark.thorough
 def test_it_is_the_same_in_any_process() -> None:
     found = {
         subprocess.run(  # noqa: S603  this Python

@@ -16,7 +16,7 @@ NUM_RANKS = 4
 CASES = joined(profiling, calibration)
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.thorough
 @pytest.mark.ranks
 @pytest.mark.parametrize("case", CASES)
 def test_case(case: str, on_ranks: Callable[[str], None]) -> None:

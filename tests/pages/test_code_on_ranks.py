@@ -80,7 +80,7 @@ LONG = ("trainer_llama", "lora_peft")
 """The libraries' training loops and adapters are in the cases of integrations."""
 
 
-@pytest.mark.matrix(1)
+@pytest.mark.thorough
 @pytest.mark.ranks
 @pytest.mark.parametrize("case", with_long(CASES, LONG))
 def test_case(case: str, on_ranks: Callable[[str], None]) -> None:

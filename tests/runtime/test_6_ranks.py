@@ -10,7 +10,7 @@ NUM_RANKS = 6
 CASES = joined(odd_axes)
 
 
-@pytest.mark.matrix(8)
+@pytest.mark.thorough
 @pytest.mark.ranks
 @pytest.mark.parametrize("case", CASES)
 def test_case(case: str, on_ranks: Callable[[str], None]) -> None:

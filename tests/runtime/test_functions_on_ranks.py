@@ -12,7 +12,7 @@ CASES = joined(functions_of_results, functions_of_parameters, results_in_loops)
 LONG = long_of(functions_of_results, functions_of_parameters, results_in_loops)
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix(1)
 @pytest.mark.ranks
 @pytest.mark.parametrize("case", with_long(CASES, LONG))
 def test_case(case: str, on_ranks: Callable[[str], None]) -> None:

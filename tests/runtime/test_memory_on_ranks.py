@@ -12,7 +12,7 @@ CASES = joined(recomputation, budgets, timeline)
 LONG = long_of(recomputation, timeline)
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix(1)
 @pytest.mark.ranks
 @pytest.mark.parametrize("case", with_long(CASES, LONG))
 def test_case(case: str, on_ranks: Callable[[str], None]) -> None:

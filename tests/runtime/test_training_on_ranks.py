@@ -39,7 +39,7 @@ CASES: dict[str, Callable[[], None]] = {
 LONG = long_of(gradients)
 
 
-@pytest.mark.matrix(4)
+@pytest.mark.matrix(2)
 @pytest.mark.ranks
 @pytest.mark.parametrize("case", with_long(CASES, LONG))
 def test_training(case: str, on_ranks: Callable[[str], None]) -> None:

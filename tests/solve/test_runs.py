@@ -121,7 +121,7 @@ def test_many_layers_end_close_to_the_limit() -> None:
     assert state.objective - state.bound <= 0.02 * state.objective
 
 
-@pytest.mark.thorough
+@pytest.mark.long
 def test_depth_costs_little() -> None:
     """The tables of 300 layers are those of 3."""
     few, many = (layered(1, num_layers=n, num_inner=2, num_shared=1) for n in (3, 300))

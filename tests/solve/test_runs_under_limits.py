@@ -122,7 +122,7 @@ def test_of_choices_that_cost_the_same_one_with_little_usage_is_taken(
     assert not (is_priced & (state.choice >= size)).any()
 
 
-@pytest.mark.thorough
+@pytest.mark.long
 @settings(max_examples=20)
 @given(seed=st.integers(0, 10**6), num_layers=st.integers(2, 4))
 def test_a_warm_start_changes_no_answer(seed: int, num_layers: int) -> None:
@@ -218,7 +218,7 @@ def test_weighted_usage_is_at_most_the_peak(seed: int, share: float) -> None:
             assert weights @ usage_weights.uses(choice) <= problem.peak_usage(choice) * (1 + 1e-12)
 
 
-@pytest.mark.thorough
+@pytest.mark.long
 @settings(max_examples=40)
 @given(
     seed=st.integers(0, 10**6),

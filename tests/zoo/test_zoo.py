@@ -68,7 +68,7 @@ def test_what_failed_on_ranks_is_named() -> None:
     assert "| float64 on 8 | 1 | 0 | dit |" in table
 
 
-@pytest.mark.thorough
+@pytest.mark.long
 @pytest.mark.ranks
 def test_families_run_on_ranks_once(page: Path, tmp_path: Path) -> None:
     arguments = ("--ranks", "4", "--precisions", "float32", "--families", "lstm")

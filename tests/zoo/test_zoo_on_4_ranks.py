@@ -16,7 +16,7 @@ def named(families: tuple[str, ...]) -> list[str]:
     return [f"{family} float64 on 4" for family in families]
 
 
-@pytest.mark.matrix(1)
+@pytest.mark.thorough
 @pytest.mark.ranks
 @pytest.mark.parametrize("case", with_long(named(USUAL + MORE), named(MORE)))
 def test_family(case: str, on_ranks: Callable[[str], None]) -> None:

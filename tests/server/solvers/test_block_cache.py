@@ -85,6 +85,7 @@ def test_a_killed_solver_leaves_the_blocks_usable(
     assert_fresh(Plan.model_validate(done["result"]), archives[3])
 
 
+@pytest.mark.thorough
 def test_a_solver_without_a_store_solves_all_the_same(
     start_service: Any, archives: dict[int, bytes]
 ) -> None:

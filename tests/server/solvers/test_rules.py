@@ -85,6 +85,7 @@ def test_rules_make_another_plan_under_another_id(
     assert again.headers["Autoshard-Cache"] == "hit"
 
 
+@pytest.mark.thorough
 def test_rules_that_no_call_needs_change_nothing(
     service: Any, graph: bytes, rules: list[dict[str, Any]]
 ) -> None:
