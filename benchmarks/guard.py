@@ -78,7 +78,7 @@ def _graph(model: str) -> Graph:
 
 
 def _record(plan: Plan) -> dict[str, Any]:
-    """What of a plan must not change, whatever the version of the document."""
+    """The figures and layouts of a plan that must not change, in any version of the document."""
     assert plan.costs is not None
     assert plan.memory is not None
     assert plan.certificate.bound is not None

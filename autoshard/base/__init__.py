@@ -1,1 +1,1 @@
-"""What every package may use: arguments, files, limits, quantities and their units."""
+"""Parts that every package may use: arguments, files, limits, quantities and their units."""

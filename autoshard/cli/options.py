@@ -357,14 +357,13 @@ class Connection:
         Raises:
             OptionError: it is no address, or the API key cannot be read.
         """
-        if not (self.server or "").startswith(("http://", "https://")):
-            raise OptionError(
-                f"--server {self.server!r} is not an address such as http://planner:8000"
-            )
-        return Client(self.server or "", cache=self._cache)
+        server = self.server or ""
+        if not server.startswith(("http://", "https://")):
+            raise OptionError(f"--server {server!r} is not an address such as http://planner:8000")
+        return Client(server, cache=self._cache)
 
     def here(self, *, num_workers: int = 2) -> ThisProcess:
-        """What runs requests in this process.
+        """Return the object that runs requests in this process.
 
         Args:
             num_workers: processes that a mesh search plans with.

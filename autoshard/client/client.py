@@ -71,9 +71,8 @@ class _Base:
     ) -> None:
         transport = self._transport_class(url, timeout, retry or Retry(), api_key)
         self._transport = transport
-        kept = None if cache is False else OfflinePlans(None if cache is True else cache)
         local = Local(transport, ThisProcess(cache=cache)) if fallback == "local" else None
-        self._backend: Local | Remote = Remote(transport, kept, local)
+        self._backend: Local | Remote = Remote(transport, OfflinePlans.of(cache), local)
 
     @classmethod
     def local(cls, *, cache: bool | str | Path = True, num_workers: Count = 2) -> Self:

@@ -7,7 +7,7 @@ from threading import Event, Thread
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from autoshard.client.transport import Transport
-from autoshard.errors import OptionError, RequestRejectedError
+from autoshard.errors import OptionError
 from autoshard.mesh import Topology
 from autoshard.plan import PLAN_VERSION, Plan
 from autoshard.requests.kept_plans import Offline
@@ -94,10 +94,10 @@ class Local:
             ServiceUnavailableError: only a stored plan was requested, and there is none.
         """
         _check_waits(wait=wait)
-        if offline == "only":
-            return await self._transport.run(lambda: self._here.plan(request, offline="only"))
         return await self._finished(
-            lambda listen, cancel: self._here.plan(request, on_progress=listen, cancel=cancel),
+            lambda listen, cancel: self._here.plan(
+                request, on_progress=listen, cancel=cancel, offline=offline
+            ),
             on_progress,
             stop,
         )
@@ -251,7 +251,4 @@ def _no_job(job_id: str) -> NoReturn:
 
 def _not_found(detail: str) -> NoReturn:
     """Raise the error of a service that does not find a resource."""
-    error: RequestRejectedError = rejected(
-        {"title": "Not found", "status": _NOT_FOUND, "detail": detail}
-    )
-    raise error
+    raise rejected({"title": "Not found", "status": _NOT_FOUND, "detail": detail})

@@ -51,6 +51,11 @@ class OfflinePlans:
     def __init__(self, folder: str | Path | None = None) -> None:
         self._cache = open_folder(folder)
 
+    @classmethod
+    def of(cls, cache: bool | str | Path) -> "OfflinePlans | None":  # noqa: FBT001  as callers give it
+        """The plans in a folder, or the default one if True; None if plans are not kept."""
+        return None if cache is False else cls(None if cache is True else cache)
+
     def keep(self, plan: Plan, request: PlanRequest | None = None) -> None:
         """Keep a plan under its id and its request, unless it is not final."""
         if not plan.found or plan.certificate.status in _UNFINISHED:

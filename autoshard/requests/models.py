@@ -182,12 +182,6 @@ class SearchRequest(GraphRequest):
         }
         super().__init__(model, args, kwargs, members, discover=discover)
 
-    def digest(self, topology: Topology) -> str:
-        """Digest of the whole request, with its topology resolved."""
-        document = self.document | {"topology": _topology_document(topology)}
-        text = json.dumps([self.graph_sha256, document], sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()
-
 
 class CoverageRequest(GraphRequest):
     """A request for operators that can be sharded; the arguments are those of `Client.coverage`."""

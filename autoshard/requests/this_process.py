@@ -5,10 +5,9 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from autoshard import planner, report
-from autoshard.base.outcome import SolveStatus
 from autoshard.errors import MeshError
 from autoshard.mesh import Topology, get_topology, list_topologies, resolve_topology
 from autoshard.plan import Plan
@@ -30,6 +29,20 @@ _MAX_PLANS = 64
 """Number of plans that are remembered; the oldest are forgotten first."""
 
 
+class _Made(NamedTuple):
+    """A plan that was made in this process.
+
+    Attributes:
+        plan: the plan.
+        at: time of its latest request.
+        is_final: True if the same request would give the same plan again.
+    """
+
+    plan: Plan
+    at: datetime
+    is_final: bool
+
+
 class ThisProcess:
     """Runs requests in this process; safe to share between threads.
 
@@ -46,14 +59,13 @@ class ThisProcess:
     """
 
     def __init__(self, *, cache: bool | str | Path = True, num_workers: int = 2) -> None:
-        folder = None if cache is True else cache
-        self._kept = None if folder is False else OfflinePlans(folder)
+        self._kept = OfflinePlans.of(cache)
         self._resources = running.Resources(num_workers=num_workers)
-        if folder is not False:
-            store = open_folder(folder)
+        if cache is not False:
+            store = open_folder(None if cache is True else cache)
             blocks, rules = NamespacedCache(store, "blocks"), NamespacedCache(store, "rules")
             self._resources = replace(self._resources, blocks=blocks, rules=rules)
-        self._plans: dict[str, tuple[Plan, datetime]] = {}
+        self._plans: dict[str, _Made] = {}
         self._lock = Lock()
         self._topologies: dict[str, Topology] = {}
 
@@ -81,9 +93,9 @@ class ThisProcess:
             return require_plan(self._kept, request)
         mesh = request.mesh(self._topologies)
         known = self._plans.get(planner.plan_id(request.program, mesh, request.options))
-        if known is not None:
-            self._keep(known[0], request)
-            return PlanResult(known[0], cached=True, source="local")
+        if known is not None and known.is_final:
+            self._keep(known.plan, request)
+            return PlanResult(known.plan, cached=True, source="local")
         made, is_final = running.plan(
             request.program,
             mesh,
@@ -116,7 +128,8 @@ class ThisProcess:
         )
 
         def keep(made: Plan, is_final: bool) -> bool:  # noqa: FBT001  as `KeepPlan` is called
-            self._keep(made, is_final=is_final)
+            if is_final:
+                self._keep(made)
             return is_final
 
         found, _ = running.search(
@@ -153,7 +166,7 @@ class ThisProcess:
     def get_plan(self, known: str, *, offline: Offline = "fallback") -> Plan | None:
         """The plan of an id that was made here, or kept on this machine; None if there is none."""
         if known in self._plans:
-            return self._plans[known][0]
+            return self._plans[known].plan
         return None if self._kept is None or offline == "never" else self._kept.get(known)
 
     def delete_plan(self, known: str) -> bool:
@@ -164,9 +177,9 @@ class ThisProcess:
 
     def list_plans(self, graph_digest: str | None = None) -> Iterator[PlanEntry]:
         """The plans that were made here, newest first."""
-        for made, at in reversed(list(self._plans.values())):
-            if graph_digest in {None, made.graph.digest}:
-                yield PlanEntry.of(made, at)
+        for made in reversed(list(self._plans.values())):
+            if graph_digest in {None, made.plan.graph.digest}:
+                yield PlanEntry.of(made.plan, made.at)
 
     def list_topologies(self) -> tuple[str, ...]:
         """Names of topologies, built in or stored."""
@@ -202,15 +215,13 @@ class ThisProcess:
             raise MeshError(f"no topology {name!r} was stored in this process")
 
     def _keep(
-        self, made: Plan, request: PlanRequest | None = None, *, is_final: bool = True
+        self, plan: Plan, request: PlanRequest | None = None, *, is_final: bool = True
     ) -> None:
         """Remember a plan, and keep it on this machine, unless another try may make a better."""
-        if not is_final or made.certificate.status is SolveStatus.CANCELLED:
-            return
         with self._lock:
-            self._plans.pop(made.id, None)
-            self._plans[made.id] = made, datetime.now(UTC)
+            self._plans.pop(plan.id, None)
+            self._plans[plan.id] = _Made(plan, datetime.now(UTC), is_final)
             while len(self._plans) > _MAX_PLANS:
                 self._plans.pop(next(iter(self._plans)))
         if self._kept is not None:
-            self._kept.keep(made, request)
+            self._kept.keep(plan, request)

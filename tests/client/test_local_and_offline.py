@@ -25,6 +25,8 @@ from autoshard.errors import (
 )
 from autoshard.graph import export_model
 from autoshard.plan import Plan, PlanOptions
+from autoshard.requests.models import PlanRequest
+from autoshard.requests.this_process import ThisProcess
 from autoshard_server import ThreadExecutor
 from autoshard_server.solvers.solving import solve
 from autoshard_server.store.api_keys import ApiKeyStore
@@ -254,6 +256,19 @@ def test_who_stops_waiting_ends_the_solve(graph: bytes, monkeypatch: pytest.Monk
 
     asyncio.run(ask())
     assert ended.wait(10)
+
+
+def test_a_plan_that_was_stopped_is_known_but_not_used_again(graph: bytes) -> None:
+    here, request, stopped = ThisProcess(cache=False), PlanRequest(graph, mesh=(2, 4)), Event()
+    stopped.set()
+    first = here.plan(request, cancel=stopped).plan
+    assert first is not None
+    assert first.certificate.status == "cancelled"
+    assert here.get_plan(first.id) == first
+    second = here.plan(request)
+    assert second.plan is not None
+    assert (second.cached, second.plan.certificate.status) == (False, "optimal")
+    assert here.plan(request).cached
 
 
 def test_threads_may_share_a_client(graph: bytes) -> None:

@@ -1,5 +1,6 @@
 """Commands that plan a graph: plan, search, coverage; in this process, or at a service."""
 
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Annotated
@@ -44,6 +45,7 @@ from autoshard.requests.models import (
     SearchRequest,
     read_model,
 )
+from autoshard.requests.results import MeshSearch
 from autoshard.requests.running import plan_coverage
 
 _SOURCES = {
@@ -186,19 +188,23 @@ def search(
         if connection.server:
             with connection.open() as client:
                 found = client.search(graph, on_progress=run.report, **arguments)
-                ids = [mesh.plan_id for mesh in found.meshes]
-                plans = [None if known is None else client.get_plan(known) for known in ids]
+                plans = _plans_of(found, client.get_plan)
         else:
             here = connection.here(num_workers=workers)
             request = SearchRequest(graph, **arguments)
             found = here.search(request, on_progress=run.report, cancel=run.stop)
-            ids = [mesh.plan_id for mesh in found.meshes]
-            plans = [None if known is None else here.get_plan(known) for known in ids]
+            plans = _plans_of(found, here.get_plan)
     best = plans[0] if plans else None
     if best is not None:
         _write(best, output)
     print_output(search_report(found, plans), output_format.chosen)
     _end(best, is_stopped=run.stop.is_set())
+
+
+def _plans_of(found: MeshSearch, get_plan: Callable[[str], Plan | None]) -> Sequence[Plan | None]:
+    """The plans of the meshes of a search, best first; None for a mesh without one."""
+    ids = (mesh.plan_id for mesh in found.meshes)
+    return [None if known is None else get_plan(known) for known in ids]
 
 
 def coverage(

@@ -253,7 +253,7 @@ def _result(
         return call.shared[alike.same]
     if call.is_operator:
         return _operator_result(call, alike.view, number, result)
-    if alike.view is None and any(shares_memory(result.local, x) for x in bases.values()):
+    if alike.is_copied:
         result = replace(result, local=result.local.clone())
     if alike.view is None and not (result.is_sharded or call.kind.stays_shared):
         return _plain(result.local)
@@ -269,10 +269,17 @@ _VIEWS_BY_STRIDES = frozenset({"contiguous", "flatten", "ravel", "reshape", "res
 
 @dataclass(frozen=True, slots=True)
 class _Aliases:
-    """The DTensor among the leaves of a call that its result is, or is a view of."""
+    """The DTensor among the leaves of a call that its result is, or is a view of.
+
+    Attributes:
+        same: its index, if the result is that tensor.
+        view: its index, if the result is a view of it.
+        is_copied: True if one device copies, but this rank's part shares memory nevertheless.
+    """
 
     same: int | None
     view: int | None
+    is_copied: bool = False
 
     @classmethod
     def of(
@@ -282,11 +289,17 @@ class _Aliases:
 
         The memory of a shard does not tell for functions that copy where strides demand it.
         """
-        if call.function.__name__ in _VIEWS_BY_STRIDES:
-            leaves = [without_memory(x) if isinstance(x, torch.Tensor) else x for x in call.leaves]
-            args, kwargs = call.with_leaves(leaves)
-            result = pytree.tree_leaves(call.function(*args, **kwargs))[number]
-            bases = {n: leaves[n] for n in bases}
+        here = cls._in_memory(bases, result)
+        if call.function.__name__ not in _VIEWS_BY_STRIDES:
+            return here
+        leaves = [without_memory(x) if isinstance(x, torch.Tensor) else x for x in call.leaves]
+        args, kwargs = call.with_leaves(leaves)
+        result = pytree.tree_leaves(call.function(*args, **kwargs))[number]
+        alike = cls._in_memory({n: leaves[n] for n in bases}, result)
+        return replace(alike, is_copied=alike.view is None and here.view is not None)
+
+    @classmethod
+    def _in_memory(cls, bases: Mapping[int, torch.Tensor], result: torch.Tensor) -> "_Aliases":
         same = (n for n, base in bases.items() if result is base)
         views = (n for n, base in bases.items() if shares_memory(result, base))
         return cls(next(same, None), next(views, None))
