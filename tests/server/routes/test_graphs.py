@@ -280,7 +280,9 @@ def test_operators_are_covered(service: Any, digest: str) -> None:
     )
 
 
-def test_plans_are_listed_in_pages(service: Any, plan: Plan) -> None:
+def test_plans_are_listed_in_pages(service: Any, digest: str, plan: Plan) -> None:
+    others = [ask(service, digest, wait=60, mesh={"shape": shape}) for shape in ([2], [4])]
+    assert [answer.status_code for answer in others] == [200, 200]
     seen: list[str] = []
     token = ""
     while True:
