@@ -68,8 +68,8 @@ def _settings(options: argparse.Namespace, table: str) -> Settings:
     return Settings(
         options.folder,
         repetitions=options.repetitions or REPETITIONS.get(table, 5),
-        time_limit=options.time_limit or TIME_LIMITS.get(table, _LIMIT),
-        relative_gap=options.relative_gap,
+        time_limit=options.solver.time_limit or TIME_LIMITS.get(table, _LIMIT),
+        relative_gap=options.solver.relative_gap,
         timeout=options.timeout,
         most_memory=int(options.most_memory * 1e9),
         resume=options.resume,

@@ -122,8 +122,10 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--document", type=Path, default=_DOCUMENT)
     options = parser.parse_args()
-    head = caption(f"schemathesis, {options.examples} examples an operation, seed {options.seed}")
-    found = conform(options.examples, seed=options.seed)
+    head = caption(
+        f"schemathesis, {options.examples} examples an operation, seed {options.solver.seed}"
+    )
+    found = conform(options.examples, seed=options.solver.seed)
     outcome = "none" if found.status == 0 else "**some, see the output of the command**"
     table = (
         "| operations | requests | server errors and responses that do not conform |\n"

@@ -288,8 +288,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--document", type=Path, default=_DOCUMENT)
     options = parser.parse_args()
-    head = caption(f"seed {options.seed}; memory after the first {_WARM:.0%} of the cases")
-    cases = Cases(options.seed)
+    head = caption(f"seed {options.solver.seed}; memory after the first {_WARM:.0%} of the cases")
+    cases = Cases(options.solver.seed)
     found = {
         "reader": fuzz_reader(cases, options.count // 2),
         "service": fuzz_service(cases, options.count // 2),

@@ -47,7 +47,7 @@ class Case:
         if self.like:
             found = read_like(self.like, num_ranks=int(self.mesh))
             mesh = ",".join(f"{name}={size}" for name, size in found.axes)
-            options = found.options.model_copy(update=dict(self.options))
+            options = found.options.with_values(**dict(self.options))
         return make_plan(_graph(self.model), mesh, options)
 
 

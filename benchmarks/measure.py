@@ -58,7 +58,7 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     """
     _limit_memory(case["most_memory"])
     data = Path(case["archive"]).read_bytes()
-    mesh, options = make_mesh(case["mesh"]), PlanOptions.model_validate(case["options"])
+    mesh, options = make_mesh(case["mesh"]), PlanOptions(**case["options"])
     tables = NamespacedCache(FolderCache(case["blocks"]), "blocks") if "blocks" in case else None
     phases, start, started = _Phases(), time.perf_counter(), time.process_time()
     graph = phases.run("load", lambda: load_graph(data))
@@ -74,7 +74,7 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
         "processor": processor,
         "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * BYTES_PER_UNIT,
         "held": plan.memory.peak if plan.memory else None,
-        "budget": options.memory_budget or mesh.topology.device.memory,
+        "budget": options.memory.budget or mesh.topology.device.memory,
         "certificate": plan.certificate.model_dump(mode="json"),
         "memory_conflict": plan.conflict is not None and plan.conflict.budget is not None,
         "reason": "; ".join((plan.reason, *findings)).strip("; "),

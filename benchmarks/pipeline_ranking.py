@@ -81,7 +81,7 @@ def plans(topology: Topology) -> dict[str, Plan]:
     found = {CHOSEN: make_plan(graph, mesh, options)}
     layers = [point for point in stage_cutter(graph).cut_points if point.layer is not None]
     for point in layers[-_NUM_CUTS:]:
-        cut = options.model_copy(update={"cuts": cut_names(graph, [point.node])})
+        cut = options.with_values(cuts=cut_names(graph, [point.node]))
         found[f"before layer {point.layer}"] = make_plan(graph, mesh, cut)
     return found
 

@@ -87,7 +87,7 @@ class Store(dict[str, bytes]):
 def measured(case: Case, graph: Graph) -> tuple[Plan, float, float]:
     """The plan of a case, and seconds to make it without and with cached blocks."""
     mesh = make_mesh(tuple(case.axes.values()), axes=tuple(case.axes), topology="h100-sxm")
-    options, store = PlanOptions.model_validate(case.options), Store()
+    options, store = PlanOptions(**case.options), Store()
     seconds = []
     for _ in range(2):
         start = time.perf_counter()

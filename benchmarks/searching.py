@@ -26,7 +26,7 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     Args:
         case: `archive`, a path; `num_devices`; `num_workers`, processes that plan; `options`.
     """
-    start, options = time.perf_counter(), PlanOptions.model_validate(case["options"])
+    start, options = time.perf_counter(), PlanOptions(**case["options"])
     found = search_meshes(
         load_graph(Path(case["archive"]).read_bytes()),
         case["num_devices"],

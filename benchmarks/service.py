@@ -38,7 +38,7 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
         case: `archive`, a path; `mesh`; `options`; and the number of `repetitions`.
     """
     data = Path(case["archive"]).read_bytes()
-    options = PlanOptions.model_validate(case["options"])
+    options = PlanOptions(**case["options"])
     with tempfile.TemporaryDirectory() as folder, service(Path(folder)) as url:
         plans, again = [], []
         for _ in range(1 + case["repetitions"]):
@@ -74,7 +74,7 @@ def _client_seconds(
 def _answer_seconds(
     http: httpx2.Client, data: bytes, case: dict[str, Any]
 ) -> tuple[float, bool, int]:
-    request = json.dumps({"mesh": {"shape": case["mesh"]}, "options": case["options"]})
+    request = json.dumps({"mesh": {"shape": case["mesh"]}, "options": _options(case)})
     files: dict[str, tuple[str | None, bytes]] = {
         "graph": ("graph", data),
         "request": (None, request.encode()),
@@ -119,12 +119,17 @@ def measure_misses(case: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _options(case: dict[str, Any]) -> dict[str, Any]:
+    """The options of a case as a document."""
+    return PlanOptions(**case["options"]).model_dump(mode="json")
+
+
 def _requests(digest: str, case: dict[str, Any]) -> Iterator[str]:
     """Requests that differ in the bandwidth within a node."""
     for number in itertools.count():
         bandwidths = {"intra_bandwidth": 4e11 + number * 1e6, "inter_bandwidth": 5e10}
         mesh = {"shape": case["mesh"], **bandwidths}
-        yield json.dumps({"graph_sha256": digest, "mesh": mesh, "options": case["options"]})
+        yield json.dumps({"graph_sha256": digest, "mesh": mesh, "options": _options(case)})
 
 
 def _miss(http: httpx2.Client, request: str) -> float:

@@ -20,6 +20,13 @@ from autoshard.cli.main import COMMANDS
 from autoshard.client import Retry
 from autoshard.errors import InputError, OptionError
 from autoshard.graph import export_model
+from autoshard.plan.options import (
+    OptionGroup,
+    SolverOptions,
+    option_groups,
+    runtime_profiles,
+    to_options,
+)
 
 NEEDED = {
     "shape": (2, 2),
@@ -79,15 +86,73 @@ def test_integers_of_numpy_and_torch_are_numbers_and_arrays_are_none() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [(kind, name) for kind in (PlanOptions, ForbiddenCollective) for name in kind.model_fields],
+    [(ForbiddenCollective, name) for name in ForbiddenCollective.model_fields]
+    + [(PlanOptions, "mode")]
+    + [(kind, name) for kind in option_groups().values() for name in kind.model_fields],
 )
-def test_options_of_planning(kind: type[PlanOptions | ForbiddenCollective], name: str) -> None:
-    values = BYTES if name in SIZES else wrong_values(kind.model_fields[name].annotation)
+def test_options_of_planning(kind: type[OptionGroup | ForbiddenCollective], name: str) -> None:
+    """Each by itself in its group, and as a keyword of `PlanOptions`."""
+    keyword = kind.keyword(name) if issubclass(kind, OptionGroup) else name
+    values = BYTES if keyword in SIZES else wrong_values(kind.model_fields[name].annotation)
     given = {"kind": "all_gather"} if kind is ForbiddenCollective else {}
+    kinds = (kind, PlanOptions) if issubclass(kind, OptionGroup) else (kind,)
     assert len(values) >= 3
     for value in values:
-        with pytest.raises(OptionError, match=name):
-            kind(**given | {name: value})
+        for made in kinds:
+            known = keyword if made is PlanOptions else name
+            if known in option_groups() and isinstance(value, dict):
+                continue  # a group
+            with pytest.raises(OptionError, match=known):
+                made(**given | {known: value})
+
+
+def test_options_are_keywords_and_groups() -> None:
+    options = PlanOptions(
+        memory_budget="70GB", solver="ilp", memory={"activation_checkpointing": "never"}
+    )
+    assert options == PlanOptions(
+        memory={"budget": 70_000_000_000, "activation_checkpointing": "never"},
+        solver=SolverOptions(name="ilp"),
+    )
+    assert options.given == {
+        "memory_budget": 70_000_000_000,
+        "activation_checkpointing": "never",
+        "solver": "ilp",
+    }
+    assert PlanOptions(**options.given) == options
+    assert PlanOptions.model_validate_json(options.model_dump_json()) == options
+    keywords = [keyword for kind in option_groups().values() for keyword in kind.keywords()]
+    assert len(set(keywords)) == len(keywords)
+    with pytest.raises(OptionError, match="memory_budget is given twice"):
+        PlanOptions(memory_budget=1, memory={"budget": 2})
+    with pytest.raises(OptionError, match="memory is a group of options: give one of mem"):
+        PlanOptions(memory="70GB")
+    with pytest.raises(OptionError, match="did you mean 'memory_budget'"):
+        PlanOptions(memory={"budgett": 1})
+
+
+def test_documents_without_groups_are_deprecated() -> None:
+    with pytest.warns(DeprecationWarning, match=r"memory_budget is memory\.budget"):
+        found = PlanOptions.model_validate({"memory_budget": 1 << 30, "mode": "inference"})
+    assert found == PlanOptions(memory_budget=1 << 30, mode="inference")
+    with pytest.warns(DeprecationWarning, match=r"options\.training\.micro_batches"):
+        assert found.micro_batches == 1
+
+
+def test_a_profile_of_a_runtime_sets_what_is_not_given() -> None:
+    for name in runtime_profiles():
+        found = PlanOptions(runtime=name).runtime
+        assert PlanOptions(**PlanOptions(runtime=name).given).runtime == found
+        assert bool(found.foreign_fields) == (name != "other")
+    changed = PlanOptions(runtime="megatron-core", bucket_bytes="1GB").runtime
+    assert (changed.bucket_bytes, changed.weighted_activations) == (10**9, True)
+    assert to_options(
+        PlanOptions(runtime="megatron-core", overlap=True), {"runtime": "autoshard"}
+    ) == (PlanOptions(overlap=True, runtime="autoshard"))
+    with pytest.raises(OptionError, match="there is no runtime 'megatron'; did you mean"):
+        PlanOptions(runtime="megatron")
+    with pytest.raises(OptionError, match="activation_overlap: the runtime of autoshard does not"):
+        PlanOptions(activation_overlap=0.5)
 
 
 BYTES = ("4XB", "", -1, 2.5, 10**30, True)
@@ -109,7 +174,7 @@ MEANINGS = {
     "--inter-bandwidth": ("10", "fast", "", "-5GB/s", "450"),
     "--axes": ("dp", "", "dp,dp", "a,b,c"),
     "--memory": ("80", "80XB", "", "-1", "9" * 40),
-    "--bucket-bytes": ("1XB", "", "-1", "0", "9" * 40),
+    "--runtime": ("", "x", "5", "megatron", "nowhere.json"),
     "--stages": ("four", "0", "", "2.5", "9" * 30),
     "--stages-per-rank": ("four", "0", "", "2.5", "9" * 30),
     "--balance": ("layers", "", "0,1", "99", "1,x"),

@@ -107,15 +107,22 @@ def test_a_pipeline_row_is_pinned_to_its_stages_and_axes(rows: dict[str, Row]) -
     found = request_of(rows["dgxc-064"])
     assert [(a.name, a.size) for a in found.mesh.axes] == [("pp", 8), ("dp", 16), ("tp", 8)]
     options = found.options
-    assert (options.algo, options.distributed_optimizer) == ("megatron-sp", True)
-    assert (options.stages, options.stages_per_rank, options.micro_batches) == (96, 12, 16)
-    assert options.balance == (1,) * 96
+    assert (options.constraints.algo, options.constraints.distributed_optimizer) == (
+        "megatron-sp",
+        True,
+    )
+    assert (
+        options.pipeline.stages,
+        options.pipeline.stages_per_rank,
+        options.training.micro_batches,
+    ) == (96, 12, 16)
+    assert options.pipeline.balance == (1,) * 96
 
 
 def test_rows_run_with_the_kernels_of_their_source(rows: dict[str, Row]) -> None:
     """Llm-foundry is eager, and FlashAttention is Triton's but in its latest table."""
     found = {name: request_of(rows[name]).options for name in ("llmf-036", FSDP, "dgxc-064")}
-    kernels = [(x.execution, x.attention_kernel) for x in found.values()]
+    kernels = [(x.runtime.execution, x.runtime.attention_kernel) for x in found.values()]
     assert kernels[:2] == [("eager", "flash_attention_1"), ("eager", "flash_attention_2")]
     assert kernels[2][0] == "compile"
 
@@ -153,8 +160,8 @@ def test_checkpoints_are_as_stated(
     rows: dict[str, Row], text: str, modules: tuple[str, ...] | None
 ) -> None:
     options = request_of(changed(rows[FSDP], act_ckpt=text)).options
-    assert options.activation_checkpointing == ("never" if modules is None else "always")
-    assert options.checkpointed_modules == (modules or ())
+    assert options.memory.activation_checkpointing == ("never" if modules is None else "always")
+    assert options.memory.checkpointed_modules == (modules or ())
 
 
 def test_layers_are_divided_as_equally_as_possible() -> None:
@@ -237,9 +244,12 @@ def test_layouts_of_one_model_on_one_cluster_are_ranked(rows: dict[str, Row]) ->
 def test_more_stages_than_layers_leave_the_ends_empty(rows: dict[str, Row]) -> None:
     assert layers_of_stages(126, 128) == (0, *[1] * 126, 0)
     options = request_of(rows["bridge-126"]).options
-    assert options.balance is None
-    assert (len(options.cuts), options.stages) == (127, 128)
-    assert (options.cuts[0], options.cuts[-1]) == ("before:layers.0", "after:layers.125")
+    assert options.pipeline.balance is None
+    assert (len(options.pipeline.cuts), options.pipeline.stages) == (127, 128)
+    assert (options.pipeline.cuts[0], options.pipeline.cuts[-1]) == (
+        "before:layers.0",
+        "after:layers.125",
+    )
 
 
 @pytest.mark.thorough
@@ -389,7 +399,7 @@ def test_other_stacks_are_not_megatron(rows: dict[str, Row]) -> None:
 def test_tokens_are_sent_once_to_each_node(rows: dict[str, Row]) -> None:
     """32 ranks of 8 a node are on 4 nodes, of which a token's 8 experts are on most."""
     found = request_of(changed(rows["moezoo-2"], compile_kernels_attn="DeepEP")).options
-    assert found.dispatch_share == pytest.approx(4 / 8 * (1 - (3 / 4) ** 8))
+    assert found.runtime.dispatch_share == pytest.approx(4 / 8 * (1 - (3 / 4) ** 8))
 
 
 def test_torchtitan_divides_the_batch_of_a_rank_for_a_pipeline(rows: dict[str, Row]) -> None:
@@ -405,8 +415,8 @@ def test_torchtitan_divides_the_batch_of_a_rank_for_a_pipeline(rows: dict[str, R
         vpp="",
     )
     request = request_of(row)
-    assert request.options.micro_batches == 4
-    assert request.options.algo == "megatron-sp"
+    assert request.options.training.micro_batches == 4
+    assert request.options.constraints.algo == "megatron-sp"
     assert "micro-batches of 1 sequence" in request.assumed
 
 
@@ -415,7 +425,7 @@ def test_the_optimizer_chooses_on_the_mesh_of_a_published_run(rows: dict[str, Ro
     row = changed(rows["dgxc-064"], layers="16", pp="8", vpp="1")
     request = share_of_rank(request_of(row))
     assert [axis.name for axis in request.mesh.axes] == ["dp", "tp"]
-    assert (request.dims.layers, request.options.stages) == (2, PlanOptions().stages)
+    assert (request.dims.layers, request.options.pipeline.stages) == (2, PlanOptions().pipeline.stages)
     found = [Prediction(row, 1.0, {}), Prediction(changed(row, id="same"), 1.0, {})]
     assert [one.row.id for one in largest_dense(found, 20)] == [row.id]
 

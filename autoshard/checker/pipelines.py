@@ -18,8 +18,8 @@ from autoshard.plan.document import (
     Transfer,
 )
 from autoshard.plan.options import PlanOptions
+from autoshard.plan.options.of_stages import stage_options
 from autoshard.plan.predictions import Costs, Document
-from autoshard.plan.stage_options import stage_options
 from autoshard.plan.sub_meshes import is_aligned, stage_devices, stage_mesh
 from autoshard.pricing.stage_times import stage_times
 from autoshard.schedules.rank_memory import largest_rank_memory
@@ -58,15 +58,17 @@ def _schedule_findings(plan: Plan, pipeline: Pipeline, schedule: Schedule) -> It
     options, number = plan.options, len(plan.stages)
     if pipeline.ranks != schedule.ranks:
         yield f"ranks hold the stages {pipeline.ranks}, which {schedule.name} does not"
-    if pipeline.micro_batches != options.micro_batches:
-        yield f"{pipeline.micro_batches} micro-batches run, not {options.micro_batches}"
+    if pipeline.micro_batches != options.training.micro_batches:
+        yield f"{pipeline.micro_batches} micro-batches run, not {options.training.micro_batches}"
     if len(pipeline.transfers) != number - 1:
         yield f"there are {len(pipeline.transfers)} cuts with transfers between {number} stages"
-    listed = len(options.balance) if isinstance(options.balance, tuple) else number
+    listed = (
+        len(options.pipeline.balance) if isinstance(options.pipeline.balance, tuple) else number
+    )
     for asked, name, found in (
-        (options.schedule, "schedule", pipeline.schedule),
-        (options.stages_per_rank, "stages_per_rank", schedule.stages_per_rank),
-        (options.stages or "auto", "stages", number),
+        (options.pipeline.schedule, "schedule", pipeline.schedule),
+        (options.pipeline.stages_per_rank, "stages_per_rank", schedule.stages_per_rank),
+        (options.pipeline.stages or "auto", "stages", number),
         (listed, "balance", number),
     ):
         if asked not in ("auto", found):
@@ -94,7 +96,7 @@ def _device_findings(plan: Plan, schedule: Schedule) -> Iterator[str]:
     if free:
         yield f"no stage has the devices {sorted(free)}"
     sizes = {len(stage_devices(stage)) for stage in plan.stages}
-    if plan.options.sub_meshes == "equal" and len(sizes) > 1:
+    if plan.options.pipeline.sub_meshes == "equal" and len(sizes) > 1:
         yield f"stages have {sorted(sizes)} devices, but the options ask for equal sub-meshes"
 
 
@@ -137,7 +139,7 @@ class _PipelineCheck:
         self._schedule = schedule
         self._programs = programs
         self._training = schedule.training
-        self._budget = plan.options.memory_budget or plan.mesh.topology.device.memory
+        self._budget = plan.options.memory.budget or plan.mesh.topology.device.memory
         self._devices = [stage_devices(stage) for stage in plan.stages]
         self._meshes = [stage_mesh(plan.mesh, stage) for stage in plan.stages]
 

@@ -197,18 +197,18 @@ class StageCheck:
                 f"{stage.name}: {stage.in_flight} micro-batches are in flight, "
                 f"not {self._prices.in_flight}"
             )
-        if stage.accumulation_dtype != self._options.accumulation_dtype:
+        if stage.accumulation_dtype != self._options.training.accumulation_dtype:
             yield f"{stage.name}: it sums gradients in {stage.accumulation_dtype}"
 
     def _check_recompute(self) -> Iterator[str]:
         options, stage = self._options, self._stage
-        if options.activation_checkpointing == "never" and stage.checkpoints:
+        if options.memory.activation_checkpointing == "never" and stage.checkpoints:
             yield f"{stage.name}: it has checkpoints, which the options rule out"
         again = [c for c in stage.reshardings if c.regather and not self._keeps_shards(c)]
-        if options.reshard_after_forward == "never" and again:
+        if options.memory.reshard_after_forward == "never" and again:
             yield f"{stage.name}: it re-gathers in backward, which the options rule out"
         kept = any(c.frequency in GATHERED_ONCE for c in stage.reshardings)
-        if options.reshard_after_forward == "always" and kept:
+        if options.memory.reshard_after_forward == "always" and kept:
             yield f"{stage.name}: parameters stay gathered, which the options rule out"
         for c, reader in zip(stage.reshardings, self._again.readers, strict=True):
             stays = reader is None and not c.regather and self._is_saved(c)
@@ -241,9 +241,9 @@ class StageCheck:
 
     def _check_checkpoints(self) -> Iterator[str]:
         graph, stage, options = self._graph, self._stage, self._options
-        modules, is_forced = options.checkpointed_modules, False
+        modules, is_forced = options.memory.checkpointed_modules, False
         if self._prices.training:
-            is_forced = options.activation_checkpointing == "always"
+            is_forced = options.memory.activation_checkpointing == "always"
         if not is_forced and not (modules and stage.checkpoints):
             return
         spans = checkpoint_spans(graph, stage)

@@ -21,14 +21,14 @@ from autoshard.constraints.nontrivial_axes import NontrivialAxes
 from autoshard.errors import OptionError
 from autoshard.graph import Graph, Input, InputKind, Node, Origin
 from autoshard.layouts import Action, can_be_sharded
-from autoshard.plan.options import Pattern
+from autoshard.plan.options import Family
 
 _NONE: frozenset[Dim] = frozenset()
 _DATA = frozenset({InputKind.USER, InputKind.PREPARED})
 
 
 def data_parallel_constraints(
-    graph: Graph, axes: NontrivialAxes, pattern: Pattern, sharding: Sequence[int]
+    graph: Graph, axes: NontrivialAxes, pattern: Family, sharding: Sequence[int]
 ) -> dict[ChoiceId, StrategyConstraint]:
     """The pattern as constraints on inputs and operators.
 
@@ -92,7 +92,7 @@ def data_parallel_forbids(
     return frozenset([*forbidden, *((Action.REDUCE_SCATTER, axis) for axis in replicating)])
 
 
-def sharding_axes(axes: NontrivialAxes, pattern: Pattern) -> tuple[int, ...]:
+def sharding_axes(axes: NontrivialAxes, pattern: Family) -> tuple[int, ...]:
     """The non-trivial axes that shard parameters in a data-parallel pattern."""
     numbers = range(len(axes.sizes))
     return {"ddp": (), "fsdp2": tuple(numbers), "hsdp": tuple(numbers[-1:])}.get(pattern, ())

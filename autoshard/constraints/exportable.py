@@ -26,8 +26,8 @@ from autoshard.graph import Graph, Input, InputKind, Node, Origin
 from autoshard.graph.parallel_layers import LayerKind, ParallelLayer, parallel_layers
 from autoshard.layouts import Action, I, Layout, P, can_be_sharded
 from autoshard.ops import OperatorRule, Strategy, call_of, rule_for
-from autoshard.plan.option_restrictions import option_label
 from autoshard.plan.options import ExportableTo
+from autoshard.plan.options.restrictions import option_label
 
 _MAX_DATA_AXES = 2
 _NONE: frozenset[Dim] = frozenset()

@@ -18,8 +18,8 @@ from autoshard.errors import OptionError
 from autoshard.graph import Graph
 from autoshard.mesh import Mesh
 from autoshard.ops import weights_of
-from autoshard.plan.option_restrictions import forbid_label, option_label, skip_label
 from autoshard.plan.options import PlanOptions, SkipReplicated
+from autoshard.plan.options.restrictions import forbid_label, option_label, skip_label
 
 
 def plan_constraints(graph: Graph, mesh: Mesh, options: PlanOptions) -> PlanConstraints:
@@ -32,41 +32,46 @@ def plan_constraints(graph: Graph, mesh: Mesh, options: PlanOptions) -> PlanCons
     axes = NontrivialAxes.of(mesh)
     found = [*pin_constraints(graph, axes, options), *_forbidden(graph, axes, options)]
     batch: dict[ChoiceId, ShardingConstraint] = {}
-    if options.batch_axis is not None:
-        axis = _axis(axes, options.batch_axis, "batch_axis")
+    if options.constraints.batch_axis is not None:
+        axis = _axis(axes, options.constraints.batch_axis, "batch_axis")
         batch = batch_constraints(graph, axes, axis)
-        found.append(Constraint(option_label("batch_axis", options.batch_axis), batch))
-    if options.skip_fully_replicated:
-        wanted = _axes_to_fill(axes, options.skip_fully_replicated)
+        found.append(Constraint(option_label("batch_axis", options.constraints.batch_axis), batch))
+    if options.constraints.skip_fully_replicated:
+        wanted = _axes_to_fill(axes, options.constraints.skip_fully_replicated)
         found.append(
             Constraint(
-                skip_label(options.skip_fully_replicated),
+                skip_label(options.constraints.skip_fully_replicated),
                 distributed_constraints(graph, axes, wanted, batch),
             )
         )
-    if options.distributed_optimizer and options.algo == "optimal":
+    if options.constraints.distributed_optimizer and options.constraints.algo == "optimal":
         raise OptionError(
             "distributed_optimizer needs an algo, such as ddp; algo='optimal' shards parameters "
             "wherever that is best"
         )
-    if options.algo != "optimal":
+    if options.constraints.algo != "optimal":
         found.append(
             pattern_constraint(
-                *(graph, axes, options.algo),
-                batch_axis=options.batch_axis,
-                distributed=options.distributed_optimizer,
+                *(graph, axes, options.constraints.algo),
+                batch_axis=options.constraints.batch_axis,
+                distributed=options.constraints.distributed_optimizer,
             )
         )
-    if options.exportable_to is not None:
+    if options.constraints.exportable_to is not None:
         found.append(
-            exportable_constraint(graph, axes, options.exportable_to, batch_axis=options.batch_axis)
+            exportable_constraint(
+                graph,
+                axes,
+                options.constraints.exportable_to,
+                batch_axis=options.constraints.batch_axis,
+            )
         )
     return PlanConstraints(found)
 
 
 def _forbidden(graph: Graph, axes: NontrivialAxes, options: PlanOptions) -> Iterator[Constraint]:
     weights = weights_of(graph)
-    for forbidden in options.forbid:
+    for forbidden in options.constraints.forbid:
         numbers: Sequence[int | None] = range(len(axes.sizes))
         if forbidden.axis is not None:
             numbers = [_axis(axes, forbidden.axis, "forbid")]

@@ -10,17 +10,17 @@ from autoshard.constraints.megatron import megatron_constraints, megatron_forbid
 from autoshard.constraints.nontrivial_axes import NontrivialAxes
 from autoshard.errors import OptionError
 from autoshard.graph import Graph
-from autoshard.plan.option_restrictions import option_label
-from autoshard.plan.options import Pattern
+from autoshard.plan.options import Family
+from autoshard.plan.options.restrictions import option_label
 
-_DISTRIBUTED: tuple[Pattern, ...] = ("ddp", "megatron", "megatron-sp")
+_DISTRIBUTED: tuple[Family, ...] = ("ddp", "megatron", "megatron-sp")
 """Patterns with replicated parameters, of which a distributed optimizer shards those at rest."""
 
 
 def pattern_constraint(
     graph: Graph,
     axes: NontrivialAxes,
-    pattern: Pattern,
+    pattern: Family,
     *,
     batch_axis: str | None = None,
     distributed: bool = False,

@@ -12,8 +12,8 @@ from autoshard.errors import OptionError
 from autoshard.graph import Graph, InputKind, Node, module_paths
 from autoshard.graph.gradients import Gradient, Gradients
 from autoshard.ops import Strategy
-from autoshard.plan.option_restrictions import pin_label
 from autoshard.plan.options import Pins, PlanOptions
+from autoshard.plan.options.restrictions import pin_label
 
 _Constraints = dict[ChoiceId, StrategyConstraint]
 _WILDCARDS = "*?["
@@ -49,7 +49,7 @@ def pin_constraints(
             have.
     """
     reader = _PinReader(graph, axes, training=options.mode == "training")
-    pins = options.pins
+    pins = options.constraints.pins
     kinds: tuple[tuple[str, Mapping[str, str], Callable[[str, str], _Constraints]], ...] = (
         ("input", pins.inputs, partial(reader.inputs, _ENTERING)),
         ("parameter", pins.parameters, partial(reader.inputs, {InputKind.PARAMETER})),
@@ -76,13 +76,15 @@ def pinned_sub_shards(
     """
     tables = {
         table: {
-            name: text for name, text in getattr(options.pins, table).items() if has_sections(text)
+            name: text
+            for name, text in getattr(options.constraints.pins, table).items()
+            if has_sections(text)
         }
         for table in Pins.model_fields
     }
     if not any(tables.values()):
         return {}
-    options = options.model_copy(update={"pins": Pins.model_validate(tables)})
+    options = options.with_values(pins=Pins.model_validate(tables))
     found: dict[tuple[str, int], dict[tuple[int, ...], None]] = {}
     for constraint in pin_constraints(graph, axes, options):
         for choice, pinned in constraint.strategies.items():

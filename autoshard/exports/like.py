@@ -29,7 +29,7 @@ _SWITCHES = {
 }
 _LAYOUT = (
     *("algo", "distributed_optimizer", "reshard_after_forward", "regather_activations"),
-    *("weighted_activations", "stages", "stages_per_rank", "schedule", "balance"),
+    *("stages", "stages_per_rank", "schedule", "balance"),
 )
 """Options of a layout; the others that arguments of Megatron-LM set are left to the request."""
 
@@ -71,7 +71,7 @@ def read_like(text: str, *, num_ranks: int) -> MegatronLayout:
         raise OptionError(f"layout {text!r}: the family is one of {known}")
     allowed = ("shard",) if family == "hsdp" else ()
     _check(family, [*sizes, *switches], allowed)
-    options = PlanOptions.model_validate(_DATA_PARALLEL[family])
+    options = PlanOptions(**_DATA_PARALLEL[family])
     axes: tuple[tuple[str, int], ...] = (("dp", num_ranks),)
     if family == "hsdp":
         shard = sizes.get("shard", "")
@@ -90,9 +90,8 @@ def _megatron(sizes: Mapping[str, str], switches: list[str], num_ranks: int) -> 
     arguments = [part for name, size in sizes.items() for part in (_SIZES[name], size)]
     arguments += [_SWITCHES[name] for name in switches]
     found = read_megatron(arguments, num_ranks=num_ranks)
-    set_fields = found.options.model_fields_set
-    given = {name: getattr(found.options, name) for name in _LAYOUT if name in set_fields}
-    return MegatronLayout(found.axes, PlanOptions.model_validate(given), found.chosen)
+    given = {name: value for name, value in found.options.given.items() if name in _LAYOUT}
+    return MegatronLayout(found.axes, PlanOptions(**given), found.chosen)
 
 
 def _parted(word: str) -> tuple[str, str, str]:

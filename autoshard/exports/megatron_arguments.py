@@ -141,8 +141,8 @@ def _options(given: Namespace, data_parallel: int) -> PlanOptions:
         "balance": _balance(given, per_rank),
     }
     recomputed = {None: "never", "selective": "auto", "full": "always"}
-    return PlanOptions.model_validate(
-        {
+    return PlanOptions(
+        **{
             **(in_pipeline if stages > 1 else {}),
             **_micro_batches(given, data_parallel),
             "algo": "megatron-sp" if given.sequence_parallel else "megatron",
@@ -150,7 +150,6 @@ def _options(given: Namespace, data_parallel: int) -> PlanOptions:
             "distributed_optimizer": given.use_distributed_optimizer or given.use_megatron_fsdp,
             "activation_checkpointing": recomputed[given.recompute_granularity],
             "regather_activations": given.sequence_parallel or given.context_parallel_size > 1,
-            "weighted_activations": True,
             "reshard_after_forward": "always" if given.use_megatron_fsdp else "auto",
             "master_weights": given.bf16 or given.fp16,
             "accumulation_dtype": "float32"

@@ -5,8 +5,8 @@ from math import floor, log10
 
 from autoshard.base.outcome import SolveStatus
 from autoshard.mesh import Mesh
-from autoshard.plan.option_restrictions import restrictions
 from autoshard.plan.options import PlanOptions
+from autoshard.plan.options.restrictions import restrictions
 from autoshard.plan.predictions import Certificate
 
 _MAX_NAMED = 4
@@ -44,7 +44,7 @@ def certificate_statement(
             f"{_distance(certificate)} a lower bound of {milliseconds(certificate.bound)} "
             f"{hardware}. It holds for these pipelines: {proof}.{also}"
         )
-    budget = options.memory_budget or mesh.topology.device.memory
+    budget = options.memory.budget or mesh.topology.device.memory
     plans = (
         f"among the plans of one stage in offered layouts that fit {_gigabytes(budget)} per device"
     )

@@ -2,7 +2,7 @@
 
 from pydantic import Field
 
-from autoshard.plan.options import Pattern
+from autoshard.plan.options import Family
 from autoshard.plan.predictions import (
     Bytes,
     Certificate,
@@ -22,7 +22,7 @@ class Baseline(Document):
     says why there is none.
     """
 
-    algo: Pattern = Field(description="value of the option `algo` that makes this plan")
+    algo: Family = Field(description="value of the option `algo` that makes this plan")
     name: str = Field(description="name of the parallelism, such as 'FSDP2 (ZeRO-3)'")
     certificate: Certificate | None = Field(
         default=None, description="among the plans of the pattern; null if nothing was planned"

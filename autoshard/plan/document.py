@@ -26,7 +26,8 @@ from autoshard.layouts import Layout
 from autoshard.mesh import Mesh, split_axes
 from autoshard.plan.certificate import certificate_statement
 from autoshard.plan.comparisons import Baseline, Unrestricted
-from autoshard.plan.options import MAX_MICRO_BATCHES, Pins, PlanOptions, ScheduleName
+from autoshard.plan.earlier_versions import upgraded
+from autoshard.plan.options import MAX_MICRO_BATCHES, OWN_RUNTIME, Pins, PlanOptions, ScheduleName
 from autoshard.plan.predictions import (
     Bytes,
     Certificate,
@@ -43,7 +44,8 @@ from autoshard.plan.tensor_placements import TensorPlacements
 if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
 
-PLAN_VERSION: Literal[1] = 1
+PLAN_VERSION: Literal[2] = 2
+_NOT_A_PLAN = "not a plan of version 1 or 2"
 
 LayoutText = Annotated[
     str,
@@ -503,7 +505,7 @@ class Plan(Document):
     status, `reason` explains it, and `stages` is empty.
     """
 
-    version: Literal[1] = PLAN_VERSION
+    version: Literal[2] = PLAN_VERSION
     id: str = Field(pattern="^[0-9a-f]{64}$", description="digest of the request and versions")
     certificate: Certificate
     reason: str = Field(default="", description="why there is no plan, and what to change")
@@ -543,6 +545,11 @@ class Plan(Document):
         ),
     )
     provenance: Provenance
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_this_version(cls, document: Any) -> Any:
+        return upgraded(document)
 
     @model_validator(mode="after")
     def _plan_or_reason(self) -> "Plan":
@@ -624,6 +631,8 @@ class Plan(Document):
         """One line: the program, the mesh, and the predictions."""
         axes = " x ".join(f"{axis.name}={axis.size}" for axis in self.mesh.axes)
         request = f"{self.options.mode} on {axes} ({self.mesh.topology.name})"
+        if self.options.runtime.name != OWN_RUNTIME:
+            request += f" with {self.options.runtime.name}"
         if self.costs is None or self.memory is None:
             return f"No plan for {request}: {self.reason}"
         return (
@@ -673,10 +682,10 @@ class Plan(Document):
                 # validated here. Only keys repeat often enough to be cached.
                 document = from_json(text, cache_strings="keys")
             except ValueError as error:
-                reason = f"not a version {PLAN_VERSION} plan: document: {error}"
+                reason = f"{_NOT_A_PLAN}: document: {error}"
                 raise explain_plan_error(_encoded(text), reason) from None
             try:
-                check_integers(text, document, PlanError, f"not a version {PLAN_VERSION} plan")
+                check_integers(text, document, PlanError, _NOT_A_PLAN)
                 return cls.from_document(document)
             except PlanError as error:
                 raise explain_plan_error(_encoded(text), str(error)) from None
@@ -693,7 +702,7 @@ class Plan(Document):
         except ValidationError as error:
             first = error.errors()[0]
             place = ".".join(map(str, first["loc"])) or "document"
-            raise PlanError(f"not a version {PLAN_VERSION} plan: {place}: {first['msg']}") from None
+            raise PlanError(f"{_NOT_A_PLAN}: {place}: {first['msg']}") from None
 
 
 def _encoded(text: str | bytes) -> bytes:

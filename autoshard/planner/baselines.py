@@ -29,8 +29,8 @@ from autoshard.lowering.instructions import summed_collectives
 from autoshard.mesh import Mesh, MeshLike, to_mesh
 from autoshard.plan.comparisons import Baseline, Unrestricted
 from autoshard.plan.document import Plan, Stage
-from autoshard.plan.option_restrictions import option_label, restrictions, without_restrictions
-from autoshard.plan.options import Pattern, PlanOptions, to_options
+from autoshard.plan.options import Family, PlanOptions, to_options
+from autoshard.plan.options.restrictions import option_label, restrictions, without_restrictions
 from autoshard.plan.predictions import Certificate, Performance
 from autoshard.planner.budget.rounds import Outcome
 from autoshard.planner.budget.search import BudgetSearch
@@ -42,7 +42,7 @@ from autoshard.pricing.prices import Prices
 from autoshard.pricing.throughput import StepWork, program_work
 from autoshard.solve import CancelToken, KeyValueStore, Progress
 
-NAMES: Mapping[Pattern, str] = {
+NAMES: Mapping[Family, str] = {
     "fsdp2": "FSDP2 (ZeRO-3)",
     "hsdp": "HSDP",
     "megatron": "Megatron TP",
@@ -154,10 +154,8 @@ def _unrestricted(
     if not obeyed or limits.is_cancelled:
         return None
     limits.begin("comparing: without restrictions")
-    seconds = options.time_limit * _SHARE_OF_TIME / 2
-    free = without_restrictions(options).model_copy(
-        update={"comparisons": False, "time_limit": seconds}
-    )
+    seconds = options.solver.time_limit * _SHARE_OF_TIME / 2
+    free = without_restrictions(options).with_values(comparisons=False, time_limit=seconds)
     found = make(free)
     return Unrestricted(
         restrictions=obeyed,
@@ -196,7 +194,7 @@ class _Baselines:
 
     def all(self) -> tuple[Baseline, ...]:
         """All baselines that there is time for."""
-        end = self.limits.seconds + _SHARE_OF_TIME * self.options.time_limit
+        end = self.limits.seconds + _SHARE_OF_TIME * self.options.solver.time_limit
         found = []
         for number, pattern in enumerate(NAMES):
             remaining = end - self.limits.seconds
@@ -209,7 +207,7 @@ class _Baselines:
                 found.append(_late(pattern))
         return tuple(found)
 
-    def _planned(self, pattern: Pattern, seconds: float) -> Baseline:
+    def _planned(self, pattern: Family, seconds: float) -> Baseline:
         """One baseline, or the reason why there is none."""
         own = self._options(pattern)
         try:
@@ -251,20 +249,20 @@ class _Baselines:
             remarks=self._remarks(pattern),
         )
 
-    def _performance(self, pattern: Pattern, seconds: float) -> Performance:
+    def _performance(self, pattern: Family, seconds: float) -> Performance:
         is_training = self.options.mode == "training"
         category = pattern_category(pattern, self.work, training=is_training)
         return step_performance(self.work, self.mesh, seconds, category)
 
-    def _options(self, pattern: Pattern) -> PlanOptions:
+    def _options(self, pattern: Family) -> PlanOptions:
         """The options of a baseline: the request's, but restricted to the pattern only."""
         update: dict[str, object] = {"algo": pattern, "stages": 1, "comparisons": False}
         if pattern in {"fsdp2", "hsdp"} and self.options.mode == "training":
             update["reshard_after_forward"] = "always"
-        return without_restrictions(self.options).model_copy(update=update)
+        return without_restrictions(self.options).with_values(**update)
 
     def _not_found(
-        self, pattern: Pattern, search: BudgetSearch, formulation: Formulation, outcome: Outcome
+        self, pattern: Family, search: BudgetSearch, formulation: Formulation, outcome: Outcome
     ) -> Baseline:
         """A baseline that does not fit, or that there was no time for."""
         if self.limits.is_cancelled or not outcome.is_conflict:
@@ -285,7 +283,7 @@ class _Baselines:
             needed_memory=needed,
         )
 
-    def _remarks(self, pattern: Pattern) -> tuple[str, ...]:
+    def _remarks(self, pattern: Family) -> tuple[str, ...]:
         """Differences between a plan and what the framework does."""
         sizes = [self.axes.sizes[axis] for axis in sharding_axes(self.axes, pattern)]
         if not sizes:
@@ -310,11 +308,11 @@ def _shards_weights(stage: Stage, axes: NontrivialAxes) -> bool:
     return any("Shard" in parameter.placements[axes.axes[-1]] for parameter in stage.parameters)
 
 
-def _without_plan(pattern: Pattern, reason: str) -> Baseline:
+def _without_plan(pattern: Family, reason: str) -> Baseline:
     return Baseline(algo=pattern, name=NAMES[pattern], reason=reason)
 
 
-def _late(pattern: Pattern) -> Baseline:
+def _late(pattern: Family) -> Baseline:
     certificate = Certificate(status=SolveStatus.TIMED_OUT, objective=None, bound=None, gap=None)
     reason = "not planned within the time limit of comparisons; raise time_limit"
     return _without_plan(pattern, reason).model_copy(update={"certificate": certificate})

@@ -48,7 +48,9 @@ def find_conflict(
     """
     search = _ConflictSearch(formulation, options, cancel)
     try:
-        with limited(Limits(time.perf_counter() + 2 * options.time_limit + _LATE_SECONDS, cancel)):
+        with limited(
+            Limits(time.perf_counter() + 2 * options.solver.time_limit + _LATE_SECONDS, cancel)
+        ):
             return search.conflict()
     except LimitReached:
         return search.unfinished()
@@ -91,7 +93,7 @@ class _ConflictSearch:
     ) -> None:
         self._formulation = formulation
         self._options = options
-        self._deadline = time.perf_counter() + options.time_limit
+        self._deadline = time.perf_counter() + options.solver.time_limit
         self._cancel = cancel
 
     def conflict(self) -> Conflict:
@@ -156,7 +158,7 @@ class _ConflictSearch:
         """
         variables = self._formulation.variables
         is_small = sum(len(variable.strategies) for variable in variables) <= _FEW_STRATEGIES
-        until_half = self._remaining - self._options.time_limit / 2
+        until_half = self._remaining - self._options.solver.time_limit / 2
         most = until_half if is_small else min(until_half, _LEAST_BUDGET_SECONDS)
         seconds = max(most, _MIN_SECONDS)
         end = time.perf_counter() + seconds

@@ -180,7 +180,7 @@ class _Explainer:
         self._objective = plan.certificate.objective
         gap = plan.certificate.gap
         self._is_optimal = gap is not None and gap <= _EXACT
-        self._options = plan.options.model_copy(update={"relative_gap": _EXACT})
+        self._options = plan.options.with_values(relative_gap=_EXACT)
         self._deadline = time.perf_counter() + time_limit
         self._decisions = decisions_of(formulation, plan.stages[0])
         self._chosen = int(self._decisions.choice[number])

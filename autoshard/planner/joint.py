@@ -116,7 +116,7 @@ def _joint_plans(
         )
         if best is None or objective < best.objective:
             best = JointPlans(found, objective, min(bound, objective) if bound > -inf else None)
-        gap = min(options.relative_gap for _, options in programs.values())
+        gap = min(options.solver.relative_gap for _, options in programs.values())
         if best.gap is not None and best.gap <= gap:
             break
     if best is None:
@@ -168,8 +168,8 @@ def _with_layouts(graph: Graph, options: PlanOptions, layouts: Sequence[Pins]) -
     update: dict[str, dict[str, str]] = {}
     for kind, known in names.items():
         wanted = {k: v for pins in layouts for k, v in getattr(pins, kind).items() if k in known}
-        update[kind] = wanted | dict(getattr(options.pins, kind))
-    return options.model_copy(update={"pins": options.pins.model_copy(update=update)})
+        update[kind] = wanted | dict(getattr(options.constraints.pins, kind))
+    return options.with_values(pins=options.constraints.pins.model_copy(update=update))
 
 
 def _joint_layouts(
@@ -181,10 +181,10 @@ def _joint_layouts(
     limits = [options for _, options in programs.values()]
     solution = solve_problem(
         problem,
-        time_limit=max(options.time_limit for options in limits),
-        relative_gap=min(options.relative_gap for options in limits),
-        solver=limits[0].solver,
-        seed=limits[0].seed,
+        time_limit=max(options.solver.time_limit for options in limits),
+        relative_gap=min(options.solver.relative_gap for options in limits),
+        solver=limits[0].solver.name,
+        seed=limits[0].solver.seed,
     )
     if solution.choice is None:
         return [], solution.bound

@@ -168,7 +168,7 @@ def check_optimality(
 def _checked(plan: Plan, program: Graph, solver: str, time_limit: float) -> OptimalityCheck:
     """The check of a plan of one stage."""
     update = {"solver": solver, "relative_gap": _GAP, "time_limit": time_limit}
-    options = plan.options.model_copy(update=update)
+    options = plan.options.with_values(**update)
     try:
         formulation = formulated(program, plan.mesh, options, work_limits(time_limit))
     except LimitReached as reached:

@@ -142,7 +142,7 @@ def make_stage_plan(
     if not least.fits and len(graph.nodes) > _MAX_SEARCHED_NODES:
         return without_memory(graph, mesh, options, least)
     start = time.perf_counter()
-    limits = work_limits(options.time_limit, cancel)
+    limits = work_limits(options.solver.time_limit, cancel)
     try:
         with _timed(seconds, "formulate"):
             formulation = formulated(graph, mesh, options, limits, max_strategies)
@@ -153,7 +153,7 @@ def make_stage_plan(
             graph, mesh, options, reason=reason, status=status, seconds=seconds
         )
     taken = time.perf_counter() - start
-    remaining = max(options.time_limit - taken, _LEAST_SHARE * options.time_limit)
+    remaining = max(options.solver.time_limit - taken, _LEAST_SHARE * options.solver.time_limit)
     with _timed(seconds, "solve"), collection_of_new():
         search = BudgetSearch(
             formulation,
@@ -193,7 +193,7 @@ def stage_problem_size(
     """
     options = options or PlanOptions()
     check_mode(graph, options)
-    limits = work_limits(options.time_limit)
+    limits = work_limits(options.solver.time_limit)
     try:
         formulation = formulated(graph, mesh, options, limits, max_strategies)
     except LimitReached as reached:

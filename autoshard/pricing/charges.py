@@ -28,9 +28,9 @@ def charges(graph: Graph, mesh: Mesh, options: PlanOptions) -> Mapping[str, Char
         mesh: the devices; if its collectives are tabulated, they are per tensor, not per bucket.
         options: of the plan.
     """
-    found = bucket_charges(graph, mesh, options.bucket_bytes)
-    if options.activation_overlap:
-        charge = Charge(exposed=1 - options.activation_overlap)
+    found = bucket_charges(graph, mesh, options.runtime.bucket_bytes)
+    if options.runtime.activation_overlap:
+        charge = Charge(exposed=1 - options.runtime.activation_overlap)
         found |= dict.fromkeys(_beside_products(graph), charge)
     return found
 

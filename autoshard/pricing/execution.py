@@ -25,13 +25,15 @@ _WEIGHTS = frozenset({2})
 
 def executions(graph: Graph, options: PlanOptions) -> tuple[Execution, ...]:
     """How each node of a program is executed."""
-    compiled = options.execution == "compile"
+    compiled = options.runtime.execution == "compile"
     known: dict[Execution, Execution] = {}
     numbers = range(len(graph.nodes))
-    in_eager = [is_in_modules(node, options.eager_modules) for node in graph.nodes]
+    in_eager = [is_in_modules(node, options.runtime.eager_modules) for node in graph.nodes]
     fusion = _Fusion(graph, in_eager) if compiled else None
-    in_float8 = _in_float8(graph, options.float8_modules)
-    weight_casts = 1 / options.micro_batches if options.float8_weights_once else 1.0
+    in_float8 = _in_float8(graph, options.runtime.float8_modules)
+    weight_casts = (
+        1 / options.training.micro_batches if options.runtime.float8_weights_once else 1.0
+    )
     found = []
     for i in numbers:
         execution = Execution(
@@ -42,8 +44,8 @@ def executions(graph: Graph, options: PlanOptions) -> tuple[Execution, ...]:
             computed_again=fusion.computed_again[i] if fusion else frozenset(),
             in_float8=i in in_float8,
             weight_casts=weight_casts,
-            expert_launch=options.expert_launch if _is_grouped(graph.nodes[i]) else 0.0,
-            balanced=options.balanced_attention,
+            expert_launch=options.runtime.expert_launch if _is_grouped(graph.nodes[i]) else 0.0,
+            balanced=options.runtime.balanced_attention,
         )
         found.append(known.setdefault(execution, execution))
     return tuple(found)
@@ -54,8 +56,8 @@ def saving_of(graph: Graph, executed: Sequence[Execution], options: PlanOptions)
     pairs = list(zip(graph.nodes, executed, strict=True))
     again = frozenset(node.outputs[i] for node, x in pairs for i in x.computed_again)
     combining = [n.name for n in graph.nodes if n.operator == COMBINE]
-    for_free = dict.fromkeys(combining if options.weighted_activations else (), _WEIGHTS)
-    narrow = [node for node, x in pairs if options.float8_saved_inputs and x.in_float8]
+    for_free = dict.fromkeys(combining if options.runtime.weighted_activations else (), _WEIGHTS)
+    narrow = [node for node, x in pairs if options.runtime.float8_saved_inputs and x.in_float8]
     weights = weights_of(graph) if narrow else {}
     in_float8 = {
         node.name: frozenset(
@@ -85,7 +87,7 @@ def _is_grouped(node: Node) -> bool:
 
 def check_float8(options: PlanOptions, device: Device) -> None:
     """Raise OptionError if products in float8 are asked for, but the device has none."""
-    if options.float8_modules and FLOAT8 not in device.peak_flops:
+    if options.runtime.float8_modules and FLOAT8 not in device.peak_flops:
         raise OptionError(f"float8_modules: {device.name} has no peak_flops of {FLOAT8}")
 
 

@@ -2,7 +2,7 @@
 
 from autoshard.mesh import Mesh
 from autoshard.plan.document import Plan
-from autoshard.plan.options import Pattern
+from autoshard.plan.options import Family
 from autoshard.plan.predictions import Performance
 from autoshard.pricing.accuracy import LayoutCategory, find_accuracy, hardware_of
 from autoshard.pricing.axis_roles import AxisRole, find_roles
@@ -52,7 +52,7 @@ def _not_compared(category: LayoutCategory | None, mesh: Mesh) -> str:
     return f"not compared with measurements of this kind ({kind}, {generation} GPUs)"
 
 
-def pattern_category(pattern: Pattern, work: StepWork, *, training: bool) -> LayoutCategory | None:
+def pattern_category(pattern: Family, work: StepWork, *, training: bool) -> LayoutCategory | None:
     """The category of the plans of a pattern of one stage."""
     if not training:
         return _inference(work)

@@ -74,10 +74,12 @@ def optimizer_of(options: PlanOptions) -> OptimizerSpec:
         OptionError: it is unknown.
     """
     return replace(
-        OptimizerSpec.named(options.optimizer),
-        state_dtype=None if options.state_dtype is None else DType(options.state_dtype),
-        master_weights=options.master_weights,
-        foreach=options.foreach_optimizer,
+        OptimizerSpec.named(options.training.optimizer),
+        state_dtype=None
+        if options.training.state_dtype is None
+        else DType(options.training.state_dtype),
+        master_weights=options.training.master_weights,
+        foreach=options.runtime.foreach_optimizer,
     )
 
 
@@ -160,15 +162,15 @@ class Prices:
         self.mesh = mesh
         self._options = options
         self.training = options.mode == "training"
-        self.micro_batches = options.micro_batches
-        self.in_flight = options.in_flight
-        self.accumulation_dtype = options.accumulation_dtype
+        self.micro_batches = options.training.micro_batches
+        self.in_flight = options.pipeline.in_flight
+        self.accumulation_dtype = options.training.accumulation_dtype
         has_rates = mesh.topology.device.kernels is not None
-        self.overlaps = has_rates if options.overlap is None else options.overlap
-        self.checkpointed_modules = options.checkpointed_modules
-        self.gathers_activations_again = self.training and options.regather_activations
-        self.memory_budget = options.memory_budget or mesh.topology.device.memory
-        if options.master_weights and graph.converted:
+        self.overlaps = has_rates if options.runtime.overlap is None else options.runtime.overlap
+        self.checkpointed_modules = options.memory.checkpointed_modules
+        self.gathers_activations_again = self.training and options.memory.regather_activations
+        self.memory_budget = options.memory.budget or mesh.topology.device.memory
+        if options.training.master_weights and graph.converted:
             raise OptionError(
                 "master_weights is set, but under the mixed precision of the model the parameters "
                 "are the master weights already: leave it out"
@@ -176,7 +178,7 @@ class Prices:
         self.optimizer = optimizer_of(options)
         self.gradients = Gradients(graph, training=self.training)
         check_float8(options, mesh.topology.device)
-        self._device = with_attention(mesh.topology.device, options.attention_kernel)
+        self._device = with_attention(mesh.topology.device, options.runtime.attention_kernel)
         self._sizes = mesh.axis_sizes
         self._axes = NontrivialAxes.of(mesh)
         self._operators: dict[tuple[object, ...], OperatorPrices] = {}
@@ -262,7 +264,7 @@ class Prices:
         gradient, and reads it while it computes. Arguments are those of `accumulation_factor`.
         """
         factor = self.accumulation_factor(dtype, reduced)
-        is_fused = self._options.fused_gradient_accumulation
+        is_fused = self._options.runtime.fused_gradient_accumulation
         moved = (self.micro_batches - 1) * (max(factor - 1, 0.0) if is_fused else 2 * factor + 1)
         return moved / self._device.stream_bandwidth
 
@@ -334,7 +336,7 @@ class Prices:
     def inner_time(self, collective: InnerCollective, pricer: Pricer) -> float:
         """Seconds of a collective inside an operator, with the copies that it needs."""
         is_move = collective.operation is Operation.MOVE
-        share = self._options.dispatch_share if is_move else 1.0
+        share = self._options.runtime.dispatch_share if is_move else 1.0
         action, nbytes = collective.operation.action, round(share * collective.nbytes)
         seconds = pricer.collective_time(action, collective.axis, nbytes)
         return seconds + (pricer.copy_time(collective.copied) if collective.copied else 0.0)

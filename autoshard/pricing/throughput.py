@@ -48,7 +48,7 @@ def batch_of(plan: Plan) -> Batch | None:
 def _batch(graph: Graph, options: PlanOptions) -> Batch | None:
     values = (graph.values[i.name] for i in graph.inputs if i.kind is InputKind.USER)
     inputs = ((value.shape, value.dtype.value) for value in values)
-    return _first_batch(inputs, options.micro_batches)
+    return _first_batch(inputs, options.training.micro_batches)
 
 
 def _first_batch(inputs: Iterable[tuple[tuple[int, ...], str]], micro_batches: int) -> Batch | None:
@@ -86,7 +86,7 @@ def plan_work(plan: Plan) -> StepWork:
 
 def program_work(graph: Graph, options: PlanOptions) -> StepWork:
     """The work of a step of a program, of all micro-batches."""
-    return _work(_batch(graph, options), [(graph, options.micro_batches)], options)
+    return _work(_batch(graph, options), [(graph, options.training.micro_batches)], options)
 
 
 def utilisation(work: StepWork, mesh: Mesh, seconds: float) -> float | None:

@@ -176,9 +176,9 @@ def _recomputation(plan: Plan) -> Iterator[str]:
     checkpointed, units = _checkpointed_units(plan)
     number = sum(len(stage.checkpoints) for stage in plan.stages)
     if number:
-        kind = "modules" if plan.options.checkpointed_modules else "blocks"
+        kind = "modules" if plan.options.memory.checkpointed_modules else "blocks"
         what = f"{checkpointed} of {units} {kind}" if checkpointed == number else f"{number} parts"
-        is_chosen = plan.options.activation_checkpointing == "auto"
+        is_chosen = plan.options.memory.activation_checkpointing == "auto"
         yield f"Activation checkpointing on {what}{' to fit the memory' if is_chosen else ''}."
     parameters = {p.name for stage in plan.stages for p in stage.parameters}
     again = {c.value for stage in plan.stages for c in stage.reshardings if c.regather}
@@ -200,7 +200,9 @@ def _checkpointed_units(plan: Plan) -> tuple[int, int]:
         if not spans:
             continue
         graph = graph_from_json(stage.program)
-        for unit in checkpoint_units(graph, find_blocks(graph), plan.options.checkpointed_modules):
+        for unit in checkpoint_units(
+            graph, find_blocks(graph), plan.options.memory.checkpointed_modules
+        ):
             total += 1
             whole += any(a <= unit[0] and unit[-1] <= b for a, b in spans)
     return whole, total

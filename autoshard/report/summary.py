@@ -13,6 +13,7 @@ from autoshard.graph import graph_from_json
 from autoshard.mesh import mesh_text
 from autoshard.plan.comparisons import Baseline
 from autoshard.plan.document import Plan
+from autoshard.plan.options import OWN_RUNTIME
 from autoshard.plan.predictions import step_time, three_digits
 from autoshard.pricing.axis_roles import AxisRole, AxisUse, Storage, find_roles, percent
 from autoshard.pricing.performance import plan_performance
@@ -90,6 +91,10 @@ def _header(plan: Plan) -> str:
     parts += [f"on {plan.mesh.description}", f"mesh {mesh_text(plan.mesh)}"]
     precision = plan.graph.precision or "no floating-point tensors"
     parts += [precision, *_batch(plan)] if plan.found else []
+    runtime = plan.options.runtime.name
+    parts += (
+        [] if runtime == OWN_RUNTIME else [f"priced for {runtime}, not for autoshard's runtime"]
+    )
     return ", ".join([*parts, plan.options.mode])
 
 

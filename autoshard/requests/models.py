@@ -9,8 +9,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NotRequired, TypeAlias, TypedDict
 
-from pydantic import ValidationError
-
 from autoshard.base.files import read_graph_file
 from autoshard.errors import ArgumentTypeError, GraphError, MeshError
 from autoshard.graph import (
@@ -34,7 +32,7 @@ from autoshard.mesh import (
 )
 from autoshard.mesh.sources import MeshLike as PlainMeshLike
 from autoshard.plan import Mode, PlanOptions
-from autoshard.plan.options import option_error, to_options
+from autoshard.plan.options import to_options
 from autoshard.requests.running import load_request_graph
 
 if TYPE_CHECKING:
@@ -207,18 +205,6 @@ class CoverageRequest(GraphRequest):
         document = self.document.get("mesh")
         sizes = () if document is None else _build_mesh(document, topologies).axis_sizes
         return frozenset(size for size in sizes if size > 1)
-
-
-def validate_options(document: Mapping[str, Any]) -> PlanOptions:
-    """Check planning options.
-
-    Raises:
-        OptionError: one of them is invalid; the message names the first.
-    """
-    try:
-        return PlanOptions.model_validate(document)
-    except ValidationError as error:
-        raise option_error(error, PlanOptions) from None
 
 
 def read_model(

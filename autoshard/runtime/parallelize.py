@@ -17,6 +17,7 @@ from autoshard.graph import DType
 from autoshard.plan import Plan, Stage
 from autoshard.runtime.autocast import outside_autocast
 from autoshard.runtime.checks.agreement import raised_on_all_ranks
+from autoshard.runtime.checks.plan_runtime import check_runtime
 from autoshard.runtime.model_class import NotPickled, class_as_before, original_forward
 from autoshard.runtime.parameters.parameters import (
     check_parameters,
@@ -390,4 +391,5 @@ def rng_step(model: nn.Module) -> RngStep:
 def _only_stage(plan: Plan) -> Stage:
     if not plan.found:
         raise PlanError(f"the document contains no plan to apply: {plan.reason}")
+    check_runtime(plan)
     return plan.stages[0]

@@ -47,8 +47,8 @@ _MEANINGS = {
 def main() -> int:
     """Run combinations and write the result; 1 if one was wrong."""
     options = _parser().parse_args()
-    if options.seed is not None:
-        return _again(options.seed)
+    if options.solver.seed is not None:
+        return _again(options.solver.seed)
     if options.again:
         shutil.rmtree(options.folder, ignore_errors=True)
     options.folder.mkdir(parents=True, exist_ok=True)

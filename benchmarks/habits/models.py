@@ -218,7 +218,7 @@ def _planned(graph: Graph, mesh: Mesh, pins: list[Pin]) -> Plan:
         for kind, name, layout in pins:
             table.setdefault(kind, {})[name] = layout
         try:
-            plan = make_plan(graph, mesh, PlanOptions.model_validate({"pins": table}))
+            plan = make_plan(graph, mesh, PlanOptions(pins=table))
         except OptionError:
             plan = None
         if plan is not None and plan.found:

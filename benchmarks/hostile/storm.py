@@ -186,7 +186,7 @@ ATTACKS: tuple[Callable[[Target], Outcome], ...] = (
 
 def plan_request(digest: str, shape: list[int], *, seed: int = 0) -> dict[str, Any]:
     """The JSON of a request for a plan."""
-    return {"graph_sha256": digest, "mesh": {"shape": shape}, "options": {"seed": seed}}
+    return {"graph_sha256": digest, "mesh": {"shape": shape}, "options": {"solver": {"seed": seed}}}
 
 
 def result_of(http: httpx2.Client, asked: dict[str, Any], timeout: float) -> dict[str, Any]:

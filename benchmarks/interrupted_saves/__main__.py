@@ -32,14 +32,14 @@ _RESULT = Path(__file__).parents[1] / "results" / "interrupted_saves.json"
 def main() -> int:
     """Run trials and write the result; 1 if one was wrong."""
     options = _parser().parse_args()
-    head = caption(f"{NUM_RANKS} ranks, seed {options.seed}")
+    head = caption(f"{NUM_RANKS} ranks, seed {options.solver.seed}")
     if options.again:
         shutil.rmtree(options.folder, ignore_errors=True)
     options.folder.mkdir(parents=True, exist_ok=True)
     prepare()
     with TemporaryDirectory(prefix="former-") as name:
         places = formers(Path(name), options.only or [*SUBJECTS])
-        drawn = list(trials(places, options.count, options.seed))
+        drawn = list(trials(places, options.count, options.solver.seed))
         context = multiprocessing.get_context("fork")
         workers = [
             context.Process(target=_work, args=(drawn, places, options, number))
@@ -68,7 +68,7 @@ def _work(
 ) -> None:
     """Run each of several workers' trials whose result is not in the folder yet."""
     for number in range(first, len(drawn), options.processes):
-        file = options.folder / f"{options.seed}-{number:05}.json"
+        file = options.folder / f"{options.solver.seed}-{number:05}.json"
         if file.exists():
             continue
         begun, trial = time.perf_counter(), drawn[number]

@@ -52,7 +52,7 @@ def plan() -> Plan:
     """A plan that shards the model over the ranks."""
     graph = load_graph(export_model(Net(), (torch.ones(4, 8),)))
     pins = {"parameters": {"up.*": "S(0)", "down.weight": "S(1)", "down.bias": "I"}}
-    made = make_plan(graph, make_mesh((NUM_RANKS,)), PlanOptions.model_validate({"pins": pins}))
+    made = make_plan(graph, make_mesh((NUM_RANKS,)), PlanOptions(pins=pins))
     assert made.found, made.reason
     return made
 

@@ -72,7 +72,7 @@ def main() -> int:
     if options.best:
         largest = largest_dense(predictions, options.best)
         show = partial(print, flush=True)
-        table = choice_table(choose(largest, time_limit=options.time_limit, report=show))
+        table = choice_table(choose(largest, time_limit=options.solver.time_limit, report=show))
         print(table)
         if options.details is not None:
             (options.details / _CHOICES).write_text(f"{_CHOICES_HEAD}\n{table}\n", "utf-8")
@@ -84,7 +84,7 @@ def main() -> int:
 def _predictions(rows: list[Row], options: argparse.Namespace) -> list[Prediction]:
     if options.predictions is None:
         show = partial(print, flush=True)
-        return predict(rows, options.processes, time_limit=options.time_limit, report=show)
+        return predict(rows, options.processes, time_limit=options.solver.time_limit, report=show)
     found = {one["id"]: one for one in json.loads(options.predictions.read_text(encoding="utf-8"))}
     return [Prediction.from_json(row, found[row.id]) for row in rows if row.id in found]
 

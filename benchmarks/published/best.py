@@ -58,7 +58,9 @@ def largest_dense(predictions: Iterable[Prediction], number: int) -> list[Predic
     found: dict[tuple[object, ...], Prediction] = {}
     for one in sorted(dense, key=_size, reverse=True):
         request = request_of(one.row)
-        options = request.options.model_dump_json(exclude={"bucket_bytes", "expert_launch"})
+        options = request.options.model_dump_json(
+            exclude={"runtime": {"bucket_bytes", "expert_launch"}}
+        )
         found.setdefault((request.dims, request.batch, request.mesh, options), one)
     return list(found.values())[:number]
 
@@ -106,7 +108,7 @@ def _choice(one: Prediction) -> Choice:
         raise InexpressibleError(f"not planned: {published.reason}")
     budget = max(request.mesh.topology.device.memory, published.memory.peak)
     changes = {"algo": "optimal", "distributed_optimizer": False, "memory_budget": budget}
-    options = request.options.model_copy(update={**changes, "time_limit": _TIME_LIMIT})
+    options = request.options.with_values(**changes, time_limit=_TIME_LIMIT)
     plan = make_plan(graph, request.mesh, options)
     layout = " ".join(f"{axis.name}{axis.size}" for axis in request_of(one.row).mesh.axes)
     seconds = published.costs.total
@@ -123,12 +125,12 @@ def share_of_rank(request: Request) -> Request:
         return request
     axes = axes or {"dp": 1}
     mesh = make_mesh(tuple(axes.values()), axes=tuple(axes), topology=request.mesh.topology)
-    defaults = {name: PlanOptions.model_fields[name].get_default() for name in _OF_PIPELINES}
+    defaults = {name: PlanOptions().value(name) for name in _OF_PIPELINES}
     return replace(
         request,
         dims=request.dims.shortened(max(request.dims.layers // ranks, 1)),
         mesh=mesh,
-        options=request.options.model_copy(update=defaults),
+        options=request.options.with_values(**defaults),
     )
 
 

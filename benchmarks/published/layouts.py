@@ -124,8 +124,8 @@ def request_of(row: Row) -> Request:
     topology = topology_of(row)
     assert topology is not None  # else the row would be refused
     rates = topology.device.kernels
-    if rates is None or options.attention_kernel not in rates.attention:
-        options = options.model_copy(update={"attention_kernel": "auto"})
+    if rates is None or options.runtime.attention_kernel not in rates.attention:
+        options = options.with_values(attention_kernel="auto")
     mesh = make_mesh(tuple(axes.values()), axes=tuple(axes), topology=topology)
     reduce_dtype = "bfloat16" if cells.reduces_in_bfloat16(row) else "float32"
     return Request(dims, batch, reduce_dtype, mesh, options, degrees.assumed)
@@ -217,6 +217,7 @@ def _batch(row: Row, data: int, pipeline: int, assumed: list[str]) -> tuple[int,
 def _layout(row: Row, degrees: Degrees, dims: Dimensions) -> tuple[Mapping[str, int], PlanOptions]:
     """Axes of the mesh, and options."""
     options: dict[str, Any] = {
+        "runtime": "megatron-core" if cells.is_megatron(row) else "other",
         "memory_budget": _NO_LIMIT,
         "time_limit": _TIME_LIMIT,
         "relative_gap": _GAP,
@@ -235,7 +236,7 @@ def _layout(row: Row, degrees: Degrees, dims: Dimensions) -> tuple[Mapping[str, 
         return _fully_sharded(row, degrees, dims, options)
     options["distributed_optimizer"] = cells.shards_optimizer(row)
     options["algo"] = "megatron-sp" if degrees.by_sequence else "megatron"
-    return _megatron_axes(degrees), PlanOptions.model_validate(options)
+    return _megatron_axes(degrees), PlanOptions(**options)
 
 
 def _accumulation_dtype(row: Row, degrees: Degrees) -> str | None:
@@ -358,16 +359,16 @@ def _fully_sharded(
     if degrees.pipeline * degrees.tensor * degrees.context * degrees.expert > 1:
         options["algo"] = "megatron-sp" if degrees.by_sequence else "megatron"
         options["distributed_optimizer"] = True
-        return _megatron_axes(degrees), PlanOptions.model_validate(options)
+        return _megatron_axes(degrees), PlanOptions(**options)
     inner = cells.shard_group(row, degrees.data)
     if degrees.data % inner:
         raise InexpressibleError(f"groups of {inner} do not divide {degrees.data} ranks")
     if inner < degrees.data:
         options["algo"] = "hsdp"
         axes = {"replicate": degrees.data // inner, "shard": inner}
-        return axes, PlanOptions.model_validate(options)
+        return axes, PlanOptions(**options)
     options["algo"] = "fsdp2"
-    return {"shard": degrees.data}, PlanOptions.model_validate(options)
+    return {"shard": degrees.data}, PlanOptions(**options)
 
 
 def _layer_parameters(dims: Dimensions) -> int:

@@ -48,7 +48,7 @@ def _run_on_ranks(families: Sequence[str], options: argparse.Namespace) -> None:
 def _plan(families: Sequence[str], options: argparse.Namespace) -> None:
     settings = Settings(
         options.folder,
-        time_limit=options.time_limit,
+        time_limit=options.solver.time_limit,
         timeout=options.timeout,
         most_memory=int(options.most_memory * 1e9),
     )

@@ -466,12 +466,12 @@ def _check_solving(options: PlanOptions, settings: Settings) -> None:
     Raises:
         OptionError: this service does not allow them.
     """
-    _check_time_limit(options.time_limit, settings)
+    _check_time_limit(options.solver.time_limit, settings)
     allowed = settings.allowed_solvers
-    if options.solver.lower() not in {name.lower() for name in allowed}:
+    if options.solver.name.lower() not in {name.lower() for name in allowed}:
         raise OptionError(
-            f"solver is {options.solver!r}, but this service allows {' and '.join(allowed)}; use "
-            f"one of them, or add it to AUTOSHARD_SOLVERS"
+            f"solver is {options.solver.name!r}, but this service allows {' and '.join(allowed)}; "
+            f"use one of them, or add it to AUTOSHARD_SOLVERS"
         )
 
 

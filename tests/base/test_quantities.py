@@ -167,7 +167,7 @@ def test_an_answer_has_numbers_only() -> None:
 
 
 def test_options_take_strings() -> None:
-    options = PlanOptions.model_validate({"memory_budget": "1.5GB"})
+    options = PlanOptions(memory_budget="1.5GB")
     assert options == PlanOptions(memory_budget=1_500_000_000)
     assert options.model_dump(mode="json")["memory_budget"] == 1_500_000_000
 

@@ -214,11 +214,11 @@ RECOMPUTING: dict[str, tuple[Tamper, str]] = {
         "table of collectives",
     ),
     "options that rule checkpoints out": (
-        _set("options", "activation_checkpointing", to="never"),
+        _set("options", "memory", "activation_checkpointing", to="never"),
         "checkpoints, which the options rule out",
     ),
     "options that rule reshardings out": (
-        _set("options", "reshard_after_forward", to="never"),
+        _set("options", "memory", "reshard_after_forward", to="never"),
         "re-gathers in backward, which the options rule out",
     ),
     "a larger budget than was asked for": (
@@ -258,9 +258,9 @@ ACCUMULATING: dict[str, tuple[Tamper, str]] = {
         _set(*STAGE, "reshardings", 0, "frequency", to="micro_batch"),
         "a step takes",
     ),
-    "fewer runs": (_set("options", "micro_batches", to=2), "micro-batches, not 2"),
+    "fewer runs": (_set("options", "training", "micro_batches", to=2), "micro-batches, not 2"),
     "options that rule kept parameters out": (
-        _set("options", "reshard_after_forward", to="always"),
+        _set("options", "memory", "reshard_after_forward", to="always"),
         "stay gathered, which the options rule out",
     ),
     "a resharding that would be gathered twice": (

@@ -194,7 +194,7 @@ def test_tampering_is_found_out(pipeline: Plan, graph: Graph, name: str) -> None
 def test_unequal_stages_need_permission(planned: Planner, graph: Graph) -> None:
     options = {"stages": 3, "schedule": "1F1B", "micro_batches": 4, "sub_meshes": "any"}
     plan = planned(graph, (4,), **options)
-    asked = plan.options.model_copy(update={"sub_meshes": "equal"})
+    asked = plan.options.with_values(sub_meshes="equal")
     findings = check_plan(plan.model_copy(update={"options": asked}), graph)
     assert "stages have [1, 2] devices, but the options ask for equal sub-meshes" in findings
 

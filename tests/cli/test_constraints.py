@@ -1,5 +1,6 @@
 """Constraints, explain, compare and search on the command line."""
 
+import json
 import re
 from pathlib import Path
 
@@ -30,7 +31,10 @@ def words(result: Result) -> str:
     return " ".join(result.output.replace("│", " ").split())
 
 
-def test_options_arrive_in_the_plan(archive: Path) -> None:
+def test_options_arrive_in_the_plan(archive: Path, tmp_path: Path) -> None:
+    profile = tmp_path / "profile.json"
+    fields = {"name": "megatron-core", "bucket_bytes": "1GB", "activation_overlap": 0.5}
+    profile.write_text(json.dumps(fields))
     result = autoshard(
         *("plan", archive, "--mesh", "2,4", "--json", "--algo", "megatron"),
         *("--pin", "parameter:up.*=*,S(0)", "--pin", "parameter:down.bias=I,I"),
@@ -40,44 +44,32 @@ def test_options_arrive_in_the_plan(archive: Path) -> None:
         *("--batch-axis", "axis0", "--skip-fully-replicated"),
         *("--reshard-after-forward", "never", "--activation-checkpointing", "never"),
         *("--master-weights", "--state-dtype", "bfloat16", "--overlap"),
-        *("--execution", "compile", "--float8-module", "up", "--foreach-optimizer"),
-        *("--attention-kernel", "cudnn_attention", "--fused-gradient-accumulation"),
-        *("--bucket-bytes", "1GB", "--activation-overlap", "0.5", "--dispatch-share", "0.75"),
-        *("--float8-weights-once", "--expert-launch", "6e-5", "--balanced-attention"),
+        *("--execution", "compile", "--runtime", profile),
     )
-    assert Plan.from_json(result.stdout).options == PlanOptions.model_validate(
-        {
-            "algo": "megatron",
-            "pins": {
-                "parameters": {"up.*": "*,S(0)", "down.bias": "I,I"},
-                "inputs": {"x": "Shard(dim=0),*"},
-                "outputs": {"0": "*,*"},
-            },
-            "forbid": [
-                {"kind": "all_to_all"},
-                {"kind": "reduce_scatter", "axis": "axis1"},
-                {"kind": "halo_exchange", "of": "activations", "axis": "axis0"},
-            ],
-            "batch_axis": "axis0",
-            "skip_fully_replicated": True,
-            "reshard_after_forward": "never",
-            "activation_checkpointing": "never",
-            "master_weights": True,
-            "overlap": True,
-            "state_dtype": "bfloat16",
-            "execution": "compile",
-            "float8_modules": ("up",),
-            "foreach_optimizer": True,
-            "attention_kernel": "cudnn_attention",
-            "fused_gradient_accumulation": True,
-            "bucket_bytes": 1_000_000_000,
-            "activation_overlap": 0.5,
-            "dispatch_share": 0.75,
-            "float8_weights_once": True,
-            "expert_launch": 6e-5,
-            "balanced_attention": True,
-            "comparisons": True,
-        }
+    assert Plan.from_json(result.stdout).options == PlanOptions(
+        algo="megatron",
+        pins={
+            "parameters": {"up.*": "*,S(0)", "down.bias": "I,I"},
+            "inputs": {"x": "Shard(dim=0),*"},
+            "outputs": {"0": "*,*"},
+        },
+        forbid=[
+            {"kind": "all_to_all"},
+            {"kind": "reduce_scatter", "axis": "axis1"},
+            {"kind": "halo_exchange", "of": "activations", "axis": "axis0"},
+        ],
+        batch_axis="axis0",
+        skip_fully_replicated=True,
+        reshard_after_forward="never",
+        activation_checkpointing="never",
+        master_weights=True,
+        overlap=True,
+        state_dtype="bfloat16",
+        execution="compile",
+        runtime="megatron-core",
+        bucket_bytes=1_000_000_000,
+        activation_overlap=0.5,
+        comparisons=True,
     )
 
 
@@ -87,8 +79,8 @@ def test_axes_that_share_work_arrive_in_the_plan(archive: Path) -> None:
         *("--pin", "parameter:*=Shard(*),Shard(*)"),
     )
     plan = Plan.from_json(result.stdout)
-    assert plan.options.skip_fully_replicated == ("axis1",)
-    assert plan.options.pins.parameters == {"*": "Shard(*),Shard(*)"}
+    assert plan.options.constraints.skip_fully_replicated == ("axis1",)
+    assert plan.options.constraints.pins.parameters == {"*": "Shard(*),Shard(*)"}
     assert "skip_fully_replicated 'axis1'" in str(plan.certificate.statement)
 
 
@@ -126,7 +118,7 @@ def test_modules_to_recompute_arrive_in_the_plan(tmp_path: Path) -> None:
     named = ("--checkpointed-module", "layers.0", "--checkpointed-module", "*.2")
     result = autoshard(*arguments, *named)
     plan = Plan.from_json(result.stdout)
-    assert plan.options.checkpointed_modules == ("layers.0", "*.2")
+    assert plan.options.memory.checkpointed_modules == ("layers.0", "*.2")
     (stage,) = plan.stages
     program = graph_from_json(stage.program)
     modules = [program.nodes[program.numbers[one.first]].module for one in stage.checkpoints]
@@ -260,6 +252,9 @@ def test_the_layout_of_another_framework_arrives_in_the_plan(archive: Path) -> N
     assert result.exit_code == 0, result.output
     made = Plan.from_json(result.stdout)
     assert [(axis.name, axis.size) for axis in made.mesh.axes] == [("dp", 4), ("tp", 2)]
-    assert (made.options.algo, made.options.distributed_optimizer) == ("megatron", True)
+    assert (made.options.constraints.algo, made.options.constraints.distributed_optimizer) == (
+        "megatron",
+        True,
+    )
     wrong = autoshard("plan", archive, "--mesh", "8", "--like", "megatron tp=3")
     assert "8 ranks cannot be divided by 3" in words(wrong)

@@ -101,7 +101,7 @@ def test_a_stopped_plan_is_the_best_so_far_and_says_so(graph: Path) -> None:
         if certificate.status is not SolveStatus.OPTIMAL:
             assert certificate.status is SolveStatus.CANCELLED
             assert certificate.gap is not None
-            assert certificate.gap > result.plan.options.relative_gap
+            assert certificate.gap > result.plan.options.solver.relative_gap
         assert not check_plan(result.plan, load_graph(graph))
 
 

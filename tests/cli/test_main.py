@@ -93,7 +93,7 @@ def test_check_finds_a_bound_that_is_wrong(archive: Path, tmp_path: Path) -> Non
     arguments = "--mesh", "2", "--pin", "parameter:*=S(0)", "--solver", "ilp"
     autoshard("plan", archive, *arguments, "-o", path)
     document = json.loads(path.read_text())
-    document["options"]["pins"] = {}
+    document["options"]["constraints"]["pins"] = {}
     path.write_text(json.dumps(document))
     assert autoshard("check", archive, path).exit_code == 0
     result = autoshard("check", archive, path, "--optimality")

@@ -29,7 +29,7 @@ def test_a_plan_has_the_nodes_that_were_asked_for(archive: Path) -> None:
     )
     silent = planned(archive, "--mesh", "2x2", "--memory", "70GB")
     assert silent.mesh.description.endswith("assumed: h100-sxm (no topology given)")
-    assert silent.options.memory_budget == 70 * 10**9
+    assert silent.options.memory.budget == 70 * 10**9
     links = ("--intra-bandwidth", "450GB/s", "--inter-bandwidth", "400Gb/s")
     levels = planned(archive, "--mesh", "4", "--gpus-per-node", "2", *links).mesh.topology.levels
     assert [(link.size, link.bandwidth) for link in levels] == [(2, 450e9), (None, 50e9)]

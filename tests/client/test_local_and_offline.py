@@ -200,8 +200,8 @@ def test_one_process_has_no_jobs(graph: bytes) -> None:
         assert caught.value.status == 404
     with pytest.raises(MeshError, match="abacus"):
         local.plan(graph, mesh={"shape": [2], "topology": "abacus"})
-    with pytest.raises(OptionError, match="newton"):
-        local.plan(graph, mesh=(2,), options=PlanOptions(optimizer="newton"))
+    with pytest.raises(OptionError, match="nowhere"):
+        local.plan(graph, mesh=(2,), options=PlanOptions(batch_axis="nowhere"))
 
 
 def test_what_cannot_be_had_from_the_service_is_made_here(graph: bytes) -> None:

@@ -133,7 +133,7 @@ def test_meshes_and_searches_have_nodes(call: Call, graph: bytes) -> None:
     texts = {"topology": "H100", "nodes": 2, "shape": "a=2,b=2"}
     plan = call("plan", graph, mesh=texts, memory_budget="1GB")
     assert plan.mesh == make_mesh((2, 2), axes=("a", "b"), topology="h100-sxm", gpus_per_node=2)
-    assert plan.options.memory_budget == 10**9
+    assert plan.options.memory.budget == 10**9
     links = {"intra_bandwidth": "2GB/s", "inter_bandwidth": "8Gb/s"}
     named = call("plan", graph, mesh={"shape": [4], "nodes": 2, "mesh_dim_names": ["n"], **links})
     assert named.mesh == make_mesh((4,), axes=("n",), nodes=2, **links)
@@ -160,7 +160,7 @@ def test_a_search_takes_a_topology_and_options(call: Call, graph: bytes) -> None
     assert mesh.certificate.status == "infeasible"
     assert mesh.reason
     assert not call("get_plan", mesh.plan_id).found
-    pins = PlanOptions.model_validate({"pins": {"inputs": {"x": "S(0)"}}})
+    pins = PlanOptions(pins={"inputs": {"x": "S(0)"}})
     one_axis, two_axes = call("search", graph, num_devices=4, options=pins).meshes
     assert (one_axis.error, two_axes.plan_id, two_axes.certificate) == ("", None, None)
     assert "layout" in two_axes.error
@@ -171,8 +171,8 @@ def test_a_search_that_is_refused_says_why(call: Call, graph: bytes) -> None:
         call("search", graph, num_devices=2, topology="abacus")
     with pytest.raises(AutoshardError, match="num_devices"):
         call("search", graph, num_devices=0)
-    with pytest.raises(AutoshardError, match="newton"):
-        call("search", graph, num_devices=2, options=PlanOptions(optimizer="newton"))
+    with pytest.raises(AutoshardError, match="in_flight"):
+        call("search", graph, num_devices=2, options=PlanOptions(in_flight=2))
     with pytest.raises(AutoshardError, match="memory_budget"):
         call("search", graph, num_devices=2, memory_budget=-1)
 
@@ -201,9 +201,9 @@ def test_what_is_validated_is_not_planned(call: Call, graph: bytes) -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "mesh": ({"mesh": {"shape": [2], "topology": "abacus"}}, "abacus"),
-    "optimizer": ({"mesh": (2,), "options": PlanOptions(optimizer="newton")}, "newton"),
+    "axis": ({"mesh": (2,), "options": PlanOptions(batch_axis="nowhere")}, "nowhere"),
     "pins": (
-        {"mesh": (2,), "options": PlanOptions.model_validate({"pins": {"inputs": {"y": "R"}}})},
+        {"mesh": (2,), "options": PlanOptions(pins={"inputs": {"y": "R"}})},
         "'y'",
     ),
 }

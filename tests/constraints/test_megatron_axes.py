@@ -67,7 +67,7 @@ def test_with_tensor_parallelism_the_data_axis_shards_what_is_at_rest(dense: Gra
 
 def test_gathered_activations_are_gathered_again_in_backward(dense: Graph) -> None:
     plain = make_plan(dense, "dp=2,tp=4", algo="megatron-sp", reshard_after_forward="never")
-    options = plain.options.model_copy(update={"regather_activations": True})
+    options = plain.options.with_values(regather_activations=True)
     plan = make_plan(dense, plain.mesh, options)
     assert check_plan(plan, graph=dense) == ()
     assert plan.memory is not None
@@ -141,7 +141,7 @@ def placements_of(stage: object, axis: str) -> str:
 def test_equal_stages_multiply_in_float8_where_asked(dense: Graph) -> None:
     options = {"algo": "megatron", "micro_batches": 4, "balance": (1, 1), "schedule": "1F1B"}
     every, none, first = (
-        make_plan(dense, "pp=2,dp=2,tp=2", float8_modules=modules, **options)
+        make_plan(dense, "pp=2,dp=2,tp=2", runtime="other", float8_modules=modules, **options)
         for modules in (("layers.*",), (), ("layers.0.*",))
     )
     seconds = [
@@ -155,8 +155,16 @@ def test_equal_stages_multiply_in_float8_where_asked(dense: Graph) -> None:
 
 def test_equal_stages_run_eager_where_asked(dense: Graph) -> None:
     options = {"algo": "megatron", "micro_batches": 4, "balance": (1, 1), "schedule": "1F1B"}
+    options |= {"runtime": "other", "execution": "compile"}
     fused, first, both = (
-        make_plan(dense, "pp=2,dp=2,tp=2", execution="compile", eager_modules=modules, **options)
+        make_plan(
+            dense,
+            "pp=2,dp=2,tp=2",
+            runtime="other",
+            execution="compile",
+            eager_modules=modules,
+            **options,
+        )
         for modules in ((), ("layers.0",), ("layers.*",))
     )
     seconds = [
@@ -183,7 +191,7 @@ def test_experts_of_an_axis_cp_have_the_tokens_of_their_ranks(mixture: Graph) ->
 def test_strategies_that_constraints_forbid_are_left_out(mixture: Graph, algo: str) -> None:
     """Nothing else is left out: the same strategies and the same optimum remain."""
     mesh = make_mesh((2, 2), axes=("dp", "tp"))
-    options = PlanOptions.model_validate({"algo": algo, "overlap": True})
+    options = PlanOptions(algo=algo, overlap=True)
     every = Formulation.of(mixture, mesh, options, keeps_forbidden=True)
     allowed = Formulation.of(mixture, mesh, options)
     for one, other in zip(allowed.variables, every.variables, strict=True):

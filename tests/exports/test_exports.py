@@ -25,7 +25,7 @@ BATCH = {"inputs": {"*": "S(0),*"}}
 
 
 def planned(build: Any, pins: dict[str, Any] | None = None, **axes: int) -> Plan:
-    options = PlanOptions.model_validate({"pins": pins or {}})
+    options = PlanOptions(pins=pins or {})
     plan = make_plan(small_graph(build), slow_devices(**axes), options)
     assert plan.found, plan.reason
     return plan
@@ -152,7 +152,7 @@ def test_slices_stay_where_the_model_can_work_on_them(between: str, kept: str) -
         "nodes": {"linear": "R S(0) S(0) -> S(1)"},
     }
     graph = graph_of((Between(between), {"x": torch.randn(16, 64)}))
-    plan = make_plan(graph, slow_devices(tp=4), PlanOptions.model_validate({"pins": pins}))
+    plan = make_plan(graph, slow_devices(tp=4), PlanOptions(pins=pins))
     assert plan.found, plan.reason
     text = export_plan(plan, "parallelize-module", min_expressed=0)
     assert f"'up': ColwiseParallel(output_layouts={kept})" in text
@@ -162,7 +162,7 @@ def test_slices_stay_where_the_model_can_work_on_them(between: str, kept: str) -
 def test_what_other_modules_read_is_left_alone() -> None:
     graph = graph_of((Between("nothing"), {"x": torch.randn(16, 64)}))
     pins = {"inputs": {"*": "R"}, "parameters": {"*.weight": "S(0)"}}
-    options = PlanOptions.model_validate({"pins": pins})
+    options = PlanOptions(pins=pins)
     plan = make_plan(graph, slow_devices(tp=4), options)
     assert plan.found, plan.reason
     comment, code = export_plan(plan, "parallelize-module", min_expressed=0).split("\n\n", 1)
@@ -234,7 +234,7 @@ def test_torchtitan_is_told_what_runs_again() -> None:
         "activation_checkpointing": "always",
     }
     mesh = slow_devices(a=4)
-    plan = make_plan(small_graph(llama), mesh, PlanOptions.model_validate(options))
+    plan = make_plan(small_graph(llama), mesh, PlanOptions(**options))
     settings = tomllib.loads(export_plan(plan, "torchtitan", min_expressed=0))
     assert settings["parallelism"]["fsdp_reshard_after_forward"] == "always"
     assert settings["activation_checkpoint"]["mode"] == "full"
@@ -268,7 +268,7 @@ def test_megatron_is_told_of_sequences_and_recomputation() -> None:
         "pins": {"inputs": {"*": "R"}, "nodes": {"*add*": "S(1)"}},
         "activation_checkpointing": "always",
     }
-    plan = make_plan(small_graph(llama), slow_devices(a=4), PlanOptions.model_validate(options))
+    plan = make_plan(small_graph(llama), slow_devices(a=4), PlanOptions(**options))
     arguments = megatron_arguments(plan)
     assert {"--sequence-parallel", "--recompute-granularity"} <= set(arguments)
 
@@ -307,8 +307,8 @@ PIPELINES = {
 def test_arguments_of_megatron_become_a_plan_and_come_back(name: str) -> None:
     arguments, expected = PIPELINES[name]
     found = read_megatron(arguments, num_ranks=8)
-    options = {"micro_batches": 4, "batch_axis": "dp", "weighted_activations": True, **expected}
-    assert found.options == PlanOptions.model_validate(options)
+    options = {"micro_batches": 4, "batch_axis": "dp", **expected}
+    assert found.options == PlanOptions(**options)
     graph = graph_of(meta(llama, layers=expected["stages"]))
     plan = make_plan(graph, slow_devices(**dict(found.axes)), found.options)
     assert plan.found, plan.reason
@@ -317,7 +317,7 @@ def test_arguments_of_megatron_become_a_plan_and_come_back(name: str) -> None:
     assert back.axes == found.axes
     fields = ("stages", "stages_per_rank", "schedule", "micro_batches", "activation_checkpointing")
     for field in fields:
-        assert getattr(back.options, field) == getattr(found.options, field)
+        assert back.options.value(field) == found.options.value(field)
     assert given["--micro-batch-size"] in megatron_arguments(plan)
     assert "where stages begin, model.layers." in export_plan(
         plan, "megatron", min_expressed=0
@@ -350,7 +350,7 @@ def test_layers_of_uneven_pipelines_of_megatron(
         with pytest.raises(OptionError, match="cannot be divided by 4"):
             read_megatron(text, num_ranks=4)
     else:
-        assert read_megatron(text, num_ranks=4).options.balance == balance
+        assert read_megatron(text, num_ranks=4).options.pipeline.balance == balance
 
 
 @pytest.mark.parametrize(
@@ -379,14 +379,14 @@ def test_what_options_cannot_fix_is_said() -> None:
         "selective recomputation",
     ]
     assert found.axes == (("dp", 2), ("ep", 2), ("cp", 2))
-    assert found.options.algo == "megatron-sp"
-    assert found.options.distributed_optimizer
-    assert found.options.reshard_after_forward == "always"
-    assert found.options.master_weights
-    assert found.options.accumulation_dtype == "float32"
+    assert found.options.constraints.algo == "megatron-sp"
+    assert found.options.constraints.distributed_optimizer
+    assert found.options.memory.reshard_after_forward == "always"
+    assert found.options.training.master_weights
+    assert found.options.training.accumulation_dtype == "float32"
     assert read_megatron("", num_ranks=1).axes == (("dp", 1),)
     recomputed = read_megatron("--recompute-granularity full", num_ranks=1)
-    assert recomputed.options.activation_checkpointing == "always"
+    assert recomputed.options.memory.activation_checkpointing == "always"
     assert not recomputed.chosen
 
 
@@ -460,7 +460,7 @@ MADE_FOR: list[tuple[str, Any, dict[str, int]]] = [
 def test_plans_made_for_a_target_are_expressed(
     target: str, build: Any, axes: dict[str, int]
 ) -> None:
-    options = PlanOptions.model_validate({"exportable_to": target})
+    options = PlanOptions(exportable_to=target)
     graph, mesh = small_graph(build), slow_devices(**axes)
     plan = make_plan(graph, mesh, options)
     assert plan.found, plan.reason
@@ -495,7 +495,7 @@ def test_plans_for_torchtitan_are_sequence_parallel_between_sharded_layers() -> 
 def test_a_plan_that_the_target_cannot_express_is_found_by_the_checker() -> None:
     graph, mesh = small_graph(llama), slow_devices(a=4)
     plan = make_plan(graph, mesh, PlanOptions())
-    claimed = plan.options.model_copy(update={"exportable_to": "fsdp2"})
+    claimed = plan.options.with_values(exportable_to="fsdp2")
     findings = check_plan(plan.model_copy(update={"options": claimed}), graph)
     assert any("exportable_to 'fsdp2'" in finding for finding in findings)
 
@@ -514,7 +514,7 @@ def test_meshes_that_a_target_cannot_use_are_errors(
 ) -> None:
     given = {"exportable_to": target, "batch_axis": batch_axis}
     with pytest.raises(OptionError, match=complaint):
-        make_plan(small_graph(llama), slow_devices(**axes), PlanOptions.model_validate(given))
+        make_plan(small_graph(llama), slow_devices(**axes), PlanOptions(**given))
 
 
 def test_an_unknown_target_is_named() -> None:

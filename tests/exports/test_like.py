@@ -30,7 +30,7 @@ LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     ),
     "megatron tp=2 ep=8 etp=1": (
         {"dp": 2, "ep": 4, "tp": 2},
-        {"algo": "megatron", "weighted_activations": True},
+        {"algo": "megatron", "runtime": "autoshard"},
     ),
 }
 
@@ -41,9 +41,9 @@ def test_a_layout_is_axes_and_options(text: str) -> None:
     found = read_like(text, num_ranks=16)
     assert dict(found.axes) == axes
     for name, value in options.items():
-        assert getattr(found.options, name) == value
+        assert found.options.value(name) == value
     left = {"micro_batches", "optimizer", "master_weights", "activation_checkpointing"}
-    assert not left & found.options.model_fields_set
+    assert not left & set(found.options.given)
 
 
 def test_a_command_line_of_megatron_is_read_with_its_other_options() -> None:
@@ -51,10 +51,10 @@ def test_a_command_line_of_megatron_is_read_with_its_other_options() -> None:
     found = read_like(f"torchrun pretrain_gpt.py {sizes} --lr 1e-4", num_ranks=16)
     assert found == read_megatron(sizes, num_ranks=16)
     assert found.axes == (("dp", 8), ("tp", 2))
-    assert found.options.master_weights
-    assert "micro_batches" not in found.options.model_fields_set
+    assert found.options.training.master_weights
+    assert "micro_batches" not in found.options.given
     batch = "--micro-batch-size 2 --global-batch-size 64"
-    assert read_like(f"{sizes} {batch}", num_ranks=16).options.micro_batches == 4
+    assert read_like(f"{sizes} {batch}", num_ranks=16).options.training.micro_batches == 4
 
 
 @pytest.mark.parametrize(
@@ -85,4 +85,4 @@ def test_arguments_of_megatron_say_the_same() -> None:
     one = read_megatron(arguments, num_ranks=16)
     other = read_like("megatron tp=2 ep=2 sp zero1", num_ranks=16)
     assert one.axes == other.axes == (("dp", 4), ("ep", 2), ("tp", 2))
-    assert one.options.algo == other.options.algo == "megatron-sp"
+    assert one.options.constraints.algo == other.options.constraints.algo == "megatron-sp"

@@ -51,9 +51,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def planned(**options: Any) -> Plan:
-    plan = make_plan(
-        small_graph(gpt2), slow_devices(dp=2, tp=2), PlanOptions.model_validate(options)
-    )
+    plan = make_plan(small_graph(gpt2), slow_devices(dp=2, tp=2), PlanOptions(**options))
     assert plan.found, plan.reason
     return plan
 

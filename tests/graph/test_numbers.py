@@ -92,7 +92,7 @@ def read_plan(document: Any) -> object:
 
 def plan_with(document: Any) -> object:
     options = PlanOptions(**document)
-    return options.model_copy(update={"time_limit": 1.0})
+    return options.with_values(time_limit=1.0)
 
 
 READERS: dict[str, tuple[Any, Callable[[Any], object]]] = {

@@ -35,7 +35,7 @@ def planned(options: str) -> tuple[Plan, Graph]:
         | {"reshard_after_forward": "always", "activation_checkpointing": "always"},
     }[options]
     graph = models.graph_of(models.gpt2())
-    plan = make_plan(graph, slow_devices(dp=4), PlanOptions.model_validate(given))
+    plan = make_plan(graph, slow_devices(dp=4), PlanOptions(**given))
     assert check_plan(plan, graph) == ()
     return plan, graph_from_json(plan.stages[0].program)
 
@@ -90,7 +90,7 @@ def checkpointed(at_rest: str) -> tuple[Plan, Graph]:
     nodes = dict.fromkeys(("layer_norm*", "linear*", "relu*", "add*"), "S(0)")
     pins = {"parameters": {"*": at_rest}, "inputs": {"*": "S(0)"}, "nodes": nodes}
     graph = models.graph_of(models.meta(models.residuals))
-    plan = make_plan(graph, slow_devices(dp=4), PlanOptions.model_validate({"pins": pins}))
+    plan = make_plan(graph, slow_devices(dp=4), PlanOptions(pins=pins))
     edited = checkpointing(plan, *(f"layers.{number}" for number in range(3)))
     return edited, graph_from_json(plan.stages[0].program)
 

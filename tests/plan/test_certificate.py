@@ -6,7 +6,7 @@ from autoshard.base.outcome import SolveStatus, relative_gap
 from autoshard.mesh import make_mesh
 from autoshard.plan import Certificate, PlanOptions
 from autoshard.plan.certificate import certificate_statement, percent
-from autoshard.plan.option_restrictions import restrictions, without_restrictions
+from autoshard.plan.options.restrictions import restrictions, without_restrictions
 
 MESH = make_mesh((2, 4), topology="h100-sxm")
 
@@ -64,18 +64,18 @@ def test_an_unproven_plan_is_not_called_optimal() -> None:
     ],
 )
 def test_each_restriction_is_named(options: dict[str, object], words: str) -> None:
-    restricted = PlanOptions.model_validate({**options, "memory_budget": 1 << 33, "stages": 2})
+    restricted = PlanOptions(**options, memory_budget=1 << 33, stages=2)
     assert restrictions(restricted) == (words,)
     statement = certificate_statement(certificate(0.5), restricted, MESH)
     assert f"and obey {words}: none is faster" in statement
     free = without_restrictions(restricted)
     assert restrictions(free) == ()
-    assert (free.memory_budget, free.stages) == (1 << 33, 2)
+    assert (free.memory.budget, free.pipeline.stages) == (1 << 33, 2)
 
 
 def test_many_restrictions_are_counted() -> None:
     pins = {f"layers.{n}": "R,R" for n in range(9)}
-    options = PlanOptions.model_validate({"pins": {"nodes": pins}, "batch_axis": "dp"})
+    options = PlanOptions(pins={"nodes": pins}, batch_axis="dp")
     statement = certificate_statement(certificate(0.5), options, MESH)
     assert "pin of node 'layers.3' to 'R,R' and 6 more options: none is faster" in statement
 

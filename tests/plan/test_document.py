@@ -1,11 +1,13 @@
 import json
+from pathlib import Path
 
 import jsonschema
 import pytest
 from support.models import Planner, gpt2, meta
 
+from autoshard.checker import check_plan
 from autoshard.errors import PlanError
-from autoshard.plan import Plan
+from autoshard.plan import Plan, PlanOptions
 from autoshard.plan.schema import SCHEMA_PATH, plan_schema
 from autoshard.report import fold_parameters
 
@@ -27,7 +29,8 @@ def test_plans_obey_the_schema(megatron: Plan) -> None:
     [
         ("{", "document"),
         ("[]", "document"),
-        ('{"version": 2}', "version"),
+        ('{"version": 3}', "version"),
+        ('{"version": 2}', "id"),
         ('{"version": 1}', "id"),
     ],
 )
@@ -56,3 +59,30 @@ def test_layers_that_are_alike_fold_into_one_row(planned: Planner) -> None:
     assert folded["transformer.h.{0..3}.attn.c_attn.weight"] == 4
     assert folded["transformer.ln_f.weight"] == 1
     assert sum(folded.values()) == 4 * 12 + 4
+
+
+VERSION_1 = sorted((Path(__file__).parent / "version_1").glob("*.json"))
+
+
+@pytest.mark.parametrize("path", VERSION_1, ids=lambda path: path.stem)
+def test_plans_of_version_1_are_read(path: Path) -> None:
+    """Files were written before options had groups; all that they say is still there."""
+    before = json.loads(path.read_bytes())
+    plan = Plan.load(path)
+    assert (plan.version, before["version"]) == (2, 1)
+    after = json.loads(plan.to_json())
+    for name, value in before["options"].items():
+        kept = plan.options.value(name)
+        same = PlanOptions(runtime="other", **{name: value}).value(name)
+        assert kept == same, name
+    differing = {name for name in before if before[name] != after[name]}
+    assert differing == {"version", "options"}
+    assert Plan.from_json(plan.to_json()) == plan
+    if plan.found:
+        check_plan(plan)
+
+
+def test_a_plan_of_version_1_for_another_framework_is_not_applied() -> None:
+    found = {path.stem: Plan.load(path).options.runtime.name for path in VERSION_1}
+    assert found.pop("another_runtime") == "other"
+    assert set(found.values()) == {"autoshard"}

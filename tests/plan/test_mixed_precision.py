@@ -22,7 +22,7 @@ def graph(**policy: Any) -> Graph:
 def test_reductions_have_the_bytes_of_their_element_type() -> None:
     program = graph(param_dtype="bfloat16", reduce_dtype="float32")
     pins = {"parameters": {"*": "S(0)"}}
-    options = PlanOptions.model_validate({"pins": pins, "batch_axis": "a"})
+    options = PlanOptions(pins=pins, batch_axis="a")
     plan = make_plan(program, slow_devices(a=4), options)
     assert not check_plan(plan)
     (stage,) = plan.stages

@@ -13,7 +13,7 @@ from autoshard.constraints import ParameterShards
 from autoshard.graph import Graph
 from autoshard.mesh import make_mesh
 from autoshard.plan import Baseline, Plan, PlanOptions
-from autoshard.plan.option_restrictions import restrictions
+from autoshard.plan.options.restrictions import restrictions
 from autoshard.planner import compare_baselines, make_plan
 
 LLAMA = partial(llama, layers=2)
@@ -120,7 +120,7 @@ def test_sequence_parallelism_shards_what_is_between_the_weights(planned: Planne
 @pytest.mark.parametrize("mode", ["training", "inference"])
 def test_no_baseline_beats_the_plan(build: Callable[[], Any], mode: str) -> None:
     graph, mesh = small_graph(build), slow_devices(dp=2, tp=2)
-    options = PlanOptions.model_validate({"mode": mode, "comparisons": True})
+    options = PlanOptions(mode=mode, comparisons=True)
     plan = make_plan(graph, mesh, options)
     assert [b.name for b in plan.baselines] == [
         "FSDP2 (ZeRO-3)",
@@ -135,7 +135,7 @@ def test_no_baseline_beats_the_plan(build: Callable[[], Any], mode: str) -> None
         assert baseline.found, baseline.reason
         assert baseline.step_time is not None
         assert baseline.step_time >= plan.certificate.bound * (1 - 1e-9)
-        assert plan.costs.total <= baseline.step_time / (1 - options.relative_gap)
+        assert plan.costs.total <= baseline.step_time / (1 - options.solver.relative_gap)
     assert Plan.from_json(plan.to_json()) == plan
     assert plan.unrestricted is None
     assert "compare" in plan.provenance.wall_time

@@ -149,7 +149,7 @@ def test_in_inference_nothing_is_recomputed(planned: Planner) -> None:
 
 def test_a_checkpoint_that_is_no_named_module_is_noticed(planned: Planner, graph: Graph) -> None:
     plan = planned(graph, MESH, **ALWAYS, checkpointed_modules=["*.mlp"])
-    options = plan.options.model_copy(update={"checkpointed_modules": ("*.self_attn",)})
+    options = plan.options.with_values(checkpointed_modules=("*.self_attn",))
     problems = check_plan(plan.model_copy(update={"options": options}), graph)
     assert any("is no module named for it" in problem for problem in problems)
     assert any("is not checkpointed as asked for" in problem for problem in problems)

@@ -21,7 +21,7 @@ def graph() -> Graph:
 
 
 def planned(graph: Graph, **options: Any) -> Plan:
-    return make_plan(graph, MESH, PlanOptions.model_validate(options))
+    return make_plan(graph, MESH, PlanOptions(**options))
 
 
 CONTRADICTION: dict[str, Any] = {

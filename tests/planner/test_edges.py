@@ -29,7 +29,7 @@ def test_steps_between_layouts_cost_what_the_matrix_says(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     graph, mesh = small_graph(gpt2), slow_devices(a=2, b=2)
-    made = PlanOptions.model_validate(options)
+    made = PlanOptions(**options)
     monkeypatch.setattr(formulation, "_MANY_LAYOUTS", 0)
     by_steps = Formulation.of(graph, mesh, made).problem
     monkeypatch.setattr(formulation, "_MANY_LAYOUTS", 10**9)

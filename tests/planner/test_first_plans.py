@@ -65,7 +65,7 @@ def test_a_last_plan_that_exceeds_the_budget_recomputes_more(planned: Planner) -
     search = BudgetSearch(Formulation.of(small, mesh, options), options)
     unlimited = search.solve(Formulation.of(small, mesh, options).problem)
     assert unlimited.choice is not None
-    budget = options.memory_budget
+    budget = options.memory.budget
     assert budget is not None
     rounds = Rounds(budget, unlimited.bound)
     rounds.exceeding = Exceeding(unlimited.choice, free.certificate.objective)
@@ -116,7 +116,7 @@ def test_waiting_micro_batches_are_in_memory(planned: Planner, graph: Graph, fre
 
 def test_inputs_that_exceed_the_budget_need_no_search(planned: Planner, graph: Graph) -> None:
     options = {"micro_batches": 8, "in_flight": 4}
-    budget = problem_size(graph, MESH, PlanOptions.model_validate(options)).memory_bound - 1
+    budget = problem_size(graph, MESH, PlanOptions(**options)).memory_bound - 1
     plan = planned(graph, MESH, **options, memory_budget=budget)
     assert plan.certificate.status is SolveStatus.INFEASIBLE
     assert plan.provenance.statistics.keys() == {"nodes", "edges", "strategies"}

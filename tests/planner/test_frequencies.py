@@ -100,7 +100,7 @@ def test_with_less_memory_more_runs_in_every_micro_batch(mesh: Mesh) -> None:
     counts, kinds = [], set()
     for share in (1.0, 0.95, 0.9):
         budget = int(share * free.memory.peak)
-        plan = make_plan(GRAPH, mesh, OPTIONS.model_copy(update={"memory_budget": budget}))
+        plan = make_plan(GRAPH, mesh, OPTIONS.with_values(memory_budget=budget))
         assert check_plan(plan) == ()
         counts.append(sum(c.count for c in plan.collectives))
         (stage,) = plan.stages

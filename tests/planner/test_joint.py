@@ -44,10 +44,8 @@ def test_no_other_layouts_of_parameters_are_better(
     for layouts in product(*(("I", "S(0)", "S(1)")[: len(shapes[name]) + 1] for name in NAMES)):
         pins = {"parameters": dict(zip(NAMES, layouts, strict=True))}
         plans = (
-            make_plan(train, MESH, PlanOptions.model_validate({"pins": pins})),
-            make_plan(
-                evaluate, MESH, PlanOptions.model_validate({"pins": pins, "mode": "inference"})
-            ),
+            make_plan(train, MESH, PlanOptions(pins=pins)),
+            make_plan(evaluate, MESH, PlanOptions(pins=pins, mode="inference")),
         )
         found.append(sum(w * seconds(p) for w, p in zip(weights, plans, strict=True)))
     assert joint.objective == pytest.approx(min(found), rel=1e-3)
@@ -65,7 +63,7 @@ def seconds(plan: Any) -> float:
 
 
 def test_own_pins_and_budgets_are_kept(train: Graph, evaluate: Graph) -> None:
-    pinned = PlanOptions.model_validate({"pins": {"parameters": {"up.weight": "S(0)"}}})
+    pinned = PlanOptions(pins={"parameters": {"up.weight": "S(0)"}})
     inference = PlanOptions(mode="inference")
     joint = make_plans({"train": (train, pinned), "eval": (evaluate, inference)}, MESH)
     for plan in joint.plans.values():

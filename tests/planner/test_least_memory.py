@@ -46,7 +46,7 @@ def test_no_plan_has_less(planned: Planner, graph: Graph, name: str) -> None:
     kept = plan.memory.turn - plan.memory.parameters - plan.memory.optimizer
     assert 0 < activations <= MESH.num_devices * kept
     # A budget for which activations are counted.
-    asked = plan.options.model_copy(update={"memory_budget": plan.memory.peak})
+    asked = plan.options.with_values(memory_budget=plan.memory.peak)
     assert LeastMemory.of(graph, MESH, asked).fits
 
 

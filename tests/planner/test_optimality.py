@@ -54,7 +54,7 @@ def test_a_plain_solver_obeys_the_budget(wide: Graph, tight: Plan) -> None:
 
 @pytest.mark.parametrize("mode", ["training", "inference"])
 def test_a_certificate_is_confirmed(graph: Graph, mode: str) -> None:
-    made = make_plan(graph, MESH, PlanOptions.model_validate({"mode": mode}))
+    made = make_plan(graph, MESH, PlanOptions(mode=mode))
     (check,) = check_optimality(made, graph)
     assert check.is_whole
     assert check.is_confirmed

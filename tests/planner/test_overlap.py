@@ -272,7 +272,7 @@ def flatters(document: dict[str, Any]) -> None:
         (lambda d: hides_more(d, 1.0), "with compute, not"),
         (lambda d: d["costs"].update(overlapped=0.0), "overlapped adds up to"),
         (flatters, "with compute, not"),
-        (lambda d: d["options"].update(overlap=False), "overlaps 0.0 s with compute"),
+        (lambda d: d["options"]["runtime"].update(overlap=False), "overlaps 0.0 s with compute"),
     ],
 )
 def test_tampering_is_found_out(

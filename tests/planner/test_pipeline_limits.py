@@ -65,7 +65,7 @@ def test_a_request_that_is_cancelled_before_it_begins_solves_nothing(graph: Grap
 
 
 def test_a_time_limit_ends_the_search(graph: Graph) -> None:
-    plan = make_plan(graph, MESH, OPTIONS.model_copy(update={"time_limit": 1e-6}))
+    plan = make_plan(graph, MESH, OPTIONS.with_values(time_limit=1e-6))
     assert plan.certificate.status is SolveStatus.TIMED_OUT
     assert "raise time_limit" in plan.reason
 
@@ -107,7 +107,7 @@ def test_a_step_that_is_too_long_to_simulate_is_refused(graph: Graph) -> None:
 
 def test_the_schedule_says_what_is_in_flight(graph: Graph) -> None:
     with pytest.raises(OptionError, match="in_flight is 2, but the schedule of a pipeline"):
-        make_plan(graph, MESH, OPTIONS.model_copy(update={"in_flight": 2}))
+        make_plan(graph, MESH, OPTIONS.with_values(in_flight=2))
 
 
 def test_stages_without_a_plan_in_time_are_not_infeasible(
@@ -131,12 +131,10 @@ def test_stages_without_a_plan_in_time_are_not_infeasible(
 def test_collectives_are_forbidden_on_axes_that_stages_have(graph: Graph) -> None:
     """An axis that is divided among the stages has no collectives."""
     forbidden = [{"kind": "all_reduce", "axis": "axis0"}, {"kind": "all_to_all", "axis": "axis1"}]
-    options = PlanOptions.model_validate({**OPTIONS.model_dump(), "forbid": forbidden})
+    options = PlanOptions(**OPTIONS.given, forbid=forbidden)
     plan = make_plan(graph, MESH, options)
     assert check_plan(plan, graph) == ()
     assert problem_size(graph, MESH, options).num_strategies > 0
-    wrong = PlanOptions.model_validate(
-        {**OPTIONS.model_dump(), "forbid": [{"kind": "all_reduce", "axis": "nobody"}]}
-    )
+    wrong = PlanOptions(**OPTIONS.given, forbid=[{"kind": "all_reduce", "axis": "nobody"}])
     with pytest.raises(OptionError, match="forbid names axis 'nobody'"):
         make_plan(graph, MESH, wrong)

@@ -45,9 +45,7 @@ def graph() -> Graph:
 def test_a_pipeline_has_exactly_the_stages_that_are_asked_for(
     graph: Graph, stages: int, schedule: str, shape: tuple[int, ...]
 ) -> None:
-    options = PlanOptions.model_validate(
-        {"stages": stages, "schedule": schedule, "micro_batches": 8}
-    )
+    options = PlanOptions(stages=stages, schedule=schedule, micro_batches=8)
     plan = make_plan(graph, make_mesh(shape, topology="h100-sxm"), options)
     assert plan.pipeline is not None
     assert len(plan.stages) == stages
@@ -138,13 +136,13 @@ def test_required_cuts_are_obeyed(graph: Graph) -> None:
 def test_with_given_cuts_no_rank_works_less_than_its_stages_at_best(graph: Graph) -> None:
     given = {"stages": 4, "stages_per_rank": 2, "micro_batches": 8, "schedule": "Interleaved1F1B"}
     mesh = make_mesh((2, 2), topology="h100-sxm")
-    plan = make_plan(graph, mesh, PlanOptions.model_validate({**given, "balance": (1, 1, 1, 1)}))
+    plan = make_plan(graph, mesh, PlanOptions(**given, balance=(1, 1, 1, 1)))
     assert plan.pipeline is not None
     bounds = [one.certificate.bound or 0.0 for one in plan.pipeline.stages]
     work = max(sum(bounds[stage] for stage in held) for held in plan.pipeline.ranks)
     assert plan.certificate.bound == pytest.approx(work)
     assert "these cuts" in plan.pipeline.proof
-    open_cuts = make_plan(graph, mesh, PlanOptions.model_validate(given))
+    open_cuts = make_plan(graph, mesh, PlanOptions(**given))
     assert open_cuts.pipeline is not None
     assert "mean work of a rank" in open_cuts.pipeline.proof
     assert 0 < (open_cuts.certificate.bound or 0.0) <= work * (1 + 1e-9)
@@ -162,11 +160,11 @@ def test_memory_that_no_stage_fits_is_explained(graph: Graph) -> None:
 def test_two_stages_of_a_rank_share_its_memory() -> None:
     graph = graph_of(meta(residuals, layers=8))
     mesh, wanted = make_mesh((2, 2), topology="h100-sxm"), {"stages": 4, "micro_batches": 8}
-    options = PlanOptions.model_validate({**wanted, "schedule": "ZBVZeroBubble"})
+    options = PlanOptions(**wanted, schedule="ZBVZeroBubble")
     free = make_plan(graph, mesh, options)
     assert free.memory is not None
     budget = int(0.8 * free.memory.peak)
-    tight = make_plan(graph, mesh, options.model_copy(update={"memory_budget": budget}))
+    tight = make_plan(graph, mesh, options.with_values(memory_budget=budget))
     assert tight.memory is not None, tight.reason
     assert tight.memory.peak <= budget
     assert check_plan(tight, graph) == ()
@@ -211,7 +209,7 @@ def test_the_number_of_micro_batches_is_that_of_the_fastest_plan() -> None:
     times = {}
     for number in (1, 2, 4, 8, 16):
         program = resized(graph, {symbol.name: 32 // number})
-        plan = make_plan(program, mesh, options.model_copy(update={"micro_batches": number}))
+        plan = make_plan(program, mesh, options.with_values(micro_batches=number))
         assert plan.costs is not None
         times[number] = plan.costs.total
     assert times[chosen.number] == min(times.values())
@@ -234,7 +232,7 @@ def test_a_stage_of_one_layer_can_recompute_it(graph: Graph) -> None:
     )
     plan = make_plan(graph, make_mesh((4,)), options)
     assert [len(stage.checkpoints) for stage in plan.stages] == [1, 1, 1, 1]
-    without = options.model_copy(update={"activation_checkpointing": "never"})
+    without = options.with_values(activation_checkpointing="never")
     assert plan.memory is not None
     kept = make_plan(graph, make_mesh((4,)), without).memory
     assert kept is not None

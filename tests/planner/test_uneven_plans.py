@@ -42,7 +42,7 @@ def graph() -> Graph:
 def on_8(*, pinned: bool) -> Plan:
     nodes = {LOSS: "S(1) R -> *", LOOKUP: "S(0) R -> P"}
     pins = {"nodes": nodes, "parameters": {TIED: "S(0)"}} if pinned else {}
-    return make_plan(graph(), make_mesh((8,)), PlanOptions.model_validate({"pins": pins}))
+    return make_plan(graph(), make_mesh((8,)), PlanOptions(pins=pins))
 
 
 def test_a_vocabulary_is_cut_by_an_axis_that_does_not_divide_it() -> None:
@@ -79,7 +79,7 @@ def test_the_largest_share_is_priced_and_held() -> None:
         ids = torch.zeros(8, 128, dtype=torch.long, device="meta")
         inputs = {"input_ids": ids, "labels": ids, "use_cache": False}
         small = graph_of((meta(GPT2LMHeadModel, each), inputs))
-        made.append(make_plan(small, make_mesh((8,)), PlanOptions.model_validate({"pins": pins})))
+        made.append(make_plan(small, make_mesh((8,)), PlanOptions(pins=pins)))
     even, uneven = made
     assert uneven.memory == even.memory
     assert uneven.costs.compute == pytest.approx(even.costs.compute, rel=1e-9)
@@ -89,7 +89,7 @@ def test_the_largest_share_is_priced_and_held() -> None:
 def test_what_is_gathered_is_as_long_as_the_slices_of_all() -> None:
     """Whole where it is used, cut at rest: 8 times the largest share moves."""
     pins = {"parameters": {TIED: "S(0)"}, "nodes": {LOOKUP: "R S(0) -> *", LOSS: "S(0) S(0) -> *"}}
-    options = PlanOptions.model_validate({"pins": pins, "forbid": [{"kind": "all_to_all"}]})
+    options = PlanOptions(pins=pins, forbid=[{"kind": "all_to_all"}])
     plan = make_plan(graph(), make_mesh((8,)), options)
     assert check_plan(plan, graph()) == ()
     (stage,) = plan.stages
@@ -147,7 +147,7 @@ def test_what_cannot_be_sharded_is_named(name: str) -> None:
     options, complaint = BAD[name]
     graph = graph_of(meta(mlp, 3, 8, 6, 10))
     with pytest.raises(OptionError, match=complaint):
-        make_plan(graph, slow_devices(a=4, b=2), PlanOptions.model_validate(options))
+        make_plan(graph, slow_devices(a=4, b=2), PlanOptions(**options))
 
 
 def test_no_rank_gets_nothing(planned: Planner) -> None:

@@ -33,7 +33,9 @@ def test_only_parameters_that_are_smaller_share_a_bucket(graph: Graph) -> None:
 
 def test_larger_buckets_cost_less(planned: Planner) -> None:
     small, large = (
-        planned(mlp(), slow_devices(dp=4), algo="fsdp2", bucket_bytes=size).costs.communication
+        planned(
+            mlp(), slow_devices(dp=4), algo="fsdp2", runtime="other", bucket_bytes=size
+        ).costs.communication
         for size in (64, 1 << 20)
     )
     assert large < small
@@ -45,7 +47,9 @@ def _seconds(plan: Plan, is_weight: Callable[[str], bool]) -> float:
 
 def test_activations_of_products_cost_what_is_exposed(planned: Planner) -> None:
     alone, hidden = (
-        planned(mlp(), slow_devices(tp=4), algo="megatron", activation_overlap=share)
+        planned(
+            mlp(), slow_devices(tp=4), algo="megatron", runtime="other", activation_overlap=share
+        )
         for share in (0.0, 0.75)
     )
     parameters = {p.name for p in graph_of(mlp()).parameters}

@@ -87,7 +87,9 @@ def test_layers_are_compiled_one_by_one() -> None:
 
 def test_operators_of_named_modules_run_by_themselves() -> None:
     graph = layers()
-    found = by_name(graph, PlanOptions(execution="compile", eager_modules=("layers.0",)))
+    found = by_name(
+        graph, PlanOptions(runtime="other", execution="compile", eager_modules=("layers.0",))
+    )
     inside = {n.name for n in graph.nodes if n.module.startswith("layers.0")}
     assert "mul" in inside
     assert all(found[name].launches and not found[name].is_compiled for name in inside)
@@ -247,10 +249,10 @@ def test_results_of_the_program_are_written() -> None:
 )
 def test_plans_have_the_costs_of_their_execution(planned: Planner, options: dict[str, Any]) -> None:
     graph = layers()
-    plan = planned(graph, (2, 2), **options)
+    plan = planned(graph, (2, 2), runtime="other", **options)
     assert check_plan(plan) == ()
     first = next(iter(options))
-    changed = plan.options.model_copy(update={first: PlanOptions.model_fields[first].default})
+    changed = plan.options.with_values(**{first: PlanOptions().value(first)})
     claimed = plan.model_copy(update={"options": changed})
     assert any("takes" in x or "adds up" in x for x in check_plan(claimed))
 
@@ -259,7 +261,13 @@ def test_products_may_save_what_they_read_in_float8(planned: Planner) -> None:
     x = torch.zeros(8, 128, 64, dtype=torch.bfloat16)
     graph = graph_of(meta(lambda: (GatedLayers().to(torch.bfloat16), {"x": x})))
     wide, narrow = (
-        planned(graph, (1,), float8_modules=("layers.*",), float8_saved_inputs=is_narrow)
+        planned(
+            graph,
+            (1,),
+            runtime="other",
+            float8_modules=("layers.*",),
+            float8_saved_inputs=is_narrow,
+        )
         for is_narrow in (False, True)
     )
     # Products alone save the scaled norm, once for both that read it, and the gated result.
@@ -273,14 +281,22 @@ def test_products_may_save_what_they_read_in_float8(planned: Planner) -> None:
 def test_attention_takes_the_time_of_its_kernel(planned: Planner) -> None:
     graph = small_graph(llama)
     default, same = (
-        planned(graph, (1,), attention_kernel=kernel).costs.compute
+        planned(graph, (1,), runtime="other", attention_kernel=kernel).costs.compute
         for kernel in ("auto", "flash_attention_2")
     )
     assert default == same
     plan = planned(long_attention(), (1,), mode="inference")
-    faster = planned(long_attention(), (1,), mode="inference", attention_kernel="flash_attention_3")
+    faster = planned(
+        long_attention(),
+        (1,),
+        mode="inference",
+        runtime="other",
+        attention_kernel="flash_attention_3",
+    )
     assert faster.costs.compute < 0.65 * plan.costs.compute
-    unfused = planned(long_attention(), (1,), mode="inference", attention_kernel="math")
+    unfused = planned(
+        long_attention(), (1,), mode="inference", runtime="other", attention_kernel="math"
+    )
     assert unfused.costs.compute > 4 * plan.costs.compute
 
 
@@ -302,7 +318,7 @@ def test_compiled_plans_are_faster(planned: Planner) -> None:
 
 
 def test_only_named_modules_multiply_in_float8() -> None:
-    options = PlanOptions(float8_modules=("layers.1",))
+    options = PlanOptions(runtime="other", float8_modules=("layers.1",))
     found = by_name(layers(), options)
     assert {name for name, x in found.items() if x.in_float8} == {"linear_2", "linear_3"}
     assert not any(x.in_float8 for x in executions(layers(torch.float32), options)), "not 16-bit"
@@ -316,18 +332,25 @@ def without_kernels(mesh: Mesh, **changes: Any) -> Mesh:
 def test_what_the_device_does_not_have_is_refused(planned: Planner) -> None:
     graph, mesh = layers(), without_kernels(make_mesh((2,)))
     with pytest.raises(OptionError, match="has rates of none; leave it out"):
-        planned(graph, mesh, attention_kernel="flash_attention_2")
+        planned(graph, mesh, runtime="other", attention_kernel="flash_attention_2")
     with pytest.raises(OptionError, match="flash_attention_2, flash_attention_3, cudnn_attention"):
-        planned(graph, (2,), attention_kernel="flash_attention_4")
+        planned(graph, (2,), runtime="other", attention_kernel="flash_attention_4")
     with pytest.raises(OptionError, match=r"float8_modules: .* has no peak_flops of float8"):
-        planned(graph, without_kernels(mesh, peak_flops={"float32": 1e12}), float8_modules=("*",))
+        planned(
+            graph,
+            without_kernels(mesh, peak_flops={"float32": 1e12}),
+            runtime="other",
+            float8_modules=("*",),
+        )
 
 
 def test_sums_in_the_product_move_fewer_bytes(planned: Planner) -> None:
     """A gradient is not read, and the sum is read while the product runs, but the first time."""
     graph = layers()
     apart, fused = (
-        planned(graph, (1,), micro_batches=3, fused_gradient_accumulation=fused).costs.optimizer
+        planned(
+            graph, (1,), micro_batches=3, runtime="other", fused_gradient_accumulation=fused
+        ).costs.optimizer
         for fused in (False, True)
     )
     parameters = 4 * (1024 * 1024 + 1024)
@@ -341,6 +364,7 @@ def test_weights_are_cast_once_in_a_step(planned: Planner) -> None:
             *(layers(), (1,)),
             micro_batches=4,
             execution="compile",
+            runtime="other",
             float8_modules=("*",),
             float8_weights_once=is_once,
         ).costs.compute
@@ -354,7 +378,8 @@ def test_experts_are_launched_one_by_one(planned: Planner) -> None:
     """A product of each of 4 experts forward, and one backward: x has no gradient."""
     graph = graph_of((GroupedProduct(), {"x": torch.randn(64, 32)}))
     together, apart = (
-        planned(graph, (1,), expert_launch=seconds).costs.compute for seconds in (0.0, 1e-3)
+        planned(graph, (1,), runtime="other", expert_launch=seconds).costs.compute
+        for seconds in (0.0, 1e-3)
     )
     assert apart - together == pytest.approx(2 * 4 * 1e-3, rel=1e-3)
 

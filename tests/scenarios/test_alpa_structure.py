@@ -150,14 +150,12 @@ def test_a9_parameters_are_gathered_again_for_backward(mesh: tuple[int, int]) ->
     tight = make_plan(
         narrow(),
         alpa_mesh(*mesh),
-        PlanOptions.model_validate(
-            {
-                **CUT_AT_REST,
-                "optimizer": "adam",
-                "skip_fully_replicated": True,
-                "activation_checkpointing": "never",
-                "memory_budget": always.memory.peak,
-            }
+        PlanOptions(
+            **CUT_AT_REST,
+            optimizer="adam",
+            skip_fully_replicated=True,
+            activation_checkpointing="never",
+            memory_budget=always.memory.peak,
         ),
     )
     assert check_plan(tight) == ()

@@ -17,7 +17,7 @@ ONE_DEVICE = make_mesh((1,))
 
 
 def split(cutter: StageCutter, **options: object) -> tuple[Graph, ...]:
-    found = cuts_of(PlanOptions.model_validate(options), cutter, ONE_DEVICE)
+    found = cuts_of(PlanOptions(**options), cutter, ONE_DEVICE)
     assert found is not None
     return cutter.split(found)
 
@@ -134,9 +134,7 @@ def perceptron(layers: int = 4, batch: int = 64, features: int = 64) -> Graph:
 def test_g1_gradients_are_reduced_once_per_step(micro_batches: int) -> None:
     """Data parallel stages: as many gradient reductions for four micro-batches as for one."""
     pins = {"inputs": {"x": "Shard(0)", "y": "Shard(0)"}, "parameters": {"*": "Replicate()"}}
-    options = PlanOptions.model_validate(
-        {"stages": 2, "schedule": "GPipe", "micro_batches": micro_batches, "pins": pins}
-    )
+    options = PlanOptions(stages=2, schedule="GPipe", micro_batches=micro_batches, pins=pins)
     plan = make_plan(perceptron(), make_mesh((2, 2), topology="h100-sxm"), options)
     assert plan.pipeline is not None
     for summary in plan.pipeline.stages:

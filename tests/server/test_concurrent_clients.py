@@ -34,7 +34,8 @@ def test_two_hundred_clients_with_twenty_requests(start_service: Any, make_graph
     service.http.put(f"/v1/graphs/{digest}", content=graph).raise_for_status()
 
     async def ask(http: httpx2.AsyncClient, seed: int) -> httpx2.Response:
-        body = {"graph_sha256": digest, "mesh": {"shape": [4]}, "options": {"seed": seed}}
+        options = {"solver": {"seed": seed}}
+        body = {"graph_sha256": digest, "mesh": {"shape": [4]}, "options": options}
         return await http.post("/v1/plans", json=body, headers={"Prefer": "wait=60"})
 
     async def everybody() -> list[httpx2.Response]:

@@ -63,7 +63,7 @@ class Training:
     def _made(self) -> list[Plan]:
         graph = graph_of(self._built())
         return [
-            make_plan(graph, slow_devices(**axes), PlanOptions.model_validate(options))
+            make_plan(graph, slow_devices(**axes), PlanOptions(**options))
             for axes, options in self.plans
         ]
 
@@ -114,8 +114,7 @@ class Resumed:
     def prepare(self) -> None:
         graph = graph_of(self._built())
         self._plans = [
-            make_plan(graph, slow_devices(dp=4), PlanOptions.model_validate(options))
-            for options in self.options
+            make_plan(graph, slow_devices(dp=4), PlanOptions(**options)) for options in self.options
         ]
         drawing = {node.name for node in graph.nodes if draws_random_numbers(node)}
         cuts = [

@@ -58,7 +58,7 @@ def planned(build: Callable[[], Case], mesh: str, options: str) -> Plan:
     plan = make_plan(
         graph_of(build()),
         slow_devices(**MESHES[mesh]),
-        PlanOptions.model_validate(OPTIONS[options]),
+        PlanOptions(**OPTIONS[options]),
     )
     assert plan.found, plan.reason
     return plan

@@ -17,12 +17,12 @@ from autoshard.cli.options import (
     GpusPerNode,
     Nodes,
     Output,
-    Planning,
     PlanOutput,
     Quiet,
     Topology,
     read_topology,
 )
+from autoshard.cli.plan_options import Planning
 from autoshard.cli.progress import Run, followed
 from autoshard.cli.rendering.numbers import count
 from autoshard.cli.rendering.output import (
@@ -114,7 +114,7 @@ def plan(
         intra_bandwidth=intra_bandwidth,
         inter_bandwidth=inter_bandwidth,
     )
-    options = planning.read().model_copy(update={"comparisons": comparisons})
+    options = planning.read().with_values(comparisons=comparisons)
     if like is not None:
         devices, options = _laid_out(like, devices, options)
     discover = custom.discover()
@@ -149,8 +149,7 @@ def _laid_out(like: str, devices: Mesh, options: PlanOptions) -> tuple[Mesh, Pla
     """The mesh and options of a layout of another framework, with the other options given."""
     found = read_like(like, num_ranks=devices.num_devices)
     mesh = Mesh(tuple(Axis(name, size) for name, size in found.axes), devices.topology)
-    given = {name: getattr(found.options, name) for name in found.options.model_fields_set}
-    return mesh, options.model_copy(update=given)
+    return mesh, options.with_values(**found.options.given)
 
 
 def search(

@@ -2,15 +2,11 @@
 
 import re
 
-from autoshard.plan import PlanOptions
+from autoshard.plan.options import option_groups
 
 _OTHER_NAMES = {
-    "memory_budget": "--memory",
-    "pins": "--pin",
-    "cuts": "--cut",
-    "checkpointed_modules": "--checkpointed-module",
-    "eager_modules": "--eager-module",
-    "float8_modules": "--float8-module",
+    "mode": "--mode",
+    "comparisons": "--comparisons",
     "num_devices": "--devices",
     "num_workers": "--workers",
     "max_axes": "--max-axes",
@@ -19,7 +15,11 @@ _OTHER_NAMES = {
     "nodes": "--nodes",
     "min_expressed": "--min-expressed",
 }
-_FLAGS = {name: f"--{name.replace('_', '-')}" for name in PlanOptions.model_fields} | _OTHER_NAMES
+_FLAGS = {
+    keyword: flags[0]
+    for kind in option_groups().values()
+    for keyword, flags in kind.flags().items()
+} | _OTHER_NAMES
 
 _ANY = "|".join(_FLAGS)
 _LONG = "|".join(name for name in _FLAGS if "_" in name)

@@ -195,7 +195,7 @@ class SyntheticStep:
             for placed, tensor in zip(stage.inputs, self._inputs, strict=True)
             if placed.kind == "parameter" and tensor.requires_grad
         ]
-        self._optimizer = _optimizer(plan.options.optimizer, trained)
+        self._optimizer = _optimizer(plan.options.training.optimizer, trained)
         self._step = 0
 
     def __call__(self, probe: Probe | None = None) -> None:

@@ -130,7 +130,7 @@ class BudgetSearch(BudgetSolver):
     def _all_regathered(self, solution: Solution) -> StagePlan | None:
         """The plan that re-gathers every parameter, if the options ask for that and no more."""
         options = self._options
-        asked = options.reshard_after_forward, options.activation_checkpointing
+        asked = options.memory.reshard_after_forward, options.memory.activation_checkpointing
         if solution.choice is None or asked[0] != "always" or asked[1] == "always":
             return None
         formulation = self._formulation
@@ -399,7 +399,7 @@ class BudgetSearch(BudgetSolver):
 
     @property
     def _loose_gap(self) -> float:
-        wanted = self._options.relative_gap
+        wanted = self._options.solver.relative_gap
         return max(wanted, min(_LOOSE_GAP * wanted, _MAX_LOOSE_GAP))
 
     def _candidates(self, rounds: Rounds) -> list[BoolArray]:
@@ -438,7 +438,7 @@ class BudgetSearch(BudgetSolver):
 
     def _is_close(self, objective: float, bound: float) -> bool:
         """True if an objective is within the requested gap of a bound."""
-        return objective - bound <= self._options.relative_gap * objective
+        return objective - bound <= self._options.solver.relative_gap * objective
 
     def _bounded(self, outcome: Outcome, bound: float) -> Outcome:
         """An outcome with another bound."""

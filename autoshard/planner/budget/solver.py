@@ -66,7 +66,7 @@ class BudgetSolver:
         self._formulation = formulation
         self._options = options
         self._alike = alike
-        self._deadline = time.perf_counter() + (seconds or options.time_limit)
+        self._deadline = time.perf_counter() + (seconds or options.solver.time_limit)
         self._on_progress = on_progress
         self._cancel = cancel
         self._block_cache = block_cache
@@ -75,8 +75,8 @@ class BudgetSolver:
         self._unlimited = WarmStart()  # for the problem without memory
         self._last_counted: tuple[_CountedKey, CountedProblem] | None = None
         self.must_recompute = "always" in (
-            options.reshard_after_forward,
-            options.activation_checkpointing,
+            options.memory.reshard_after_forward,
+            options.memory.activation_checkpointing,
         )
 
     @property
@@ -114,11 +114,11 @@ class BudgetSolver:
         solution = solve_problem(
             with_equal_groups(problem) if self._alike else problem,
             time_limit=seconds or self.remaining,
-            relative_gap=self._options.relative_gap if gap is None else gap,
-            seed=self._options.seed,
+            relative_gap=self._options.solver.relative_gap if gap is None else gap,
+            seed=self._options.solver.seed,
             on_progress=report,
             cancel=self._cancel,
-            solver=self._options.solver,
+            solver=self._options.solver.name,
             block_cache=self._block_cache,
             warm_start=warm_start,
         )
@@ -176,8 +176,8 @@ class BudgetSolver:
         with collection_paused():
             memory = MemoryProblem(
                 formulation,
-                reshard_after_forward=options.reshard_after_forward,
-                activation_checkpointing=options.activation_checkpointing,
+                reshard_after_forward=options.memory.reshard_after_forward,
+                activation_checkpointing=options.memory.activation_checkpointing,
                 negligible=negligible,
                 points=points,
             )
@@ -222,6 +222,6 @@ class BudgetSolver:
         formulation = self._formulation
         # With several micro-batches, gradients of parameters do not grow during backward.
         grows = formulation.prices.training and formulation.prices.micro_batches == 1
-        if grows and self._options.activation_checkpointing != "never":
+        if grows and self._options.memory.activation_checkpointing != "never":
             for nodes in formulation.checkpoint_units:
                 yield BackwardPoint(variable=formulation.first_of(nodes), starts_block=True)

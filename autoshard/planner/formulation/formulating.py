@@ -70,7 +70,7 @@ def formulated(
         OptionError: an option is invalid, or the problem has too many strategies.
         LimitReached: the time is over, or the request is cancelled.
     """
-    check_total_bytes(graph, most_held(options.micro_batches, options.in_flight))
+    check_total_bytes(graph, most_held(options.training.micro_batches, options.pipeline.in_flight))
     try:
         with limited(limits):
             formulation = Formulation.of(graph, mesh, options, keeps_forbidden=keeps_forbidden)
@@ -96,15 +96,15 @@ def check_mode(graph: Graph, options: PlanOptions) -> None:
     check_checkpointing(graph, options)
     if options.mode == "training":
         check_trainable(graph)
-    elif options.micro_batches > 1:
+    elif options.training.micro_batches > 1:
         raise OptionError(
             "micro_batches is for training, where their gradients are summed; leave it out with "
             "mode 'inference'"
         )
-    if options.in_flight > options.micro_batches:
+    if options.pipeline.in_flight > options.training.micro_batches:
         raise OptionError(
-            f"in_flight is {options.in_flight}, but a step has {options.micro_batches} "
-            f"micro-batches; give at most as many"
+            f"in_flight is {options.pipeline.in_flight}, but a step has "
+            f"{options.training.micro_batches} micro-batches; give at most as many"
         )
 
 
@@ -129,7 +129,7 @@ def check_checkpointing(graph: Graph, options: PlanOptions) -> None:
     Raises:
         OptionError: it does not.
     """
-    names, asked = options.checkpointed_modules, options.activation_checkpointing
+    names, asked = options.memory.checkpointed_modules, options.memory.activation_checkpointing
     if names and asked == "never":
         raise OptionError(
             "checkpointed_modules names what activation checkpointing recomputes, but "

@@ -34,8 +34,8 @@ def least_activations(graph: Graph, options: PlanOptions) -> int:
     saving = saving_of(graph, executions(graph, options), options)
     saved, storages = _saved_for_all(graph, saving), _storages(graph)
     units: tuple[range, ...] = ()
-    if options.activation_checkpointing != "never":
-        units = checkpoint_units(graph, find_blocks(graph), options.checkpointed_modules)
+    if options.memory.activation_checkpointing != "never":
+        units = checkpoint_units(graph, find_blocks(graph), options.memory.checkpointed_modules)
 
     def bytes_of(values: Iterator[str]) -> dict[str, int]:
         """Least bytes of the storages of some values."""

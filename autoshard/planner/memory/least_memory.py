@@ -63,9 +63,9 @@ class LeastMemory:
             OptionError: the optimizer is unknown.
         """
         training, optimizer = options.mode == "training", optimizer_of(options)
-        budget = options.memory_budget or mesh.topology.device.memory
+        budget = options.memory.budget or mesh.topology.device.memory
         least = _stored(graph, optimizer if training else None, mesh.num_devices, budget)
-        least = replace(least, accumulates=options.micro_batches > 1)
+        least = replace(least, accumulates=options.training.micro_batches > 1)
         most = least.total + sum(tensor.nbytes for tensor in graph.values.values())
         if not training or not least.fits or most <= mesh.num_devices * budget:
             return least

@@ -242,9 +242,17 @@ def candidate_meshes(
 
 def _meshes(shape: tuple[int, ...], topology: Topology, options: PlanOptions) -> Iterator[Mesh]:
     """The meshes of one shape: without a pipeline, and with its outermost axis for one."""
-    stages = len(options.balance) if isinstance(options.balance, tuple) else options.stages
-    is_cut = bool(options.cuts) or options.balance is not None or stages not in (None, 1)
-    if not is_cut or (stages == "auto" and not options.cuts):
+    stages = (
+        len(options.pipeline.balance)
+        if isinstance(options.pipeline.balance, tuple)
+        else options.pipeline.stages
+    )
+    is_cut = (
+        bool(options.pipeline.cuts)
+        or options.pipeline.balance is not None
+        or stages not in (None, 1)
+    )
+    if not is_cut or (stages == "auto" and not options.pipeline.cuts):
         yield make_mesh(shape, topology=topology)
     ranks = shape[0]
     if is_cut and ranks > 1 and (not isinstance(stages, int) or stages % ranks == 0):
@@ -272,8 +280,8 @@ def _order(meshes: Sequence[Mesh], ahead: int) -> list[tuple[Mesh, Sequence[Mesh
 
 def _options_of(mesh: Mesh, options: PlanOptions) -> PlanOptions:
     """Options for one mesh: without an axis for a pipeline, `stages` 'auto' is one stage."""
-    if options.stages == "auto" and num_pipeline_ranks(mesh) is None:
-        return options.model_copy(update={"stages": 1})
+    if options.pipeline.stages == "auto" and num_pipeline_ranks(mesh) is None:
+        return options.with_values(stages=1)
     return options
 
 

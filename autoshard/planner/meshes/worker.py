@@ -79,7 +79,7 @@ def plans_one_stage(graph: Graph, mesh: Mesh, options: PlanOptions) -> bool:
     """
     if num_pipeline_ranks(mesh) is not None:
         return False
-    return options.stages == 1 or num_stages(options, stage_cutter(graph, options)) == 1
+    return options.pipeline.stages == 1 or num_stages(options, stage_cutter(graph, options)) == 1
 
 
 def main() -> None:
@@ -99,7 +99,7 @@ def main() -> None:
         options = PlanOptions.model_validate(question["options"])
         try:
             has_bound = question["best"] is not None and plans_one_stage(graph, mesh, options)
-            cutoff = _Cutoff(question["best"] if has_bound else inf, options.relative_gap)
+            cutoff = _Cutoff(question["best"] if has_bound else inf, options.solver.relative_gap)
             plan = make_plan(
                 graph,
                 mesh,

@@ -151,19 +151,23 @@ class EqualStages:
 
     def plan(self, graph: Graph, mesh: Mesh, options: PlanOptions) -> StagePlan:
         """The plan of a program with its own names."""
-        pins = options.pins
-        has_names = pins.parameters or pins.buffers or pins.nodes or options.checkpointed_modules
+        pins = options.constraints.pins
+        has_names = (
+            pins.parameters or pins.buffers or pins.nodes or options.memory.checkpointed_modules
+        )
         if has_names:
             return _with_own_bound(self._new(graph, mesh, options))
-        numbered = NumberedGraph.of(graph, options.float8_modules, options.eager_modules)
+        numbered = NumberedGraph.of(
+            graph, options.runtime.float8_modules, options.runtime.eager_modules
+        )
         inputs = {numbered.values.get(name, name): x for name, x in pins.inputs.items()}
         pins = Pins(inputs=inputs, outputs=pins.outputs)
         update: dict[str, Any] = {"pins": pins, "comparisons": False}
-        if options.float8_modules:
+        if options.runtime.float8_modules:
             update["float8_modules"] = (f"*{_FLOAT8}",)
-        if options.eager_modules:
+        if options.runtime.eager_modules:
             update["eager_modules"] = (f"*{_EAGER}",)
-        options = options.model_copy(update=update)
+        options = options.with_values(**update)
         found = self._without_limit(numbered.graph, mesh, options)
         if found is None:
             found = self._for_more(numbered.graph, mesh, options)
@@ -173,10 +177,10 @@ class EqualStages:
 
     def _without_limit(self, graph: Graph, mesh: Mesh, options: PlanOptions) -> StagePlan | None:
         """The fastest plan, which is the same for all limits that it does not reach, if it fits."""
-        free = options.model_copy(update={"memory_budget": _NO_LIMIT, "in_flight": 1})
+        free = options.with_values(memory_budget=_NO_LIMIT, in_flight=1)
         if options.mode != "training" or "always" in (
-            options.activation_checkpointing,
-            options.reshard_after_forward,
+            options.memory.activation_checkpointing,
+            options.memory.reshard_after_forward,
         ):
             return None
         found = _with_own_bound(self._known_or_new(graph, mesh, free))
@@ -184,11 +188,14 @@ class EqualStages:
 
     def _for_more(self, graph: Graph, mesh: Mesh, options: PlanOptions) -> StagePlan | None:
         """A plan for a few more micro-batches in flight, which several stages can share."""
-        number = next((n for n in _SHARED_NUMBERS if n >= options.in_flight), options.in_flight)
-        number = min(number, options.micro_batches)
-        if options.mode != "training" or number == options.in_flight:
+        number = next(
+            (n for n in _SHARED_NUMBERS if n >= options.pipeline.in_flight),
+            options.pipeline.in_flight,
+        )
+        number = min(number, options.training.micro_batches)
+        if options.mode != "training" or number == options.pipeline.in_flight:
             return None
-        more = options.model_copy(update={"in_flight": number})
+        more = options.with_values(in_flight=number)
         return self._if_it_fits(self._known_or_new(graph, mesh, more), graph, mesh, options)
 
     def _if_it_fits(
@@ -197,9 +204,9 @@ class EqualStages:
         """A plan with another number of micro-batches in flight, if it fits into the budget."""
         if not found.plan.found:
             return None
-        stage = found.plan.stages[0].model_copy(update={"in_flight": options.in_flight})
-        budget = options.memory_budget or mesh.topology.device.memory
-        key = found.plan.id, options.in_flight
+        stage = found.plan.stages[0].model_copy(update={"in_flight": options.pipeline.in_flight})
+        budget = options.memory.budget or mesh.topology.device.memory
+        key = found.plan.id, options.pipeline.in_flight
         if key not in self._peaks:
             prices = Prices(graph, mesh, options)
             own = timeline(
@@ -230,9 +237,9 @@ class EqualStages:
 
     def _new(self, graph: Graph, mesh: Mesh, options: PlanOptions) -> StagePlan:
         quick = None
-        if options.memory_budget != _NO_LIMIT and may_be_quick(options):
+        if options.memory.budget != _NO_LIMIT and may_be_quick(options):
             quick = self._quick_plan(graph, mesh, options)
-        if quick is not None and options.time_limit <= LEAST_TIME_LIMIT:
+        if quick is not None and options.solver.time_limit <= LEAST_TIME_LIMIT:
             plan = quick
         else:
             plan = self._plan_stage(graph, mesh, options)
@@ -258,7 +265,7 @@ class EqualStages:
 
 def may_be_quick(options: PlanOptions) -> bool:
     """True if options leave open what is recomputed and gathered again, in training."""
-    recomputing = options.activation_checkpointing, options.reshard_after_forward
+    recomputing = options.memory.activation_checkpointing, options.memory.reshard_after_forward
     return options.mode == "training" and set(recomputing) == {"auto"}
 
 

@@ -116,8 +116,8 @@ class SearchLimits:
         solution = solve_problem(
             problem,
             time_limit=max(self.time_limit - self.seconds, _LEAST_SECONDS),
-            relative_gap=options.relative_gap,
-            seed=options.seed,
+            relative_gap=options.solver.relative_gap,
+            seed=options.solver.seed,
             cancel=self.cancel,
             on_progress=self.report,
             block_cache=block_cache,

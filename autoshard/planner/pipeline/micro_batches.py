@@ -69,7 +69,7 @@ def choose_micro_batches(
     worse = 0
     for number in _numbers(graph, symbol, batch):
         program = resized(graph, {symbol: batch // number})
-        limits = options.model_copy(update={"micro_batches": number})
+        limits = options.with_values(micro_batches=number)
         try:
             plan = make_plan(program, mesh, limits, cancel=cancel, block_cache=block_cache)
             seconds[number] = plan.costs.total if plan.costs else inf

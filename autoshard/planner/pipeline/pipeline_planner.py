@@ -18,8 +18,8 @@ from autoshard.mesh import Mesh, MeshLike, to_mesh
 from autoshard.plan.certificate import with_statement
 from autoshard.plan.document import GraphSummary, Plan
 from autoshard.plan.options import PlanOptions, to_options
+from autoshard.plan.options.of_stages import on_sub_mesh, stage_options, with_pinned_ends
 from autoshard.plan.predictions import Certificate, Costs
-from autoshard.plan.stage_options import on_sub_mesh, stage_options, with_pinned_ends
 from autoshard.plan.sub_meshes import num_pipeline_ranks, sub_mesh
 from autoshard.planner.baselines import ComparisonLimits, with_comparisons
 from autoshard.planner.formulation.formulating import (
@@ -129,7 +129,7 @@ def make_plan(
     asked = to_options(options, single_options)
     limits = ComparisonLimits(on_progress, cancel, block_cache, max_strategies)
     plan = _with_performance(_plan(program, devices, asked, limits), program)
-    if not asked.comparisons or not plan.found:
+    if not asked.solver.comparisons or not plan.found:
         return plan
     limits = replace(limits, start=time.perf_counter())
     return with_comparisons(plan, program, partial(_remade, program, devices, limits), limits)
@@ -157,7 +157,7 @@ def _plan(graph: Graph, mesh: Mesh, options: PlanOptions, given: ComparisonLimit
     usual program; together they might take several times the limit.
     """
     start = time.perf_counter()
-    latest = start + _LATEST_SHARE * options.time_limit + _LATEST_SECONDS
+    latest = start + _LATEST_SHARE * options.solver.time_limit + _LATEST_SECONDS
     try:
         with limited(Limits(latest, most=sys.maxsize)):
             return _planned(graph, mesh, options, given)
@@ -203,11 +203,11 @@ def _planned(graph: Graph, mesh: Mesh, options: PlanOptions, given: ComparisonLi
         return without_memory(graph, mesh, options, least)
     # Half of the time is for the stages of the pipeline that is found.
     limits = SearchLimits(
-        options.time_limit / 2,
+        options.solver.time_limit / 2,
         given.cancel,
         given.max_strategies,
         given.on_progress,
-        total=options.time_limit,
+        total=options.solver.time_limit,
     )
     plan_one = partial(plan_stage, report=limits.report)
     return _Request(cutter, mesh, options, plan_one, limits, given.block_cache).plan(number)
@@ -219,17 +219,17 @@ def _check_options(options: PlanOptions, stages: int | None) -> None:
     Raises:
         OptionError: it has too many stages and micro-batches, or `in_flight` is given.
     """
-    if options.in_flight > 1:
+    if options.pipeline.in_flight > 1:
         raise OptionError(
-            f"in_flight is {options.in_flight}, but the schedule of a pipeline says how many "
-            f"micro-batches each stage holds: leave it out"
+            f"in_flight is {options.pipeline.in_flight}, but the schedule of a pipeline says how "
+            f"many micro-batches each stage holds: leave it out"
         )
-    number = (stages or 2) * options.micro_batches
+    number = (stages or 2) * options.training.micro_batches
     if number > MAX_ACTIONS:
         raise OptionError(
-            f"{stages or 2} stages with {options.micro_batches:,} micro-batches run {number:,} "
-            f"forwards, but at most {MAX_ACTIONS:,} are simulated: take fewer micro-batches or "
-            f"stages"
+            f"{stages or 2} stages with {options.training.micro_batches:,} micro-batches run "
+            f"{number:,} forwards, but at most {MAX_ACTIONS:,} are simulated: take fewer "
+            f"micro-batches or stages"
         )
 
 
@@ -336,7 +336,7 @@ class _Request:
                 if candidate is not None or self.limits.is_cancelled:
                     return None
         share = max(self.limits.left, _LEAST_SHARE)
-        limits = self.options.model_copy(update={"stages": 1, "time_limit": share})
+        limits = self.options.with_values(stages=1, time_limit=share)
         graph = self.cutter.graph
         # Names of dynamic sizes cannot be replaced by numbers.
         if graph.dynamic is not None:
@@ -378,8 +378,10 @@ class _Request:
 
     def _best(self, search: PipelineSearch, number: int | None) -> Candidate | None:
         options, best = self.options, None
-        schedule = None if options.schedule == "auto" else options.schedule
-        wanted = None if options.stages_per_rank == "auto" else options.stages_per_rank
+        schedule = None if options.pipeline.schedule == "auto" else options.pipeline.schedule
+        wanted = (
+            None if options.pipeline.stages_per_rank == "auto" else options.pipeline.stages_per_rank
+        )
         for ranks, per_rank in self._shapes(number, wanted):
             if self.limits.is_over:
                 break
@@ -388,7 +390,7 @@ class _Request:
                     ranks,
                     schedule=schedule,
                     stages_per_rank=per_rank,
-                    unequal=options.sub_meshes == "any",
+                    unequal=options.pipeline.sub_meshes == "any",
                     below=best.seconds if best else float("inf"),
                 )
             except Stopped:
@@ -401,12 +403,14 @@ class _Request:
 
     def _check_schedule(self, number: int | None) -> None:
         """Raise OptionError if the schedule that is asked for allows none of the shapes."""
-        name, options = self.options.schedule, self.options
-        wanted = None if options.stages_per_rank == "auto" else options.stages_per_rank
+        name, options = self.options.pipeline.schedule, self.options
+        wanted = (
+            None if options.pipeline.stages_per_rank == "auto" else options.pipeline.stages_per_rank
+        )
         if name == "auto":
             return
         errors = [
-            schedule_error(name, ranks, per_rank, options.micro_batches)
+            schedule_error(name, ranks, per_rank, options.training.micro_batches)
             for ranks, per_rank in self._shapes(number, wanted)
             if per_rank is not None
         ]
@@ -491,7 +495,7 @@ class _Document:
     @property
     def budget(self) -> int:
         """Bytes per device."""
-        return self.options.memory_budget or self.mesh.topology.device.memory
+        return self.options.memory.budget or self.mesh.topology.device.memory
 
     def with_stages(
         self, schedule: Schedule, stages: Sequence[PlannedStage], proven: "_Bound"
@@ -502,7 +506,7 @@ class _Document:
         costs = _costs(stages, schedule, simulation)
         bound = min(proven.seconds, costs.total)
         gap = relative_gap(costs.total, bound)
-        is_optimal = gap <= self.options.relative_gap
+        is_optimal = gap <= self.options.solver.relative_gap
         own = tuple(one.stage for one in stages)
         memory = [summary.memory for summary in pipeline.stages]
         certificate = Certificate(

@@ -23,7 +23,9 @@ def stage_cutter(
         options: of planning; some need to know where the batch is in what a stage receives.
         transmitted: names of parameters that the first stage that uses them sends to the others.
     """
-    if options is None or (options.batch_axis is None and options.algo == "optimal"):
+    if options is None or (
+        options.constraints.batch_axis is None and options.constraints.algo == "optimal"
+    ):
         return StageCutter(graph, runs_once=_runs_once, transmitted=transmitted)
     origins = cache(lambda: DimOrigins(graph))
     return StageCutter(
@@ -45,9 +47,9 @@ def required_cuts(options: PlanOptions, cutter: StageCutter) -> tuple[int, ...]:
         OptionError: an option names something that does not exist, or the program cannot be cut
             there.
     """
-    if options.stages == 1 and not options.cuts:
+    if options.pipeline.stages == 1 and not options.pipeline.cuts:
         return ()
-    return tuple(sorted({*named_cuts(cutter, options.cuts), *marked_cuts(cutter)}))
+    return tuple(sorted({*named_cuts(cutter, options.pipeline.cuts), *marked_cuts(cutter)}))
 
 
 def num_stages(options: PlanOptions, cutter: StageCutter) -> int | None:
@@ -57,28 +59,34 @@ def num_stages(options: PlanOptions, cutter: StageCutter) -> int | None:
         OptionError: options contradict each other or the program.
     """
     required = len(required_cuts(options, cutter)) + 1
-    if isinstance(options.balance, tuple):
-        listed = len(options.balance)
-        if options.stages not in (None, "auto", listed):
-            raise OptionError(f"stages is {options.stages}, but balance lists {listed} stages")
+    if isinstance(options.pipeline.balance, tuple):
+        listed = len(options.pipeline.balance)
+        if options.pipeline.stages not in (None, "auto", listed):
+            raise OptionError(
+                f"stages is {options.pipeline.stages}, but balance lists {listed} stages"
+            )
         # Checks the numbers as well: those of one stage are used nowhere else.
-        return len(layer_cuts(cutter, options.balance)) + 1
-    is_open = options.stages == "auto" or (options.stages is None and required == 1)
-    if is_open and options.balance is not None:
-        raise OptionError(f"balance {options.balance!r} needs a number of stages")
-    if options.stages is None:
+        return len(layer_cuts(cutter, options.pipeline.balance)) + 1
+    is_open = options.pipeline.stages == "auto" or (
+        options.pipeline.stages is None and required == 1
+    )
+    if is_open and options.pipeline.balance is not None:
+        raise OptionError(f"balance {options.pipeline.balance!r} needs a number of stages")
+    if options.pipeline.stages is None:
         return required
-    if options.stages == "auto":
+    if options.pipeline.stages == "auto":
         return None
-    if options.stages < required:
+    if options.pipeline.stages < required:
         raise OptionError(
-            f"stages is {options.stages}, but cuts and calls of pipe_split() in forward make "
-            f"{required} stages; ask for at least as many, or for stages=1 without cuts"
+            f"stages is {options.pipeline.stages}, but cuts and calls of pipe_split() in forward "
+            f"make {required} stages; ask for at least as many, or for stages=1 without cuts"
         )
     most = len(cutter.cut_points) + 1
-    if options.stages > most:
-        raise OptionError(f"stages is {options.stages}, but the program has at most {most} stages")
-    return options.stages
+    if options.pipeline.stages > most:
+        raise OptionError(
+            f"stages is {options.pipeline.stages}, but the program has at most {most} stages"
+        )
+    return options.pipeline.stages
 
 
 def cuts_of(options: PlanOptions, cutter: StageCutter, mesh: Mesh) -> tuple[int, ...] | None:
@@ -96,19 +104,19 @@ def cuts_of(options: PlanOptions, cutter: StageCutter, mesh: Mesh) -> tuple[int,
         OptionError: options contradict each other or the program.
     """
     number, required = num_stages(options, cutter), required_cuts(options, cutter)
-    if isinstance(options.balance, tuple):
-        cuts = layer_cuts(cutter, options.balance)
+    if isinstance(options.pipeline.balance, tuple):
+        cuts = layer_cuts(cutter, options.pipeline.balance)
         if not set(required) <= set(cuts):
             raise OptionError(
-                f"balance {list(options.balance)} does not cut where cuts or calls of pipe_split() "
-                f"in forward ask for it; leave out one of them"
+                f"balance {list(options.pipeline.balance)} does not cut where cuts or calls of "
+                f"pipe_split() in forward ask for it; leave out one of them"
             )
         return cuts
     if number is None:
         return None
     if number == len(required) + 1:
         return required
-    if options.balance is None:
+    if options.pipeline.balance is None:
         return None
-    weights = node_weights(cutter, options.balance, mesh, options)
+    weights = node_weights(cutter, options.pipeline.balance, mesh, options)
     return balanced_cuts(cutter, number, weights, required=required)

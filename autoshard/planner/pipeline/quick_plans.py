@@ -51,10 +51,10 @@ class QuickPlanner:
         """
         start = time.perf_counter()
         # Few stages need much time, and those that do may take some of that of the others.
-        most = max(options.time_limit, self._limits.left / 2)
+        most = max(options.solver.time_limit, self._limits.left / 2)
         limits = SearchLimits(most, self._limits.cancel, self._limits.max_strategies)
         formulation = limits.formulated(graph, mesh, options)
-        key = plan_id(graph, mesh, options.model_copy(update={"in_flight": 1}))
+        key = plan_id(graph, mesh, options.with_values(in_flight=1))
         if key not in self._known:
             self._known[key] = self._solved(formulation, options, limits)
         solution, every = self._known[key]

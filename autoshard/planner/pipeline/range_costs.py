@@ -138,8 +138,8 @@ def range_costs(
     assert choice is not None
     segments = _SegmentSums(cutter, points, short)
     variants = [segments.of(_NodeCosts(formulation, Decisions(choice)))]
-    memory = options.memory_budget or mesh.topology.device.memory
-    may_need_less = variants[0].most_bytes(options.micro_batches) > memory
+    memory = options.memory.budget or mesh.topology.device.memory
+    may_need_less = variants[0].most_bytes(options.training.micro_batches) > memory
     if mesh.num_devices > 1 and options.mode == "training" and may_need_less:
         # The budget of all stages together, each on a sub-mesh.
         budget = num_ranks * memory

@@ -6,8 +6,8 @@ from autoshard.errors import OptionError
 from autoshard.graph import Graph
 from autoshard.mesh import Mesh
 from autoshard.plan.options import PlanOptions
+from autoshard.plan.options.of_stages import on_sub_mesh
 from autoshard.plan.problem_size import ProblemSize
-from autoshard.plan.stage_options import on_sub_mesh
 from autoshard.plan.sub_meshes import (
     PIPELINE_AXIS,
     num_pipeline_ranks,
@@ -47,7 +47,7 @@ def problem_size(
     if number == 1:
         return stage_problem_size(graph, mesh, options, max_strategies=max_strategies)
     cuts_of(options, cutter, mesh)
-    single = options.model_copy(update={"stages": 1, "cuts": (), "balance": None, "in_flight": 1})
+    single = options.with_values(stages=1, cuts=(), balance=None, in_flight=1)
     largest = largest_sub_mesh(mesh, options, number)
     size = stage_problem_size(
         graph, largest, on_sub_mesh(single, largest, mesh), max_strategies=max_strategies
@@ -82,12 +82,12 @@ def largest_sub_mesh(mesh: Mesh, options: PlanOptions, number: int | None) -> Me
             f"{number} stages cannot be divided among the {ranks} pipeline ranks of the mesh, the "
             f"size of its axis {PIPELINE_AXIS}: take a multiple of {ranks} stages, or another mesh"
         )
-    per_rank = options.stages_per_rank
+    per_rank = options.pipeline.stages_per_rank
     numbers: Sequence[int] = range(1, number) if per_rank == "auto" else (per_rank,)
     if ranks is not None:
         numbers = (number // ranks,)
     sizes = set(sub_mesh_sizes(mesh))
-    if options.sub_meshes == "any":
+    if options.pipeline.sub_meshes == "any":
         return sub_mesh(mesh, max(n for n in sizes if n <= max(total - number + 1, 1)))
     possible = [
         total * held // number
@@ -106,5 +106,5 @@ def largest_sub_mesh(mesh: Mesh, options: PlanOptions, number: int | None) -> Me
 
 def _without_pins(options: PlanOptions) -> PlanOptions:
     """Options for another number of axes, which pins and constraints do not fit."""
-    keep = {"mode", "optimizer", "master_weights", "state_dtype", "micro_batches", "memory_budget"}
-    return PlanOptions.model_validate(options.model_dump(include=keep))
+    keep = ("mode", "optimizer", "master_weights", "state_dtype", "micro_batches", "memory_budget")
+    return PlanOptions().with_values(**{name: options.value(name) for name in keep})

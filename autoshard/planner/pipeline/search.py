@@ -14,7 +14,7 @@ from autoshard.layouts import Layout
 from autoshard.mesh import Mesh
 from autoshard.plan.document import StageTimes
 from autoshard.plan.options import PlanOptions, ScheduleName
-from autoshard.plan.stage_options import on_sub_mesh
+from autoshard.plan.options.of_stages import on_sub_mesh
 from autoshard.plan.sub_meshes import is_aligned, sub_mesh, sub_mesh_sizes
 from autoshard.planner.pipeline.limits import SearchLimits
 from autoshard.planner.pipeline.partition import Partition, PartitionProblem, RangeTable
@@ -131,10 +131,10 @@ class PipelineSearch:
         self.cutter = cutter
         self._mesh = mesh
         self._options = options
-        self.limits = limits or SearchLimits(options.time_limit)
+        self.limits = limits or SearchLimits(options.solver.time_limit)
         self._cuts = tuple(cuts)
         self._block_cache = block_cache
-        self._budget = options.memory_budget or mesh.topology.device.memory
+        self._budget = options.memory.budget or mesh.topology.device.memory
         self._costs: dict[int, RangeCosts] = {}
         self._sending: dict[int, tuple[FloatArray, FloatArray]] = {}
         self._tables: dict[tuple[int, int, int], StageTable] = {}
@@ -192,7 +192,7 @@ class PipelineSearch:
     ) -> Iterator[Schedule]:
         training = self._options.mode == "training"
         names = (name,) if name else _AUTOMATIC if training else ("GPipe",)
-        micro_batches = self._options.micro_batches
+        micro_batches = self._options.training.micro_batches
         for one in names:
             numbers = _STAGES_PER_RANK[one] if stages_per_rank is None else (stages_per_rank,)
             for number in numbers:
@@ -345,7 +345,7 @@ class PipelineSearch:
             return inf
         times = table.times(0, -1)
         work = times.forward + times.backward_input + times.backward_weight
-        return self._options.micro_batches * work + times.end
+        return self._options.training.micro_batches * work + times.end
 
     def budget(self, schedule: Schedule, stage: int, devices: int) -> int:
         """Bytes per device of one stage.

@@ -81,9 +81,9 @@ def with_stored_layouts(
     }
     if not stored:
         return options
-    parameters = {**options.pins.parameters, **stored}
-    pins = options.pins.model_copy(update={"parameters": parameters})
-    return options.model_copy(update={"pins": pins})
+    parameters = {**options.constraints.pins.parameters, **stored}
+    pins = options.constraints.pins.model_copy(update={"parameters": parameters})
+    return options.with_values(pins=pins)
 
 
 def pipeline_transfers(stages: Sequence[PlannedStage]) -> list[tuple[Transfer, ...]]:

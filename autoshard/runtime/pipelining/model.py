@@ -17,6 +17,7 @@ from autoshard.errors import PlanError
 from autoshard.plan import Plan, Stage
 from autoshard.runtime.autocast import outside_autocast
 from autoshard.runtime.checks.agreement import raised_on_all_ranks
+from autoshard.runtime.checks.plan_runtime import check_runtime
 from autoshard.runtime.global_tensors.dtensor_handlers import install_dtensor_handlers
 from autoshard.runtime.model_class import NotPickled, class_as_before, original_forward
 from autoshard.runtime.parameters.parameters import stored_names
@@ -316,6 +317,8 @@ def pipeline(
     plans = {"": plan} if isinstance(plan, Plan) else dict(plan)
     if not plans or any(one.pipeline is None for one in plans.values()):
         raise PlanError("a plan has a single stage, or there is none: apply it with parallelize")
+    for one in plans.values():
+        check_runtime(one)
     first, *_ = plans.values()
     devices = _devices_of(plans, device_mesh)
     with raised_on_all_ranks(device_mesh):

@@ -10,6 +10,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from autoshard.errors import InputError, MissingPackageError
+from autoshard_server.http.deprecation import deprecation_headers
 from autoshard_server.http.errors import problem_response
 from autoshard_server.problems import problem_of
 from autoshard_server.telemetry import request_seconds, requests_total
@@ -119,12 +120,16 @@ class RequestLog:
     async def _serve(self, scope: Scope, receive: Receive, send: Send, request_id: str) -> None:
         started = time.monotonic()
         status = 0
+        # Created here, so that layers below, which copy the scope, write into the same table.
+        scope.setdefault("state", {})
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["X-Request-ID"] = request_id
+                headers = MutableHeaders(scope=message)
+                headers["X-Request-ID"] = request_id
+                headers.update(deprecation_headers(scope["state"]))
             await send(message)
 
         try:

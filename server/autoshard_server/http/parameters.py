@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from autoshard.base.schemas import listed_errors
+from autoshard_server.http.deprecation import note_deprecated
 from autoshard_server.problems import ProblemType, ServerError, limit_error
 from autoshard_server.requests import CreatePlanRequest, check_limit
 from autoshard_server.service import Service
@@ -66,7 +67,7 @@ async def read_upload(request: Request, settings: Settings) -> tuple[CreatePlanR
     except HTTPException as error:
         detail = f"the form cannot be read: {error.detail}"
         raise ServerError(ProblemType.MULTIPART, detail) from None
-    return await parse_json(CreatePlanRequest, text, "part 'request'", settings), graph
+    return await parse_json(request, CreatePlanRequest, text, "part 'request'", settings), graph
 
 
 async def read_json(request: Request, model: type[_Model], settings: Settings) -> _Model:
@@ -76,7 +77,7 @@ async def read_json(request: Request, model: type[_Model], settings: Settings) -
         ServerError: the body is not valid JSON of the model, or too large.
     """
     text = await read_text(request, settings, "max_request_bytes")
-    return await parse_json(model, text, "body", settings)
+    return await parse_json(request, model, text, "body", settings)
 
 
 async def read_text(request: Request, settings: Settings, limit_name: str) -> bytes:
@@ -119,16 +120,22 @@ def media_type(request: Request) -> str:
     return value.partition(";")[0].strip().lower()
 
 
-async def parse_json(model: type[_Model], text: bytes, where: str, settings: Settings) -> _Model:
+async def parse_json(
+    request: Request, model: type[_Model], text: bytes, where: str, settings: Settings
+) -> _Model:
     """Parse and validate the JSON of a request; in a thread if that takes long.
 
     Raises:
         ServerError: REQUEST, with a pointer to each error; LIMIT, if it has too many values.
     """
     check_values(text, settings)
+    deprecated: dict[str, str] = {}
     if len(text) <= _QUICK_BYTES:
-        return parse(model, text, where)
-    return await anyio.to_thread.run_sync(partial(parse, model, text, where))
+        found = parse(model, text, where, deprecated)
+    else:
+        found = await anyio.to_thread.run_sync(partial(parse, model, text, where, deprecated))
+    note_deprecated(request, deprecated)
+    return found
 
 
 def check_values(text: bytes, settings: Settings) -> None:
@@ -142,14 +149,20 @@ def check_values(text: bytes, settings: Settings) -> None:
     check_limit("max_request_values", number, "values of a request", settings)
 
 
-def parse(model: type[_Model], text: bytes, where: str) -> _Model:
+def parse(model: type[_Model], text: bytes, where: str, deprecated: dict[str, str]) -> _Model:
     """Parse and validate JSON text.
+
+    Args:
+        model: of the text.
+        text: of the body, or of a part of it.
+        where: the name of that in messages.
+        deprecated: to which names that will be removed are added, with what replaces them.
 
     Raises:
         ServerError: REQUEST, with a pointer to each error.
     """
     try:
-        return model.model_validate_json(text)
+        return model.model_validate_json(text, context=deprecated)
     except ValidationError as error:
         found = [{"pointer": _pointer(e["loc"]), "detail": e["msg"]} for e in listed_errors(error)]
         many = {"pointer": "", "detail": f"{error.error_count():,} errors, too many to list"}

@@ -368,5 +368,5 @@ async def _read_request(
             "with the 'graph_sha256' of a stored graph",
         )
     text = await read_bytes(request, service.settings, "max_request_bytes")
-    stored = await parse_json(CreatePlanOfGraphRequest, text, "body", service.settings)
+    stored = await parse_json(request, CreatePlanOfGraphRequest, text, "body", service.settings)
     return stored, stored.graph_sha256, None, text

@@ -184,7 +184,7 @@ class Switched:
                 graph = graph_of((model, first_batch()))
             mode = "training" if name == "trained" else "inference"  # nothing is left to train
             settings = {"mode": mode, "pins": {**pins, "inputs": inputs}}
-            options = PlanOptions.model_validate(settings)
+            options = PlanOptions(**settings)
             self.plans[name] = make_plan(graph, slow_devices(**SHAPES[self.mesh]), options)
             assert self.plans[name].found
 

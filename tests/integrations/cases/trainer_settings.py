@@ -57,7 +57,7 @@ def plans(mesh: str, *, labels: bool) -> dict[str, Plan]:
     for name, mode in (("train", "training"), ("eval", "inference")):
         pins = dict(made["train"].state_pins()) if made else {}
         graph = graph_of((model(checkpoints=labels).train(name == "train"), batch))
-        options = PlanOptions.model_validate({"mode": mode, "pins": {**pins, "inputs": rows}})
+        options = PlanOptions(mode=mode, pins={**pins, "inputs": rows})
         made[name] = make_plan(graph, slow_devices(**SHAPES[mesh]), options)
         assert made[name].found
         assert made[name].collectives

@@ -68,7 +68,7 @@ class Sizes:
         shapes = None if self.dynamic is None else ({0: self.dynamic},)
         archive = export_model(self.model(), (rows(BATCH),), dynamic_shapes=shapes)
         pins = {"inputs": {"*": self.layouts[self.mesh]}, "parameters": dict(self.pinned)}
-        options = PlanOptions.model_validate({"pins": pins})
+        options = PlanOptions(pins=pins)
         self.plan = make_plan(load_graph(archive), slow_devices(**MESHES[self.mesh]), options)
         assert self.plan.found
 

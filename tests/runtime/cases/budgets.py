@@ -46,10 +46,10 @@ class Case:
         graph, mesh = graph_of(self.build()), slow_devices(**self.mesh)
         budget = None
         if self.share < 1:
-            free = make_plan(graph, mesh, PlanOptions.model_validate(self.options))
+            free = make_plan(graph, mesh, PlanOptions(**self.options))
             assert free.memory is not None
             budget = int(self.share * free.memory.peak)
-        options = PlanOptions.model_validate({**self.options, "memory_budget": budget})
+        options = PlanOptions(**self.options, memory_budget=budget)
         plan = make_plan(graph, mesh, options)
         assert plan.found, plan.reason
         assert check_plan(plan, graph) == ()

@@ -51,7 +51,7 @@ class Case:
     def prepare(self) -> None:
         graph = graph_of(gpt2())
         self.plans = [
-            make_plan(graph, slow_devices(dp=2, tp=2), PlanOptions.model_validate(options))
+            make_plan(graph, slow_devices(dp=2, tp=2), PlanOptions(**options))
             for options in self.options
         ]
         assert all(plan.found for plan in self.plans)

@@ -215,7 +215,7 @@ class TwoSizes:
             ids = torch.zeros(size, LENGTH, dtype=torch.int64)
             graph = graph_of((Logits().double(), {"ids": ids}))
             pins = {"inputs": {"*": "S(0)"}, "parameters": {"*": "S(0)"}}
-            options = PlanOptions.model_validate({"pins": pins})
+            options = PlanOptions(pins=pins)
             self.plans[str(size)] = make_plan(graph, slow_devices(a=4), options)
 
     def __call__(self) -> None:

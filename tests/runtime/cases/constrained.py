@@ -31,7 +31,7 @@ class Case:
     def prepare(self) -> None:
         torch.manual_seed(0)
         graph = graph_of(MODELS[self.model]())
-        options = PlanOptions.model_validate(self.options)
+        options = PlanOptions(**self.options)
         self.plan = make_plan(graph, slow_devices(dp=2, tp=2), options)
         assert self.plan.found, self.plan.reason
         assert self.plan.collectives

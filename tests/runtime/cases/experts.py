@@ -119,7 +119,7 @@ class Case:
             for name in names(graph, operator)
             if layouts
         }
-        options = PlanOptions.model_validate({"pins": {"nodes": pins}} | self.options)
+        options = PlanOptions(**({"pins": {"nodes": pins}} | self.options))
         plan = make_plan(graph, slow_devices(**self.axes), options)
         assert plan.found, plan.reason
         assert check_plan(plan) == ()

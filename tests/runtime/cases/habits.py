@@ -128,7 +128,7 @@ def _plan_of(
     pins: tuple[tuple[str, tuple[tuple[str, str], ...]], ...],
 ) -> Plan:
     graph = graph_of((build().double(), example()))
-    options = PlanOptions.model_validate({"pins": {kind: dict(items) for kind, items in pins}})
+    options = PlanOptions(pins={kind: dict(items) for kind, items in pins})
     axes = {"a": 2} if mesh == "2" else MESHES[mesh]
     plan = make_plan(graph, slow_devices(**axes), options)
     assert plan.found, plan.reason

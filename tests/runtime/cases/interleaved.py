@@ -164,7 +164,7 @@ class Case:
 
     def prepare(self) -> None:
         graph = graph_of(built(self.model))
-        options = PlanOptions.model_validate(self.options)
+        options = PlanOptions(**self.options)
         plan = make_plan(graph, slow_devices(**self.axes), options)
         assert plan.found, plan.reason
         # What runs is what a file would hold.

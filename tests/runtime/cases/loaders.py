@@ -42,7 +42,7 @@ def small_gpt2() -> Graph:
 @cache
 def plan_of(*inputs: tuple[str, str]) -> Plan:
     """A plan of a small GPT-2 for batches of four rows on 2x2 ranks."""
-    options = PlanOptions.model_validate({"pins": {"inputs": dict(inputs)}})
+    options = PlanOptions(pins={"inputs": dict(inputs)})
     return make_plan(small_gpt2(), slow_devices(dp=2, tp=2), options)
 
 
@@ -128,7 +128,7 @@ class Gathered:
     """
 
     def __init__(self, pins: dict[str, dict[str, str]], batch: int = 16) -> None:
-        self._options = PlanOptions.model_validate({"pins": pins})
+        self._options = PlanOptions(pins=pins)
         self._batch = batch
         self._plan: Plan | None = None
 
@@ -168,7 +168,7 @@ class OtherSizes:
             for name in inputs
         }
         graph = load_graph(export_model(model, (), inputs, dynamic_shapes=shapes))
-        options = PlanOptions.model_validate({"pins": {"inputs": {"*": "S(0),S(1)"}}})
+        options = PlanOptions(pins={"inputs": {"*": "S(0),S(1)"}})
         self._plan = make_plan(graph, slow_devices(dp=2, tp=2), options)
 
     def __call__(self) -> None:

@@ -151,11 +151,11 @@ class PlannedMicroBatches:
             "micro_batches": NUM,
             **self.options,
         }
-        self.plan = make_plan(graph, mesh, PlanOptions.model_validate(options))
+        self.plan = make_plan(graph, mesh, PlanOptions(**options))
         if self.share < 1.0:
             assert self.plan.memory is not None
             options["memory_budget"] = int(self.share * self.plan.memory.peak)
-            self.plan = make_plan(graph, mesh, PlanOptions.model_validate(options))
+            self.plan = make_plan(graph, mesh, PlanOptions(**options))
         assert self.plan.found, self.plan.reason
         assert not check_plan(self.plan)
         (stage,) = self.plan.stages

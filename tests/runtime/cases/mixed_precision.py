@@ -99,7 +99,7 @@ class Mixed:
         archive = export_model(model, (), batch, mixed_precision=self.policy)
         options = {"batch_axis": "a", **self.options}
         self.plan = make_plan(
-            load_graph(archive), slow_devices(**self.axes), PlanOptions.model_validate(options)
+            load_graph(archive), slow_devices(**self.axes), PlanOptions(**options)
         )
         assert self.plan.found, self.plan.reason
         assert not check_plan(self.plan)
@@ -110,7 +110,7 @@ class Mixed:
         model, _ = self.case()
         reference = fsdp2(deepcopy(model), self.policy)
         exact = deepcopy(model).double()
-        batches = [self.case()[1] for _ in range(self.plan.options.micro_batches)]
+        batches = [self.case()[1] for _ in range(self.plan.options.training.micro_batches)]
         mesh = device_mesh(self.plan)
         planned = parallelize(model, self.plan, mesh)
         optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (planned, reference)]

@@ -285,7 +285,7 @@ class Gan:
             make_plan(
                 graph_of((build().double(), example)),
                 slow_devices(**self.axes),
-                PlanOptions.model_validate({"pins": inputs | {"outputs": {"0": rows}}}),
+                PlanOptions(pins=inputs | {"outputs": {"0": rows}}),
             )
             for build, example in zip((Generator, Discriminator), examples, strict=True)
         )

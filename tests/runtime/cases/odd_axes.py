@@ -36,7 +36,7 @@ class Case:
         torch.manual_seed(0)
         graph = discover(graph_of(self._model())).graph
         (name,) = (n.name for n in graph.nodes if n.operator == "shardtest.attend.default")
-        options = PlanOptions.model_validate({"pins": {"nodes": {name: self.layout}}})
+        options = PlanOptions(pins={"nodes": {name: self.layout}})
         self.plan = make_plan(graph, slow_devices(**self.axes), options)
         assert self.plan.found, self.plan.reason
         assert check_plan(self.plan, graph) == ()

@@ -207,7 +207,7 @@ class Dynamic:
     def prepare(self) -> None:
         shapes = {name: {0: Dim("batch", max=64)} for name in ("ids", "labels")}
         archive = export_model(Net().double(), (), first_batch(), dynamic_shapes=shapes)
-        options = PlanOptions.model_validate({"pins": SHARDED[self.mesh]})
+        options = PlanOptions(pins=SHARDED[self.mesh])
         self.plan = make_plan(load_graph(archive), slow_devices(**MESHES[self.mesh]), options)
         assert self.plan.found
 

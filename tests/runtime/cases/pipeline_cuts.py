@@ -73,9 +73,7 @@ class Cut:
         torch.manual_seed(0)
         archive = export_model(self.build(), (torch.randn(ROWS, FEATURES),), opaque=self.opaque)
         options = {"micro_batches": NUMBER, "schedule": "1F1B", **self.options}
-        plan = make_plan(
-            load_graph(archive), slow_devices(pp=2), PlanOptions.model_validate(options)
-        )
+        plan = make_plan(load_graph(archive), slow_devices(pp=2), PlanOptions(**options))
         assert plan.found, plan.reason
         self.plan = Plan.from_json(plan.to_json())
 

@@ -52,9 +52,7 @@ class Habit:
             "pins": {"inputs": dict.fromkeys(names, "S(0)")},
             **self.options,
         }
-        self.plan = make_plan(
-            graph_of(case), slow_devices(**self.axes), PlanOptions.model_validate(options)
-        )
+        self.plan = make_plan(graph_of(case), slow_devices(**self.axes), PlanOptions(**options))
         assert self.plan.found, self.plan.reason
 
     def built(self) -> tuple[Case, list[dict[str, Any]]]:
@@ -311,7 +309,7 @@ def check_evaluation(habit: Habit) -> None:
         make_plan(
             graph,
             slow_devices(**habit.axes),
-            PlanOptions.model_validate({**options, "cuts": cuts}),
+            PlanOptions(**options, cuts=cuts),
         )
         for cuts in (habit.options["cuts"], ("after:transformer.h.1",))
     )

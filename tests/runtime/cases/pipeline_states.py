@@ -53,7 +53,7 @@ class States:
         graph = graph_of(self.built()[0])
         pins = {"inputs": {"input_ids": "S(0)", "labels": "S(0)"}}
         options = {"stages": self.stages, "micro_batches": 4, "pins": pins}
-        self.plan = make_plan(graph, slow_devices(**self.axes), PlanOptions.model_validate(options))
+        self.plan = make_plan(graph, slow_devices(**self.axes), PlanOptions(**options))
         self.other = make_plan(graph, slow_devices(dp=4), PlanOptions())
         assert self.plan.found
         assert self.other.found

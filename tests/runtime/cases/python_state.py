@@ -196,7 +196,7 @@ class Changed:
         self, model: nn.Module, mode: str = "training", pins: Mapping[str, Any] | None = None
     ) -> Plan:
         pins = {**PINS[self.mesh], **(pins or {})}
-        options = PlanOptions.model_validate({"pins": pins, "mode": mode})
+        options = PlanOptions(pins=pins, mode=mode)
         plan = make_plan(
             graph_of((model, {"x": batch()})), slow_devices(**MESHES[self.mesh]), options
         )
@@ -416,7 +416,7 @@ class RefusedExport:
         with pytest.raises(ExportError, match=self.match):
             export_model(self.build().double(), (batch(),))
         archive = export_model(self.advised().double(), (), self.arguments(0), **self.options)
-        options = PlanOptions.model_validate({"pins": PINS[self.mesh]})
+        options = PlanOptions(pins=PINS[self.mesh])
         mesh = slow_devices(**MESHES[self.mesh])
         self.plan = make_plan(load_graph(archive), mesh, options)
         assert self.plan.found, self.plan.reason

@@ -59,7 +59,7 @@ class Programs:
         else:
             for name, (graph, options) in programs.items():
                 pins = next(iter(self.plans.values())).state_pins() if self.plans else Pins()
-                pinned = options.model_copy(update={"pins": pins})
+                pinned = options.with_values(pins=pins)
                 self.plans[name] = make_plan(graph, mesh, pinned)
         for plan in self.plans.values():
             assert plan.found

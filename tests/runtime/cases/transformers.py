@@ -48,7 +48,7 @@ class Case:
         assert plan.found, plan.reason
         if self.tight:
             budget = int(TIGHT * plan.memory.peak)
-            plan = make_plan(graph, mesh, options.model_copy(update={"memory_budget": budget}))
+            plan = make_plan(graph, mesh, options.with_values(memory_budget=budget))
             assert plan.found, plan.reason
         # A plan that needs no other rank would show nothing.
         assert plan.collectives

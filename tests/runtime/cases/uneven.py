@@ -134,7 +134,7 @@ class Planned:
 
     def prepare(self) -> None:
         graph = graph_of(model_of(self.model))
-        options = PlanOptions.model_validate(self.options)
+        options = PlanOptions(**self.options)
         plan = make_plan(graph, slow_devices(**self.axes), options)
         assert plan.found, plan.reason
         assert check_plan(plan, graph) == ()
@@ -198,7 +198,7 @@ class Saved:
     def prepare(self) -> None:
         graph = graph_of(model_of("gpt2"))
         for layouts in (self.saved, self.loaded):
-            options = PlanOptions.model_validate({"pins": {"parameters": layouts}})
+            options = PlanOptions(pins={"parameters": layouts})
             plan = make_plan(graph, slow_devices(**self.axes), options)
             assert plan.found, plan.reason
             self.plans.append(plan)

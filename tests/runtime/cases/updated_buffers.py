@@ -247,7 +247,7 @@ class ShardedStatistics:
 
     def prepare(self) -> None:
         graph = load_graph(export_model(Counted(), (torch.randn(8, FEATURES),)))
-        options = PlanOptions.model_validate({"pins": {"buffers": {"*running_mean": "S(0)"}}})
+        options = PlanOptions(pins={"buffers": {"*running_mean": "S(0)"}})
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Graph, "running_statistics", frozenset())
             self.plan = make_plan(graph, slow_devices(a=4), options)

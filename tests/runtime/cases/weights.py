@@ -95,7 +95,7 @@ def exported(build: Callable[[], models.Case]) -> Graph:
 def plan_of(
     build: Callable[[], models.Case], parameters: Mapping[str, str], axes: Mapping[str, int]
 ) -> Plan:
-    options = PlanOptions.model_validate({"pins": {"parameters": parameters}})
+    options = PlanOptions(pins={"parameters": parameters})
     plan = make_plan(exported(build), slow_devices(**axes), options)
     assert plan.found
     return plan

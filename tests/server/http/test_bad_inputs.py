@@ -129,8 +129,8 @@ def test_an_impossible_mesh(service: Any, graph: bytes, mesh: Any, word: str) ->
         ({"mesh": {"shape": [2], "a/b~": 1}}, "/mesh/a~1b~0"),
         ({**MESH, "priority": 1}, "/priority"),
         ({**MESH, "options": {"mode": "guess"}}, "/options/mode"),
-        ({**MESH, "options": {"memory_budget": 0}}, "/options/memory_budget"),
-        ({**MESH, "options": {"time_limit": -1}}, "/options/time_limit"),
+        ({**MESH, "options": {"memory": {"budget": 0}}}, "/options/memory/budget"),
+        ({**MESH, "options": {"solver": {"time_limit": -1}}}, "/options/solver/time_limit"),
         ({**MESH, "options": {"colour": 1}}, "/options/colour"),
         ("[]", ""),
         ("not json", ""),
@@ -145,29 +145,29 @@ def test_a_request_that_is_not_valid(
 
 
 def test_more_time_than_the_service_allows(service: Any, graph: bytes) -> None:
-    response = service.post(graph, {**MESH, "options": {"time_limit": 1e6}})
+    response = service.post(graph, {**MESH, "options": {"solver": {"time_limit": 1e6}}})
     expect_problem(response, 422, "options", "AUTOSHARD_MAX_TIME_LIMIT", "3600")
 
 
 @pytest.mark.parametrize("limit", ["1e9", "Infinity", "NaN"])
 def test_a_time_that_is_none(service: Any, graph: bytes, limit: str) -> None:
-    request = f'{{"mesh": {{"shape": [2]}}, "options": {{"time_limit": {limit}}}}}'
+    request = f'{{"mesh": {{"shape": [2]}}, "options": {{"solver": {{"time_limit": {limit}}}}}}}'
     problem = expect_problem(service.post(graph, request), 422, "request")
-    assert "/options/time_limit" in [error["pointer"] for error in problem["errors"]]
+    assert "/options/solver/time_limit" in [error["pointer"] for error in problem["errors"]]
 
 
 def test_a_solver_that_the_service_does_not_allow(service: Any, graph: bytes) -> None:
-    response = service.post(graph, {**MESH, "options": {"solver": "GUROBI"}})
+    response = service.post(graph, {**MESH, "options": {"solver": {"name": "GUROBI"}}})
     named = ("'GUROBI'", "autoshard and ilp", "AUTOSHARD_SOLVERS")
     expect_problem(response, 422, "options", *named)
-    plain = service.post(graph, {**MESH, "options": {"solver": "ilp"}}, wait=60)
+    plain = service.post(graph, {**MESH, "options": {"solver": {"name": "ilp"}}}, wait=60)
     assert plain.status_code == 200
-    assert plain.json()["options"]["solver"] == "ilp"
+    assert plain.json()["options"]["solver"]["name"] == "ilp"
 
 
 def test_an_optimizer_that_is_not_known(service: Any, graph: bytes) -> None:
-    response = service.post(graph, {**MESH, "options": {"optimizer": "newton"}}, wait=60)
-    expect_problem(response, 422, "options", "newton")
+    response = service.post(graph, {**MESH, "options": {"training": {"optimizer": "newton"}}})
+    expect_problem(response, 422, "request", "adafactor")
 
 
 def test_a_body_over_the_limit(service: Any) -> None:

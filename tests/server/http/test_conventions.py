@@ -337,3 +337,23 @@ def test_figures_are_there_for_prometheus(service: Any, graph: bytes) -> None:
     assert "autoshard_build_info{" in text
     job = service.http.get("/v1/jobs").json()["jobs"][0]["id"]
     assert job not in text
+
+
+def test_options_without_groups_are_taken_and_deprecated(service: Any, graph: bytes) -> None:
+    digest = hashlib.sha256(graph).hexdigest()
+    put(service, graph, digest, "identity")
+    options = {"solver": {"time_limit": 30}}
+    grouped, flat = (
+        service.http.post(
+            "/v1/plans",
+            json={**MESH, "graph_sha256": digest, "options": given},
+            headers={"Prefer": "wait=60"},
+        )
+        for given in (options, {"time_limit": 30})
+    )
+    assert grouped.status_code == flat.status_code == 200
+    assert grouped.json()["id"] == flat.json()["id"]
+    assert flat.headers["Autoshard-Deprecated"] == "time_limit=solver.time_limit"
+    assert flat.headers["Deprecation"].startswith("@")
+    assert flat.headers["Sunset"].endswith("GMT")
+    assert not {"Deprecation", "Autoshard-Deprecated"} & set(grouped.headers)

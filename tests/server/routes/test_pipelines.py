@@ -92,7 +92,7 @@ def test_a_pipeline_is_validated_on_its_sub_mesh(
     assert found.size.num_strategies == single.size.num_strategies
     assert plan.memory is not None
     assert 0 < found.size.memory_bound <= plan.memory.peak
-    tight = OPTIONS.model_copy(update={"memory_budget": 1000})
+    tight = OPTIONS.with_values(memory_budget=1000)
     small = client.validate(archive, mesh=(2, 2), options=tight)
     assert small.size.feasible is False
 
@@ -112,6 +112,6 @@ def test_a_pipeline_is_validated_on_its_sub_mesh(
 def test_options_that_do_not_fit_are_named(
     client: Client, archive: bytes, changes: dict[str, Any], complaint: str
 ) -> None:
-    options = PlanOptions.model_validate({**OPTIONS.model_dump(), **changes})
+    options = PlanOptions(**OPTIONS.given | changes)
     with pytest.raises(RequestRejectedError, match=complaint):
         client.request_plan(archive, mesh=(2, 2), options=options)

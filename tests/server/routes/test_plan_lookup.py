@@ -55,7 +55,7 @@ def test_another_question_has_another_answer(
         ({"mesh": None}, "request"),
         ({"extra": 1}, "request"),
         ({"mesh": {"shape": [0]}}, "mesh"),
-        ({"options": {"time_limit": 1e6}}, "options"),
+        ({"options": {"solver": {"time_limit": 1e6}}}, "options"),
     ],
 )
 def test_what_is_wrong_is_named(

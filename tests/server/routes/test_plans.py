@@ -82,7 +82,7 @@ def test_the_bare_model_json_is_planned_like_its_archive(
         {"mesh": {"shape": [2, 2], "axes": ["a", "b"]}},
         {"mesh": {"shape": [2, 2], "intra_bandwidth": 1e11, "inter_bandwidth": 1e10}},
         {"mesh": {"shape": [2, 2]}, "options": {"mode": "inference"}},
-        {"mesh": {"shape": [2, 2]}, "options": {"seed": 1}},
+        {"mesh": {"shape": [2, 2]}, "options": {"solver": {"seed": 1}}},
     ],
 )
 def test_another_mesh_or_option_is_another_plan(
@@ -129,7 +129,7 @@ def test_a_caller_that_has_another_plan_gets_this_one(service: Any, answered: An
 
 @pytest.mark.thorough
 def test_a_budget_that_is_too_small_is_an_outcome_with_a_reason(service: Any, graph: bytes) -> None:
-    request = {"mesh": {"shape": [2, 2]}, "options": {"memory_budget": 100}}
+    request = {"mesh": {"shape": [2, 2]}, "options": {"memory": {"budget": 100}}}
     response = service.post(graph, request, wait=60)
     assert response.status_code == 200
     plan = Plan.from_json(response.content)
@@ -154,7 +154,7 @@ def test_named_modules_are_recomputed(service: Any) -> None:
     program = graph_from_json(stage.program)
     (checkpoint,) = stage.checkpoints
     assert program.nodes[program.numbers[checkpoint.first]].module.startswith("layers.1")
-    assert plan.options.checkpointed_modules == ("layers.1",)
+    assert plan.options.memory.checkpointed_modules == ("layers.1",)
     unknown = request(["blocks.*"], "auto")
     assert unknown.status_code == 422
     assert "no module matches 'blocks.*'; there are layers," in unknown.json()["detail"]

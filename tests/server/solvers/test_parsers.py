@@ -119,7 +119,7 @@ def test_a_graph_is_read_once(
         request = {"graph_sha256": digest, "mesh": {"shape": mesh}}
         made = service.http.post("/v1/plans", json=request, headers={"Prefer": "wait=60"})
         assert made.status_code == 200, made.text
-        options = PlanOptions.model_validate(made.json()["options"])
+        options = PlanOptions(**made.json()["options"])
         assert made.json()["id"] == plan_id(load_graph(graph), make_mesh(mesh), options)
         found.add(made.json()["id"])
     assert (len(found), tasks) == (3, ["describe_graph"])

@@ -236,7 +236,7 @@ def test_jobs_of_the_first_release_are_run_or_say_why_not(tmp_path: Path) -> Non
             for name, value in request["options"].items()
             if name in PlanOptions.model_fields
         }
-        options = PlanOptions.model_validate(request["options"])
+        options = PlanOptions(**request["options"])
         same = plan_id(load_request_graph(archive, request["rules"]), mesh, options)
         jobs = here.stores.jobs
         asked = json.dumps({**request, "plan_id": same})

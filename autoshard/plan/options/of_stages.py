@@ -26,7 +26,7 @@ def stage_options(
         in_flight: number of micro-batches whose activations it holds.
         budget: bytes per device.
     """
-    pins, inputs = options.pins, program.inputs
+    pins, inputs = options.constraints.pins, program.inputs
     users = [i for i in inputs if i.kind is InputKind.USER]
     parameters = [i for i in inputs if i.kind is InputKind.PARAMETER]
     buffers = [i for i in inputs if i.kind is InputKind.BUFFER]
@@ -42,16 +42,15 @@ def stage_options(
         "outputs": _matching(pins.outputs, results),
         "nodes": _matching(pins.nodes, paths),
     }
-    return options.model_copy(
-        update={
-            "pins": pins.model_copy(update=own),
-            **_on_axes(options, mesh.axis_names),
-            "in_flight": in_flight,
-            "memory_budget": budget,
-            **_SINGLE_STAGE,
-            **(_INFERENCE if options.mode == "inference" else {}),
-        }
-    )
+    changes = {
+        "pins": pins.model_copy(update=own),
+        **_on_axes(options, mesh.axis_names),
+        "in_flight": in_flight,
+        "memory_budget": budget,
+        **_SINGLE_STAGE,
+        **(_INFERENCE if options.mode == "inference" else {}),
+    }
+    return options.with_values(**changes)
 
 
 def on_sub_mesh(options: PlanOptions, mesh: Mesh, whole: Mesh) -> PlanOptions:
@@ -65,7 +64,7 @@ def on_sub_mesh(options: PlanOptions, mesh: Mesh, whole: Mesh) -> PlanOptions:
         whole: the whole mesh; axes that it does not have either are left, and refused later.
     """
     absent = set(whole.axis_names) - set(mesh.axis_names)
-    return options.model_copy(update=_without_axes(options, absent))
+    return options.with_values(**_without_axes(options, absent))
 
 
 def with_pinned_ends(
@@ -80,7 +79,7 @@ def with_pinned_ends(
     """
     received = [i.name for i in program.inputs if i.kind is InputKind.RECEIVED]
     sent = [output.name for output in program.outputs if output.sent and output.name]
-    pins = options.pins
+    pins = options.constraints.pins
     own = {
         "inputs": {**pins.inputs, **{value: layouts[value] for value in received}},
         "outputs": {
@@ -88,24 +87,24 @@ def with_pinned_ends(
             **{str(position): layouts[value] for position, value in enumerate(sent)},
         },
     }
-    return options.model_copy(update={"pins": pins.model_copy(update=own)})
+    return options.with_values(pins=pins.model_copy(update=own))
 
 
 def _on_axes(options: PlanOptions, names: Collection[str]) -> dict[str, object]:
     """The options that name axes, restricted to these axes."""
-    skipped = options.skip_fully_replicated
-    forbidden = (one.axis for one in options.forbid)
+    skipped = options.constraints.skip_fully_replicated
+    forbidden = (one.axis for one in options.constraints.forbid)
     named = () if isinstance(skipped, bool) else skipped
     return _without_axes(options, {x for x in (*forbidden, *named) if x} - set(names))
 
 
 def _without_axes(options: PlanOptions, absent: Collection[str]) -> dict[str, object]:
     """The options that name axes, without those on these axes."""
-    skipped = options.skip_fully_replicated
+    skipped = options.constraints.skip_fully_replicated
     if not isinstance(skipped, bool):
         skipped = tuple(name for name in skipped if name not in absent)
     return {
-        "forbid": tuple(one for one in options.forbid if one.axis not in absent),
+        "forbid": tuple(one for one in options.constraints.forbid if one.axis not in absent),
         "skip_fully_replicated": skipped,
     }
 

@@ -42,7 +42,7 @@ def restrictions(options: PlanOptions) -> tuple[str, ...]:
 
 def without_restrictions(options: PlanOptions) -> PlanOptions:
     """Options that rule out no plan; memory budget, number of stages and others are kept."""
-    return options.model_copy(update=dict(_FREE))
+    return options.with_values(**dict(_FREE))
 
 
 def pin_label(kind: str, name: str, layout: str) -> str:
@@ -74,12 +74,12 @@ def pins_by_kind(pins: Pins) -> Iterator[tuple[str, Mapping[str, str]]]:
 
 
 def _restrictions(options: PlanOptions) -> Iterator[str]:
-    for kind, table in pins_by_kind(options.pins):
+    for kind, table in pins_by_kind(options.constraints.pins):
         for name, layout in table.items():
             yield pin_label(kind, name, layout)
-    yield from map(forbid_label, options.forbid)
+    yield from map(forbid_label, options.constraints.forbid)
     for name, free in _FREE.items():
-        value = getattr(options, name)
+        value = options.value(name)
         if name in {"pins", "forbid"} or value in (free, ()):
             continue
         if name == "skip_fully_replicated":
