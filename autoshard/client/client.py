@@ -26,13 +26,13 @@ from autoshard.plan.options import MIN_EXPRESSED
 from autoshard.requests import running
 from autoshard.requests.kept_plans import Offline, OfflinePlans
 from autoshard.requests.models import (
-    CoverageRequest,
     MeshLike,
+    MeshSearchRequest,
     ModelLike,
+    OperatorCoverageRequest,
     PlanArguments,
     PlanRequest,
     SearchArguments,
-    SearchRequest,
     read_model,
 )
 from autoshard.requests.results import (
@@ -252,7 +252,7 @@ class AsyncClient(_Base):
         `wait_for_search`. Once `stop`, such as a `threading.Event`, is set, a search in this
         process ends with the meshes planned so far; the job of a service is not stopped.
         """
-        made = await self._transport.run(lambda: SearchRequest(model, args, kwargs, **request))
+        made = await self._transport.run(lambda: MeshSearchRequest(model, args, kwargs, **request))
         return await self._backend.search(made, on_progress, wait=wait, stop=stop)
 
     async def validate(
@@ -311,7 +311,7 @@ class AsyncClient(_Base):
                 lambda: running.plan_coverage(read_model(model, args, kwargs), plan)
             )
         request = await self._transport.run(
-            lambda: CoverageRequest(model, args, kwargs, mesh, discover=discover)
+            lambda: OperatorCoverageRequest(model, args, kwargs, mesh, discover=discover)
         )
         return await self._backend.coverage(request)
 

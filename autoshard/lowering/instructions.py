@@ -54,7 +54,7 @@ class Collective(NamedTuple):
     runs: int
 
 
-class Call(NamedTuple):
+class LocalCall(NamedTuple):
     """Run an operator on local tensors.
 
     Attributes:
@@ -84,7 +84,7 @@ class Call(NamedTuple):
                 yield Collective(*what, "backward", inner.nbytes, micro_batches)
 
 
-class Reshard(NamedTuple):
+class UnbucketedReshard(NamedTuple):
     """Run a resharding that is not in a bucket.
 
     Attributes:
@@ -178,7 +178,7 @@ class Cast(NamedTuple):
         return iter(())
 
 
-Instruction = Call | Reshard | BeginBucket | EndBucket | Cast
+Instruction = LocalCall | UnbucketedReshard | BeginBucket | EndBucket | Cast
 
 
 @dataclass(frozen=True)
@@ -359,7 +359,7 @@ class _Lowerer:
         shapes = self._local_shapes(number, placed)
         again = node.name in self._again.nodes
         self._instructions.append(
-            Call(reads, targets, number, placed, shapes, self._checkpoint, again)
+            LocalCall(reads, targets, number, placed, shapes, self._checkpoint, again)
         )
 
     def _local_shapes(self, number: int, placed: PlacedNode) -> tuple[Shape, ...]:
@@ -416,7 +416,7 @@ class _Lowerer:
         target = self._new_slot()
         again = use in self._again.reshardings
         self._instructions.append(
-            Reshard((source,), (target,), resharding, steps, self._checkpoint, again)
+            UnbucketedReshard((source,), (target,), resharding, steps, self._checkpoint, again)
         )
         return target
 

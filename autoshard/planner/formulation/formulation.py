@@ -35,8 +35,7 @@ from autoshard.plan.options import PlanOptions
 from autoshard.planner.formulation.edge_costs import EdgeCosts
 from autoshard.planner.formulation.saved_tensors import SavedTensors
 from autoshard.pricing.prices import Prices, Usage
-from autoshard.solve import Edge, Problem, Repeat, ShortestPathCost
-from autoshard.solve import Node as ProblemNode
+from autoshard.solve import Edge, Problem, ProblemNode, Repeat, ShortestPathCost
 
 _MANY_LAYOUTS = 100
 """Number of layouts of a producer or a consumer above which an edge has the steps between layouts

@@ -32,8 +32,7 @@ from autoshard.planner.memory.residency import (
     transition_costs,
 )
 from autoshard.planner.memory.time_points import BackwardPoint, Interval, TimePoints
-from autoshard.solve import Edge, Problem
-from autoshard.solve import Node as ProblemNode
+from autoshard.solve import Edge, Problem, ProblemNode
 
 _States = tuple[Residency, ...]
 _COPY_STATES: _States = (

@@ -13,7 +13,7 @@ from autoshard.graph.export.python_state.paths import (
     HOOKS,
     Key,
     Path,
-    Place,
+    PythonPlace,
     find_place,
     instance_dict,
     is_of_model,
@@ -105,10 +105,12 @@ class Lookup:
         found = self._holder(path)
         return None if found is _NOWHERE else found
 
-    def place(self, path: Path) -> Place | None:
+    def place(self, path: Path) -> PythonPlace | None:
         """The place at a path, with the value that is there."""
         if not path or path == (FORWARD,):
-            return Place(self._own, FORWARD, self._own[FORWARD]) if path and self._own else None
+            return (
+                PythonPlace(self._own, FORWARD, self._own[FORWARD]) if path and self._own else None
+            )
         holder = self._holder(path[:-1])
         if isinstance(path[-1], Key) and path[-2] in HOOKS and isinstance(holder, dict):
             holder = list(holder.values())  # their keys differ between processes

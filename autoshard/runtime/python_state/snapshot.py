@@ -14,7 +14,7 @@ from autoshard.graph.export.python_state.paths import (
     CHILDREN,
     HOOKS,
     Path,
-    Place,
+    PythonPlace,
     instance_dict,
     is_of_model,
     path_text,
@@ -165,11 +165,11 @@ class Snapshot:
         self.walk.add_call(in_class, in_class())
 
     @staticmethod
-    def _is_child(parent: nn.Module, place: Place) -> bool:
+    def _is_child(parent: nn.Module, place: PythonPlace) -> bool:
         own = instance_dict(parent)
         return place.key == CHILDREN or place.holder is own[CHILDREN]
 
-    def _add_class_attribute(self, place: Place) -> None:
+    def _add_class_attribute(self, place: PythonPlace) -> None:
         """Add an attribute of a class as all classes of modules and objects have it."""
         owner, name = place.owner, str(place.key)
         assert owner is not None

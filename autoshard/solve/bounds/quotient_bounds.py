@@ -31,7 +31,7 @@ _LESS_MOMENTUM = 0.3
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class View:
+class StrategyClasses:
     """Classes of the strategies of a node class with equal prices on an edge class.
 
     Attributes:
@@ -47,7 +47,7 @@ class View:
     starts: IntArray
 
     @classmethod
-    def of(cls, shown: IntArray) -> "View":
+    def of(cls, shown: IntArray) -> "StrategyClasses":
         """The view of strategies by the row or column of each."""
         labels, classes = np.unique(shown, return_inverse=True)
         order = np.argsort(classes, kind="stable")
@@ -192,20 +192,22 @@ class QuotientMessages:
                 self.values[port] = self.values[port] - sent
 
 
-def _views(graph: QuotientGraph) -> list[View]:
-    known: dict[int, View] = {}
+def _views(graph: QuotientGraph) -> list[StrategyClasses]:
+    known: dict[int, StrategyClasses] = {}
     views = []
     for port in graph.ports:
         edge_class, is_source = port.edge_classes[0]
         edge = graph.edge_classes[edge_class].edge
         shown = edge.rows if is_source else edge.cols
         if id(shown) not in known:
-            known[id(shown)] = View.of(shown)
+            known[id(shown)] = StrategyClasses.of(shown)
         views.append(known[id(shown)])
     return views
 
 
-def _tables(graph: QuotientGraph, views: Sequence[View]) -> list[MinPlusTable | ShortestPathCost]:
+def _tables(
+    graph: QuotientGraph, views: Sequence[StrategyClasses]
+) -> list[MinPlusTable | ShortestPathCost]:
     """Prices of each edge class by strategy classes of both ends, shape [C, D], or by state."""
     known: dict[tuple[int, int, int], MinPlusTable | ShortestPathCost] = {}
     tables = []

@@ -58,7 +58,7 @@ from autoshard_server.store.jobs import (
     JobEvent,
     JobKind,
     JobState,
-    JobStatus,
+    PolledJob,
 )
 from autoshard_server.store.leases import Leases
 from autoshard_server.store.quotas import (
@@ -275,19 +275,19 @@ class JobStore:
             rows = connection.execute(query).mappings().all()
         return [JobEvent.model_validate({**row, "data": json.loads(row["data"])}) for row in rows]
 
-    def statuses(self, job_ids: Sequence[str]) -> dict[str, JobStatus]:
+    def statuses(self, job_ids: Sequence[str]) -> dict[str, PolledJob]:
         """The states of jobs, and the numbers of their last events; without unknown jobs."""
         last = (
             select(func.coalesce(func.max(job_events.c.number), 0))
             .where(job_events.c.job_id == _jobs.c.id)
             .scalar_subquery()
         )
-        found: dict[str, JobStatus] = {}
+        found: dict[str, PolledJob] = {}
         with self._reader.begin() as connection:
             for first in range(0, len(job_ids), _BATCH):
                 of_jobs = _jobs.c.id.in_(job_ids[first : first + _BATCH])
                 rows = connection.execute(select(_jobs.c.id, _jobs.c.state, last).where(of_jobs))
-                found |= {key: JobStatus(JobState(state), number) for key, state, number in rows}
+                found |= {key: PolledJob(JobState(state), number) for key, state, number in rows}
         return found
 
     def result(self, job_id: str) -> bytes | None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoshard.graph.export.python_state.calls import Call
+from autoshard.graph.export.python_state.calls import ModuleCall
 from autoshard.graph.export.python_state.holders import identity
 from autoshard.graph.export.python_state.patching import patched
 from autoshard.graph.export.python_state.paths import Path
@@ -76,7 +76,7 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch h
 
 
 def events_of_call(
-    recorder: Recorder, module: nn.Module, call: Call, contexts: Mapping[Path, bool]
+    recorder: Recorder, module: nn.Module, call: ModuleCall, contexts: Mapping[Path, bool]
 ) -> Events:
     """The events of a call of a module.
 

@@ -13,7 +13,7 @@ from autoshard.graph.export.python_state.code import is_user_module
 from autoshard.graph.export.python_state.executed_lines import FreeVariables
 from autoshard.graph.export.python_state.paths import (
     Path,
-    Place,
+    PythonPlace,
     elements,
     find_place,
     instance_dict,
@@ -172,7 +172,7 @@ def _is_of(function: FunctionType, closure: FreeVariables) -> bool:
     )
 
 
-def function_parts(function: FunctionType) -> Iterator[tuple[tuple[str, ...], Place]]:
+def function_parts(function: FunctionType) -> Iterator[tuple[tuple[str, ...], PythonPlace]]:
     """Defaults of arguments and free variables of a function, with the parts of their paths."""
     for name in ("__defaults__", "__kwdefaults__"):
         place = find_place(function, name)

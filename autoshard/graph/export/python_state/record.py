@@ -4,7 +4,7 @@ from collections.abc import Collection
 
 from torch import nn
 
-from autoshard.graph.export.python_state.changes import Change
+from autoshard.graph.export.python_state.changes import StateChange
 from autoshard.graph.export.python_state.effects import Effects
 from autoshard.graph.export.python_state.folding import fold
 from autoshard.graph.export.python_state.paths import path_text
@@ -39,7 +39,7 @@ def record_of(
         changes.check(what, ignored)
     sources = [path for path in recorder.sources() if not is_ignored(path, ignored)]
     if sources and not effects.is_repeatable():
-        changes.found += [Change(path, None, None) for path in sources]
+        changes.found += [StateChange(path, None, None) for path in sources]
         changes.check(what, ignored)
     effects.add()
     recorder.finish()
