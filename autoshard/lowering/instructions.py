@@ -22,14 +22,8 @@ from autoshard.graph import Graph, Node
 from autoshard.layouts import Action, Layout
 from autoshard.lowering.buckets import Bucket, buckets_of
 from autoshard.lowering.recompute import recomputed
-from autoshard.plan.document import (
-    PlacedNode,
-    PlannedStep,
-    Resharding,
-    Stage,
-    Use,
-)
 from autoshard.plan.predictions import CollectiveCount, Direction
+from autoshard.plan.stage import PlacedNode, PlannedStep, Resharding, Stage, Use
 
 Shape = tuple[int, ...]
 Slots = tuple[int, ...]

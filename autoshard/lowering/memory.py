@@ -32,7 +32,7 @@ from autoshard.ops import (
     view_strides,
 )
 from autoshard.ops.rules.collectives import NO_HALO_BYTES
-from autoshard.plan.document import PlannedStep, Use
+from autoshard.plan.stage import PlannedStep, Use
 
 
 class LocalTensor(NamedTuple):

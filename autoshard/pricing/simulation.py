@@ -31,7 +31,8 @@ from autoshard.errors import PlanError
 from autoshard.graph import Graph, Node, graph_from_json
 from autoshard.lowering.instructions import BeginBucket, LocalCall, UnbucketedReshard
 from autoshard.lowering.timeline import Phase, Timeline, timeline
-from autoshard.plan.document import Plan, Resharding, Stage, Use
+from autoshard.plan.document import Plan
+from autoshard.plan.stage import Resharding, Stage, Use
 from autoshard.pricing.stage_times import Piece, ReshardingTiming, StageTiming
 
 Category = Literal["compute", "communication", "optimizer", "recompute"]

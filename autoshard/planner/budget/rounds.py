@@ -9,8 +9,8 @@ import numpy as np
 from autoshard.base.arrays import BoolArray, IntArray
 from autoshard.base.outcome import SolveStatus
 from autoshard.lowering.instructions import Lowering
-from autoshard.plan.document import Stage
 from autoshard.plan.predictions import Costs, Memory
+from autoshard.plan.stage import Stage
 from autoshard.planner.formulation.stage_builder import Decisions
 from autoshard.planner.memory.time_points import BackwardPoint
 from autoshard.solve import Problem, Solution, WarmStart, restrict

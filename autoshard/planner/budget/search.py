@@ -38,10 +38,11 @@ from autoshard.planner.budget.rounds import (
 )
 from autoshard.planner.budget.solver import BudgetSolver
 from autoshard.planner.formulation.edge_costs import local_bytes
-from autoshard.planner.formulation.formulation import Formulation, Role
+from autoshard.planner.formulation.formulation import Formulation
 from autoshard.planner.formulation.frequencies import Frequencies, most_savings
 from autoshard.planner.formulation.saved_tensors import SavedTensors
 from autoshard.planner.formulation.stage_builder import Decisions
+from autoshard.planner.formulation.variables import Role
 from autoshard.planner.memory.time_points import BackwardPoint
 from autoshard.solve import (
     Problem,

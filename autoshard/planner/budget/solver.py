@@ -9,8 +9,9 @@ from autoshard.base.limits import unlimited
 from autoshard.lowering.timeline import timeline
 from autoshard.plan.options import PlanOptions
 from autoshard.planner.budget.rounds import CountedProblem, FinishedPlan
-from autoshard.planner.formulation.formulation import Formulation, Role
+from autoshard.planner.formulation.formulation import Formulation
 from autoshard.planner.formulation.stage_builder import Decisions, StageBuilder, with_gathers_again
+from autoshard.planner.formulation.variables import Role
 from autoshard.planner.memory.memory_problem import MemoryProblem
 from autoshard.planner.memory.time_points import BackwardPoint
 from autoshard.solve import (

@@ -17,7 +17,8 @@ from autoshard.costs import halo_bytes, saved_bytes
 from autoshard.graph.gradients import Gradient
 from autoshard.ops import SavedByAutograd, call_of, passes_gradient, rule_for
 from autoshard.planner.formulation.edge_costs import EdgeCosts
-from autoshard.planner.formulation.formulation import Formulation, Role, Use
+from autoshard.planner.formulation.formulation import Formulation
+from autoshard.planner.formulation.variables import Role, Use
 from autoshard.planner.memory.resharding_memory import EdgeMemory
 
 Interval = tuple[int, int]

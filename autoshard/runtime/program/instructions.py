@@ -13,7 +13,7 @@ from typing import Any, Self
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from autoshard.plan.document import Use
+from autoshard.plan.stage import Use
 from autoshard.runtime.program.buckets import BucketOp, BucketSteps
 from autoshard.runtime.program.local_node import LocalKernel, Step
 from autoshard.runtime.program.regather import Regathers
