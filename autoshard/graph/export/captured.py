@@ -15,7 +15,7 @@ from torch.export.graph_signature import InputKind
 
 from autoshard.errors import ExportError
 from autoshard.graph.archive.read import CONSTANT_BYTES
-from autoshard.graph.export.python_state.paths import (
+from autoshard.graph.export.python_state.description.paths import (
     Key,
     Path,
     PythonPlace,

@@ -313,12 +313,12 @@ class _Worker:
     def __init__(
         self,
         request: str,
-        questions: "queue.SimpleQueue[_MeshTask | None]",
+        tasks: "queue.SimpleQueue[_MeshTask | None]",
         results: "queue.SimpleQueue[MeshCandidate]",
         block_cache: KeyValueStore | None,
     ) -> None:
         self._request = request
-        self._questions = questions
+        self._tasks = tasks
         self._results = results
         self._block_cache = block_cache
         self._process: subprocess.Popen[str] | None = None
@@ -336,8 +336,8 @@ class _Worker:
         self._thread.join()
 
     def _run(self) -> None:
-        while not self._stopped and (question := self._questions.get()) is not None:
-            self._results.put(self._plan(*question))
+        while not self._stopped and (task := self._tasks.get()) is not None:
+            self._results.put(self._plan(*task))
         self._close()
 
     def _plan(self, mesh: Mesh, options: PlanOptions, best: float) -> MeshCandidate:
@@ -347,12 +347,12 @@ class _Worker:
             process = self._running()
             assert process.stdin is not None
             assert process.stdout is not None
-            question = {
+            message = {
                 "mesh": mesh_to_json(mesh),
                 "options": options.model_dump(mode="json"),
                 "best": best if isfinite(best) else None,
             }
-            _write(process.stdin, question)
+            _write(process.stdin, message)
             reply = self._reply(process.stdin, process.stdout)
         if reply is None:
             return MeshCandidate(mesh, options, None, self._close())

@@ -6,10 +6,9 @@ from typing import Any
 
 from torch import nn
 
-from autoshard.graph.export.python_state.code import code_digest
-from autoshard.graph.export.python_state.holders import identity
-from autoshard.graph.export.python_state.paths import (
+from autoshard.graph.export.python_state.description.paths import (
     CHILDREN,
+    FORWARD,
     HOOKS,
     Key,
     Path,
@@ -20,15 +19,16 @@ from autoshard.graph.export.python_state.paths import (
     name_of,
     read_path,
 )
-from autoshard.graph.export.python_state.queries import query_at
-from autoshard.graph.export.python_state.recorder import FORWARD
-from autoshard.graph.export.python_state.values import (
+from autoshard.graph.export.python_state.description.queries import query_at
+from autoshard.graph.export.python_state.description.values import (
     MISSING,
     Value,
     children_of,
     describe,
     hooks_of,
 )
+from autoshard.graph.export.python_state.user_code.code import code_digest
+from autoshard.graph.export.python_state.user_code.holders import identity
 
 Record = Mapping[Path, Value]
 

@@ -8,10 +8,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoshard.graph.export.python_state.global_hooks import GLOBAL_HOOKS, global_hooks, of_users
-from autoshard.graph.export.python_state.paths import (
+from autoshard.graph.export.python_state.description.global_hooks import (
+    GLOBAL_HOOKS,
+    global_hooks,
+    of_users,
+)
+from autoshard.graph.export.python_state.description.paths import (
     CALLED,
     CHILDREN,
+    FORWARD,
     HOOKS,
     Path,
     PythonPlace,
@@ -20,9 +25,8 @@ from autoshard.graph.export.python_state.paths import (
     path_text,
     read_path,
 )
-from autoshard.graph.export.python_state.queries import query_at
-from autoshard.graph.export.python_state.recorder import FORWARD
-from autoshard.graph.export.python_state.values import Value, describe, hooks_of, same
+from autoshard.graph.export.python_state.description.queries import query_at
+from autoshard.graph.export.python_state.description.values import Value, describe, hooks_of, same
 from autoshard.runtime.python_state.lookup import Lookup, Record
 from autoshard.runtime.python_state.walk import Walk
 

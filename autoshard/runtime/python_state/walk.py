@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from autoshard.graph.export.python_state.paths import CHILDREN, HOOKS, instance_dict
-from autoshard.graph.export.python_state.values import value_in_context
+from autoshard.graph.export.python_state.description.paths import CHILDREN, HOOKS, instance_dict
+from autoshard.graph.export.python_state.description.values import value_in_context
 
 _COMPARED = (
     *(bool, int, float, complex, str, bytes, type(None), type),

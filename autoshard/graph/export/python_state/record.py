@@ -4,13 +4,13 @@ from collections.abc import Collection
 
 from torch import nn
 
-from autoshard.graph.export.python_state.changes import StateChange
-from autoshard.graph.export.python_state.effects import Effects
-from autoshard.graph.export.python_state.folding import fold
-from autoshard.graph.export.python_state.paths import path_text
-from autoshard.graph.export.python_state.recorder import Recorder
-from autoshard.graph.export.python_state.values import Value
-from autoshard.graph.export.python_state.wording import is_ignored
+from autoshard.graph.export.python_state.description.folding import fold
+from autoshard.graph.export.python_state.description.paths import path_text
+from autoshard.graph.export.python_state.description.values import Value
+from autoshard.graph.export.python_state.description.wording import is_ignored
+from autoshard.graph.export.python_state.modes.effects import Effects
+from autoshard.graph.export.python_state.recording.changes import StateChange
+from autoshard.graph.export.python_state.recording.recorder import Recorder
 
 _NOT_COMPARED = ("random", "iterator")
 """Kinds of values that only forward itself could change in a way that matters."""

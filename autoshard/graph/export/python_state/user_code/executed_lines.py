@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from autoshard.graph.export.python_state.code import is_user_code
+from autoshard.graph.export.python_state.user_code.code import is_user_code
 
 FreeVariables = Mapping[str, Any]
 """Values of the free variables of a function, by their names."""

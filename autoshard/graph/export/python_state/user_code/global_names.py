@@ -5,10 +5,10 @@ from collections.abc import Collection, Iterator
 from types import FunctionType, ModuleType
 from typing import Any
 
-from autoshard.graph.export.python_state.code import is_user_module
-from autoshard.graph.export.python_state.executed_lines import IMPORT, Chain
-from autoshard.graph.export.python_state.holders import class_path
-from autoshard.graph.export.python_state.paths import Path, PythonPlace, find_place
+from autoshard.graph.export.python_state.description.paths import Path, PythonPlace, find_place
+from autoshard.graph.export.python_state.user_code.code import is_user_module
+from autoshard.graph.export.python_state.user_code.executed_lines import IMPORT, Chain
+from autoshard.graph.export.python_state.user_code.holders import class_path
 
 
 def resolve(chain: Chain, namespace: dict[str, Any]) -> Iterator[tuple[Path, PythonPlace]]:

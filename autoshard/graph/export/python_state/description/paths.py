@@ -30,6 +30,10 @@ CALLED = "()"
 """Part after the path of a module that forward calls as a module, so that its hooks run."""
 CHILDREN = "_modules"
 """Part after the path of a module over all of whose children forward iterates."""
+FORWARD = "forward"
+"""Part after the path of a module whose own `forward` runs."""
+MODE = "training"
+"""Part after the path of a module that reads its mode."""
 HOOKS = ("_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks")
 
 _ROOT = re.compile(r"[\w.]+:(?:[^:\[\"]+:)?")

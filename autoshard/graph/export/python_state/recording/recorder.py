@@ -18,27 +18,12 @@ import torch
 from torch import nn
 
 from autoshard.base.collection import collection_paused
-from autoshard.graph.export.python_state.calls import ModuleCall
-from autoshard.graph.export.python_state.changes import Changes
-from autoshard.graph.export.python_state.code import code_digest, is_installed, is_user_code
-from autoshard.graph.export.python_state.executed_lines import (
-    ExecutedLines,
-    ReferencedNames,
-    names_by_line,
-)
-from autoshard.graph.export.python_state.global_names import namespaces, resolve
-from autoshard.graph.export.python_state.holders import (
-    MODULE_FIELDS,
-    Holders,
-    class_path,
-    function_parts,
-    identity,
-)
-from autoshard.graph.export.python_state.patching import own_attribute, patched, restore
-from autoshard.graph.export.python_state.paths import (
+from autoshard.graph.export.python_state.description.paths import (
     CALLED,
     CHILDREN,
+    FORWARD,
     HOOKS,
+    MODE,
     Key,
     Path,
     PythonPlace,
@@ -48,24 +33,42 @@ from autoshard.graph.export.python_state.paths import (
     name_of,
     path_text,
 )
-from autoshard.graph.export.python_state.queries import (
+from autoshard.graph.export.python_state.description.queries import (
     DEFAULT_DTYPE,
     GRAD_MODE,
     environment,
     query_of,
 )
-from autoshard.graph.export.python_state.sources import sources_of
-from autoshard.graph.export.python_state.values import (
+from autoshard.graph.export.python_state.description.values import (
     MISSING,
     Value,
     children_of,
     describe,
     hooks_of,
 )
+from autoshard.graph.export.python_state.recording.calls import ModuleCall
+from autoshard.graph.export.python_state.recording.changes import Changes
+from autoshard.graph.export.python_state.recording.patching import own_attribute, patched, restore
+from autoshard.graph.export.python_state.user_code.code import (
+    code_digest,
+    is_installed,
+    is_user_code,
+)
+from autoshard.graph.export.python_state.user_code.executed_lines import (
+    ExecutedLines,
+    ReferencedNames,
+    names_by_line,
+)
+from autoshard.graph.export.python_state.user_code.global_names import namespaces, resolve
+from autoshard.graph.export.python_state.user_code.holders import (
+    MODULE_FIELDS,
+    Holders,
+    class_path,
+    function_parts,
+    identity,
+)
+from autoshard.graph.export.python_state.user_code.sources import sources_of
 from autoshard.torch_private import pytree
-
-MODE = "training"
-FORWARD = "forward"
 
 
 @dataclass(slots=True)

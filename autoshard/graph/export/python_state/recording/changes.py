@@ -13,9 +13,7 @@ import torch
 from torch import nn
 
 from autoshard.errors import ExportError
-from autoshard.graph.export.python_state.code import is_installed_module
-from autoshard.graph.export.python_state.holders import MODULE_FIELDS
-from autoshard.graph.export.python_state.paths import (
+from autoshard.graph.export.python_state.description.paths import (
     HOOKS,
     Path,
     PythonPlace,
@@ -23,8 +21,7 @@ from autoshard.graph.export.python_state.paths import (
     is_of_model,
     path_text,
 )
-from autoshard.graph.export.python_state.sources import is_source
-from autoshard.graph.export.python_state.values import (
+from autoshard.graph.export.python_state.description.values import (
     MISSING,
     Value,
     describe,
@@ -32,7 +29,10 @@ from autoshard.graph.export.python_state.values import (
     is_advancing,
     same_random_state,
 )
-from autoshard.graph.export.python_state.wording import is_ignored, shown, shown_path
+from autoshard.graph.export.python_state.description.wording import is_ignored, shown, shown_path
+from autoshard.graph.export.python_state.user_code.code import is_installed_module
+from autoshard.graph.export.python_state.user_code.holders import MODULE_FIELDS
+from autoshard.graph.export.python_state.user_code.sources import is_source
 
 _RANDOM: dict[Path, tuple[Callable[[], Any], Callable[[Any], None]]] = {
     ("random:",): (random.getstate, random.setstate),

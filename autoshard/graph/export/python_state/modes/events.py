@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoshard.graph.export.python_state.calls import ModuleCall
-from autoshard.graph.export.python_state.holders import identity
-from autoshard.graph.export.python_state.patching import patched
-from autoshard.graph.export.python_state.paths import Path
-from autoshard.graph.export.python_state.queries import CONTEXTS
-from autoshard.graph.export.python_state.recorder import Recorder
+from autoshard.graph.export.python_state.description.paths import Path
+from autoshard.graph.export.python_state.description.queries import CONTEXTS
+from autoshard.graph.export.python_state.recording.calls import ModuleCall
+from autoshard.graph.export.python_state.recording.patching import patched
+from autoshard.graph.export.python_state.recording.recorder import Recorder
+from autoshard.graph.export.python_state.user_code.holders import identity
 from autoshard.graph.export.tracing import OnMeta
 from autoshard.torch_private import FakeTensorMode, TorchDispatchMode, pytree
 

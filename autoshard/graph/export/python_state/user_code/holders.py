@@ -9,9 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoshard.graph.export.python_state.code import is_user_module
-from autoshard.graph.export.python_state.executed_lines import FreeVariables
-from autoshard.graph.export.python_state.paths import (
+from autoshard.graph.export.python_state.description.paths import (
     Path,
     PythonPlace,
     elements,
@@ -19,6 +17,8 @@ from autoshard.graph.export.python_state.paths import (
     instance_dict,
     name_of,
 )
+from autoshard.graph.export.python_state.user_code.code import is_user_module
+from autoshard.graph.export.python_state.user_code.executed_lines import FreeVariables
 
 MODULE_FIELDS = frozenset(vars(nn.Module())) - {"training"}
 """Attributes of modules by which torch itself works."""

@@ -14,18 +14,19 @@ from typing import Any
 
 from torch import nn
 
-from autoshard.graph.export.python_state.calls import ModuleCall
-from autoshard.graph.export.python_state.events import Events, events_of_call
-from autoshard.graph.export.python_state.paths import (
+from autoshard.graph.export.python_state.description.paths import (
     CALLED,
+    MODE,
     Path,
     find_place,
     instance_dict,
     path_text,
 )
-from autoshard.graph.export.python_state.queries import CONTEXTS, QUERIES
-from autoshard.graph.export.python_state.recorder import MODE, ModeReads, Recorder
-from autoshard.graph.export.python_state.values import MISSING, Value, describe
+from autoshard.graph.export.python_state.description.queries import CONTEXTS, QUERIES
+from autoshard.graph.export.python_state.description.values import MISSING, Value, describe
+from autoshard.graph.export.python_state.modes.events import Events, events_of_call
+from autoshard.graph.export.python_state.recording.calls import ModuleCall
+from autoshard.graph.export.python_state.recording.recorder import ModeReads, Recorder
 
 _MOST_MODES = 3
 """Maximum number of modes of a module of which all combinations are tried."""
