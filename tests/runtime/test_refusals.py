@@ -203,7 +203,7 @@ ops.rules.schema_checks: check_against_schema
 runtime.program.constants: prepared_inputs
 runtime.pipelining.devices: _position
 runtime.pipelining.schedules: make_schedule
-runtime.pipelining.stage: PlannedStage.check_local
+runtime.pipelining.stage: ScheduledStage.check_local
 runtime.pipelining.tied: _distinct
 runtime.program.local_program: _Binder._check_inputs _Binder._local_shapes
 runtime.python_state.state: _record
@@ -227,8 +227,8 @@ runtime.parallelize: planned_forward
 runtime.parameters.parameters: PlannedBuffer.stored
 runtime.pipelining.full_states: _model_state_dict _optimizer_state_dict
 runtime.pipelining.losses: _called
-runtime.pipelining.micro_batches: MicroBatches.split MicroBatches._dim MicroBatches._dim_of_batch
-runtime.pipelining.micro_batches: MicroBatches._dim_of_target _joined
+runtime.pipelining.micro_batches: MicroBatchSplitter.split MicroBatches._dim MicroBatches._dim_of_batch
+runtime.pipelining.micro_batches: MicroBatchSplitter._dim_of_target _joined
 runtime.pipelining.model: Pipelined.step Pipelined.forward Pipelined.to Pipelined.no_sync
 runtime.pipelining.model: Pipelined.to_empty
 runtime.pipelining.norms: _total_norm _refuse_lbfgs
