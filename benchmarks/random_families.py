@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 
 from autoshard.base.arrays import FloatArray
-from autoshard.solve import Edge, Node, Problem
+from autoshard.solve import Edge, Problem, ProblemNode
 from benchmarks.random_runs import draw_runs
 
 _MOST_TIED = 3
@@ -27,7 +27,7 @@ def mixed(rng: np.random.Generator) -> Problem:
         sizes[list(group)] = sizes[group[0]]
     unit, lowest = float(10.0 ** rng.integers(-9, 12)), (-3.0 if _chance(rng, 0.3) else 0.0)
     nodes = [
-        Node(_prices(rng, (int(n),), unit, lowest), _usage(rng, int(n)), _interval(rng, 6))
+        ProblemNode(_prices(rng, (int(n),), unit, lowest), _usage(rng, int(n)), _interval(rng, 6))
         for n in sizes
     ]
     edges = []
@@ -47,7 +47,7 @@ def contested(rng: np.random.Generator) -> Problem:
     nodes = []
     for size in sizes:
         usage = rng.integers(1, 40, size).astype(np.float64)
-        nodes.append(Node(8.0 / usage + rng.random(size), usage, _interval(rng, 4)))
+        nodes.append(ProblemNode(8.0 / usage + rng.random(size), usage, _interval(rng, 4)))
     edges = [
         _dense(rng, source, target, sizes)
         for target in range(len(sizes))
@@ -62,8 +62,8 @@ def _layered(rng: np.random.Generator) -> Problem:
     num_layers, size = int(rng.integers(2, 7)), int(rng.integers(2, 4))
     step, spoke = rng.random((size, size)), rng.random((size, size))
     usage = rng.integers(1, 9, size).astype(np.float64)
-    layer = Node(4.0 / usage, usage, (0, 1))
-    shared_node = Node(rng.random(size), np.zeros(size))
+    layer = ProblemNode(4.0 / usage, usage, (0, 1))
+    shared_node = ProblemNode(rng.random(size), np.zeros(size))
     index = np.arange(size)
     edges = [Edge(0, i, spoke, index, index) for i in range(1, num_layers + 1)]
     edges += [Edge(i, i + 1, step, index, index) for i in range(1, num_layers)]
@@ -86,7 +86,7 @@ def _followers(rng: np.random.Generator) -> Problem:
             cost[np.arange(sizes[source]), image] = edge.cost[np.arange(sizes[source]), image]
             edge = Edge(source, target, cost, edge.rows, edge.cols)
         edges.append(edge)
-    nodes = [Node(rng.random(n) * 9, _usage(rng, n), _interval(rng, 4)) for n in sizes]
+    nodes = [ProblemNode(rng.random(n) * 9, _usage(rng, n), _interval(rng, 4)) for n in sizes]
     return _limited(rng, Problem(tuple(nodes), tuple(edges)), always=False)
 
 

@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 
 from autoshard.base.arrays import FloatArray, IntArray
-from autoshard.solve import Edge, Node, Problem, Repeat, ShortestPathCost
+from autoshard.solve import Edge, Problem, ProblemNode, Repeat, ShortestPathCost
 
 _MOST_CHOICES = 1 << 14
 _BYTES = 2.0**33
@@ -94,7 +94,7 @@ class _Drawing:
 
     def __init__(self, rng: np.random.Generator) -> None:
         self._rng = rng
-        self._nodes: list[Node] = []
+        self._nodes: list[ProblemNode] = []
         self._edges: list[Edge] = []
         self._repeats: list[Repeat] = []
         self._whole = self._chance(0.5)
@@ -187,7 +187,9 @@ class _Drawing:
         first = len(self._nodes)
         positions = zip(group.costs, group.usages, group.lives, strict=True)
         for p, (cost, usage, life) in enumerate(positions):
-            self._nodes.append(Node(cost, usage, self._interval(first + p, life), f"{k}.{p}"))
+            self._nodes.append(
+                ProblemNode(cost, usage, self._interval(first + p, life), f"{k}.{p}")
+            )
         return tuple(range(first, len(self._nodes)))
 
     def _interval(self, number: int, life: int) -> tuple[int, int]:
@@ -200,7 +202,7 @@ class _Drawing:
         size, number = self._size(), len(self._nodes)
         used = self._usage(size) if self._chance(usage) else np.zeros(size)
         life = int(self._rng.integers(0, 4))
-        self._nodes.append(Node(self._prices(size), used, self._interval(number, life)))
+        self._nodes.append(ProblemNode(self._prices(size), used, self._interval(number, life)))
         return number
 
     def _join(self, source: int, target: int) -> None:

@@ -425,7 +425,10 @@ def test_the_optimizer_chooses_on_the_mesh_of_a_published_run(rows: dict[str, Ro
     row = changed(rows["dgxc-064"], layers="16", pp="8", vpp="1")
     request = share_of_rank(request_of(row))
     assert [axis.name for axis in request.mesh.axes] == ["dp", "tp"]
-    assert (request.dims.layers, request.options.pipeline.stages) == (2, PlanOptions().pipeline.stages)
+    assert (request.dims.layers, request.options.pipeline.stages) == (
+        2,
+        PlanOptions().pipeline.stages,
+    )
     found = [Prediction(row, 1.0, {}), Prediction(changed(row, id="same"), 1.0, {})]
     assert [one.row.id for one in largest_dense(found, 20)] == [row.id]
 

@@ -13,7 +13,7 @@ from autoshard.graph import DType, Tensor
 from autoshard.graph.gradients import Gradient
 from autoshard.layouts import STEPS, Action, Charge, Layout, Step, is_padded, parse_type
 from autoshard.mesh import Mesh
-from autoshard.plan.document import PlannedStep, Resharding
+from autoshard.plan.stage import PlannedStep, Resharding
 from autoshard.pricing.prices import communication_of
 
 TOLERANCE = 1e-6

@@ -45,16 +45,9 @@ from autoshard.ops import (
     rule_for,
 )
 from autoshard.ops.rules.legality import share_of, without_invariant
-from autoshard.plan.document import (
-    InnerStep,
-    PlacedInput,
-    PlacedNode,
-    Resharding,
-    Stage,
-    Use,
-)
 from autoshard.plan.options import PlanOptions
 from autoshard.plan.predictions import Certificate, Costs, Memory
+from autoshard.plan.stage import InnerStep, PlacedInput, PlacedNode, Resharding, Stage, Use
 from autoshard.pricing.prices import Prices
 
 NOTHING = 1e-15

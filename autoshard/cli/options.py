@@ -94,10 +94,10 @@ Import = Annotated[
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Output:
+class OutputOptions:
     """Options about the form of the output."""
 
-    panel: ClassVar[str] = "Output"
+    panel: ClassVar[str] = "OutputOptions"
     format: Annotated[
         Format,
         typer.Option(help="Form of the output; CSV and JSON have all rows, in seconds and bytes."),

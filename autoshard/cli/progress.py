@@ -24,7 +24,7 @@ from autoshard.client import JobProgress
 from autoshard.requests.running import ProgressListener
 
 if TYPE_CHECKING:
-    from autoshard.measure.calibration import Progress as CalibrationProgress
+    from autoshard.measure.calibration import CalibrationProgress
 
 _FIRST_LINE = 1.0
 """Seconds until the first line of progress, if stderr is no terminal; the time then doubles."""
@@ -34,7 +34,7 @@ _MAX_INTERVAL = 60.0
 
 
 @dataclass(frozen=True)
-class Run:
+class RunningRequest:
     """A request for plans that is under way.
 
     Attributes:
@@ -47,7 +47,7 @@ class Run:
 
 
 @contextmanager
-def followed(*, quiet: bool, can_stop: bool = True) -> Iterator[Run]:
+def followed(*, quiet: bool, can_stop: bool = True) -> Iterator[RunningRequest]:
     """Show the progress of a request for plans on stderr, and let Ctrl-C stop it.
 
     On a terminal it is a bar that fills as the gap closes, and is removed at the end. Elsewhere it
@@ -59,7 +59,7 @@ def followed(*, quiet: bool, can_stop: bool = True) -> Iterator[Run]:
     """
     show = _hidden() if quiet else _bar() if errors.is_terminal else _lines()
     with show as report:
-        run = Run(report)
+        run = RunningRequest(report)
         if can_stop and threading.current_thread() is threading.main_thread():
             with _stopping(run.stop):
                 yield run

@@ -2,37 +2,27 @@
 
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import wraps
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Self, TypeVar, Unpack, cast
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar, Unpack, cast
 
 from autoshard import exports, planner, pricing, report
 from autoshard.base.arguments import Count, Seconds, Share, check_methods
-from autoshard.client.local import Local
-from autoshard.client.remote import PLANS, Remote
-from autoshard.client.transport import (
-    AsyncTransport,
-    BlockingTransport,
-    Request,
-    Retry,
-    Transport,
-    get,
-    post,
-    run_blocking,
-)
+from autoshard.client.base import ClientBase
+from autoshard.client.remote import PLANS
+from autoshard.client.transport import AsyncTransport, BlockingTransport, get, post, run_blocking
 from autoshard.errors import ServiceError
 from autoshard.mesh import Topology
 from autoshard.plan import Plan
 from autoshard.plan.options import MIN_EXPRESSED
 from autoshard.requests import running
-from autoshard.requests.kept_plans import Offline, OfflinePlans
+from autoshard.requests.kept_plans import Offline
 from autoshard.requests.models import (
-    CoverageRequest,
     MeshLike,
+    MeshSearchRequest,
     ModelLike,
+    OperatorCoverageRequest,
     PlanArguments,
     PlanRequest,
     SearchArguments,
-    SearchRequest,
     read_model,
 )
 from autoshard.requests.results import (
@@ -44,7 +34,6 @@ from autoshard.requests.results import (
     SearchResult,
     Validation,
 )
-from autoshard.requests.this_process import ThisProcess
 
 if TYPE_CHECKING:
     from autoshard.solve import CancelToken
@@ -54,68 +43,7 @@ T = TypeVar("T")
 
 
 @check_methods
-class _Base:
-    """Construction of both clients."""
-
-    _transport_class: type[Transport]
-
-    def __init__(
-        self,
-        url: str,
-        *,
-        timeout: Seconds = 30.0,
-        api_key: str | Literal[False] | None = None,
-        retry: Retry | None = None,
-        cache: bool | str | Path = True,
-        fallback: Literal["local"] | None = None,
-    ) -> None:
-        transport = self._transport_class(url, timeout, retry or Retry(), api_key)
-        self._transport = transport
-        local = Local(transport, ThisProcess(cache=cache)) if fallback == "local" else None
-        self._backend: Local | Remote = Remote(transport, OfflinePlans.of(cache), local)
-
-    @classmethod
-    def local(cls, *, cache: bool | str | Path = True, num_workers: Count = 2) -> Self:
-        """Make a client that works without a service: it runs requests in this process.
-
-        It has no jobs: requests are waited for. Requests that a service would refuse raise the
-        library's own errors, such as `MeshError`.
-
-        Args:
-            cache: store plans, solved blocks and found rules on this machine, or the folder to
-                store them in; AUTOSHARD_CACHE, or the user's cache folder, if True.
-            num_workers: processes that a mesh search plans with.
-        """
-        made = cls("http://localhost", api_key=False, cache=cache)
-        here = ThisProcess(cache=cache, num_workers=num_workers)
-        made._backend = Local(made._transport, here)
-        return made
-
-    async def _compute_from_plans(
-        self,
-        *plans: Plan | str,
-        kind: type[T],
-        make_request: Callable[..., Request],
-        compute: Callable[..., T],
-        waiting: bool = False,
-    ) -> T:
-        """Compute a result from plans: at the service if all are ids, else in this process.
-
-        Args:
-            *plans: ids, or plans.
-            kind: type of the result; a `str` is the text of the response.
-            make_request: makes the request to the service; its arguments are the ids.
-            compute: computes the result in this process; its arguments are the plans.
-            waiting: true if the service may need a job for it.
-        """
-        if isinstance(self._backend, Remote) and all(isinstance(plan, str) for plan in plans):
-            return await self._backend.request(make_request(*plans), kind, waiting=waiting)
-        found = [await self._backend.get_plan(p) if isinstance(p, str) else p for p in plans]
-        return await self._transport.run(lambda: compute(*found))
-
-
-@check_methods
-class AsyncClient(_Base):
+class AsyncClient(ClientBase):
     """As `Client`, with coroutines; an asynchronous context manager."""
 
     # `Client` runs these methods too: none may call another one through `self`.
@@ -252,7 +180,7 @@ class AsyncClient(_Base):
         `wait_for_search`. Once `stop`, such as a `threading.Event`, is set, a search in this
         process ends with the meshes planned so far; the job of a service is not stopped.
         """
-        made = await self._transport.run(lambda: SearchRequest(model, args, kwargs, **request))
+        made = await self._transport.run(lambda: MeshSearchRequest(model, args, kwargs, **request))
         return await self._backend.search(made, on_progress, wait=wait, stop=stop)
 
     async def validate(
@@ -311,7 +239,7 @@ class AsyncClient(_Base):
                 lambda: running.plan_coverage(read_model(model, args, kwargs), plan)
             )
         request = await self._transport.run(
-            lambda: CoverageRequest(model, args, kwargs, mesh, discover=discover)
+            lambda: OperatorCoverageRequest(model, args, kwargs, mesh, discover=discover)
         )
         return await self._backend.coverage(request)
 
@@ -587,7 +515,7 @@ def _blocking(
     return call
 
 
-class Client(_Base):
+class Client(ClientBase):
     """Client of a planning service; a context manager. Safe to share between threads.
 
     Args:

@@ -11,7 +11,7 @@ from autoshard.errors import OptionError
 from autoshard.mesh import Topology
 from autoshard.plan import PLAN_VERSION, Plan
 from autoshard.requests.kept_plans import Offline
-from autoshard.requests.models import CoverageRequest, PlanRequest, SearchRequest
+from autoshard.requests.models import MeshSearchRequest, OperatorCoverageRequest, PlanRequest
 from autoshard.requests.results import (
     JobProgress,
     JobStatus,
@@ -37,7 +37,7 @@ _POLL = 0.1
 _NOT_FOUND = 404
 
 
-class _Running:
+class _RequestThread:
     """A request in a thread of its own.
 
     Args:
@@ -104,7 +104,7 @@ class Local:
 
     async def search(
         self,
-        request: SearchRequest,
+        request: MeshSearchRequest,
         on_progress: OnProgress | None = None,
         *,
         wait: bool = True,
@@ -130,7 +130,7 @@ class Local:
         stop: "CancelToken | None",
     ) -> T:
         """The result of a request; who stops waiting for it cancels it."""
-        running = _Running(work)
+        running = _RequestThread(work)
         reported = running.progress
         try:
             while not await self._transport.run(lambda: running.done.wait(_POLL)):
@@ -156,7 +156,7 @@ class Local:
         """
         return await self._transport.run(lambda: self._here.validate(request))
 
-    async def coverage(self, request: CoverageRequest) -> "report.Coverage":
+    async def coverage(self, request: OperatorCoverageRequest) -> "report.Coverage":
         """List the operators that can be sharded.
 
         Raises:

@@ -31,7 +31,12 @@ from autoshard.errors import RequestRejectedError, ServiceError, ServiceUnavaila
 from autoshard.mesh import Topology, topology_to_json
 from autoshard.plan import Plan
 from autoshard.requests.kept_plans import Offline, OfflinePlans, require_plan
-from autoshard.requests.models import CoverageRequest, GraphRequest, PlanRequest, SearchRequest
+from autoshard.requests.models import (
+    GraphRequest,
+    MeshSearchRequest,
+    OperatorCoverageRequest,
+    PlanRequest,
+)
 from autoshard.requests.results import (
     JobProgress,
     JobStatus,
@@ -156,7 +161,7 @@ class Remote:
 
     async def search(
         self,
-        request: SearchRequest,
+        request: MeshSearchRequest,
         on_progress: OnProgress | None,
         *,
         wait: bool = True,
@@ -183,7 +188,7 @@ class Remote:
             return await self._fall_back(error).validate(request)
         return _read(Validation, done.document)
 
-    async def coverage(self, request: CoverageRequest) -> "report.Coverage":
+    async def coverage(self, request: OperatorCoverageRequest) -> "report.Coverage":
         """Request the operators that can be sharded; raises as `search`."""
         try:
             done = await self._submit("/v1/operators:coverage", request)

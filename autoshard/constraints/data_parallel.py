@@ -48,7 +48,7 @@ def data_parallel_constraints(
         )
     origins = DimOrigins(graph)
     check_batch(origins, axes.sizes)
-    found = _Pattern(graph, origins, axes.sizes, sharding)
+    found = _DataParallelPattern(graph, origins, axes.sizes, sharding)
     constraints: dict[ChoiceId, StrategyConstraint] = {
         ("operator", node.name): found.node(node) for node in graph.nodes
     }
@@ -145,7 +145,7 @@ def _several_dims(shape: Sequence[int], sizes: Sequence[int]) -> tuple[int | Non
     return tuple(reversed(dims))
 
 
-class _Pattern:
+class _DataParallelPattern:
     """The constraints of a data-parallel pattern.
 
     Args:

@@ -140,7 +140,7 @@ def megatron_pattern(
         axes: their purposes.
         origins: origins of the dims of every value of the program, if they are known.
     """
-    pattern = _Pattern(graph, sizes, axes, origins or DimOrigins(graph))
+    pattern = _MegatronPattern(graph, sizes, axes, origins or DimOrigins(graph))
     # Operators first, since they determine the parameters that are factors of products.
     operators = {("operator", node.name): pattern.node(node) for node in graph.nodes}
     # What a stage receives has the layout in which the stage before sends it.
@@ -165,11 +165,11 @@ def sequence_parallel_pattern(
         batch_axes: the axes that shard the batch.
     """
     axes = MegatronAxes(weight_axis, tuple(batch_axes))
-    pattern = _Pattern(graph, sizes, axes, DimOrigins(graph))
+    pattern = _MegatronPattern(graph, sizes, axes, DimOrigins(graph))
     return {node.name: pattern.sequence_parallel_node(node) for node in graph.nodes}
 
 
-class _Pattern:
+class _MegatronPattern:
     """The pattern, applied to the calls of a graph in program order."""
 
     def __init__(

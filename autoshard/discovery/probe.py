@@ -21,7 +21,7 @@ from autoshard.discovery.shapes import (
     with_sizes,
 )
 from autoshard.discovery.trial import PerRank, Tensors, Trial, Types, close
-from autoshard.discovery.values import FLOATS, INTEGERS, Kind, draw
+from autoshard.discovery.values import FLOATS, INTEGERS, RandomInputKind, draw
 from autoshard.graph import Node
 from autoshard.ops import Call
 from autoshard.runtime.program.operators import OperatorCall
@@ -46,7 +46,7 @@ class Probe:
         floating: element type of floating-point inputs; None for that of the original inputs.
         device: device on which the call runs.
         differentiable: True if gradients are compared.
-        integers: kinds of integer inputs that the operator accepts (see `values.Kind`).
+        integers: kinds of integer inputs that the operator accepts (see `values.RandomInputKind`).
         follow: True if attributes that equal a size of the inputs are made small too.
     """
 
@@ -64,7 +64,7 @@ class Probe:
         custom = frozenset({self.node.operator})
         return OperatorCall(self.node, torch.device(self.device), custom=custom)(values)
 
-    def trial(self, kind: Kind) -> Trial:
+    def trial(self, kind: RandomInputKind) -> Trial:
         """Return a trial with inputs of a kind.
 
         Raises:
@@ -80,7 +80,7 @@ class Probe:
         except Exception:  # noqa: BLE001  custom operators may raise anything
             return
 
-    def draw(self, kind: Kind, *, seed: int = 0) -> tuple[torch.Tensor, ...]:
+    def draw(self, kind: RandomInputKind, *, seed: int = 0) -> tuple[torch.Tensor, ...]:
         """Draw inputs of a kind."""
         return draw(
             kind,
@@ -92,11 +92,11 @@ class Probe:
         )
 
     @property
-    def kinds(self) -> tuple[Kind, ...]:
+    def kinds(self) -> tuple[RandomInputKind, ...]:
         """Kinds of inputs to try."""
         first = self.integers[0]
-        more = (Kind("normal", other) for other in self.integers[1:])
-        return (*(Kind(floats, first) for floats in FLOATS), *more)
+        more = (RandomInputKind("normal", other) for other in self.integers[1:])
+        return (*(RandomInputKind(floats, first) for floats in FLOATS), *more)
 
     def larger(
         self, sizes: Collection[int], *, times: int = GROWTH, limit: int = MAX_ELEMENTS
@@ -202,7 +202,7 @@ def _prepared(probe: Probe) -> Probe:
     refusal: Exception | None = None
     for integers in INTEGERS if integral else INTEGERS[:1]:
         try:
-            _check(probe, Kind(FLOATS[0], integers))
+            _check(probe, RandomInputKind(FLOATS[0], integers))
         except NotTriableError:
             raise
         except Exception as error:  # noqa: BLE001  as above
@@ -227,7 +227,7 @@ def _carries_gradient(call: Call) -> bool:
     )
 
 
-def _check(probe: Probe, kind: Kind) -> None:
+def _check(probe: Probe, kind: RandomInputKind) -> None:
     """Run the operator twice and check that it is a deterministic function of its inputs.
 
     Raises:

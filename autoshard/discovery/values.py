@@ -15,7 +15,7 @@ from autoshard.graph import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class RandomInputKind:
     """Kind of random inputs.
 
     Attributes:
@@ -32,7 +32,7 @@ INTEGERS = ("any", "ordered", "small")
 
 
 def draw(
-    kind: Kind,
+    kind: RandomInputKind,
     tensors: Sequence[Tensor],
     shapes: Shapes,
     *,
@@ -67,7 +67,7 @@ def draw(
 
 
 def _floating(
-    kind: Kind, dtype: torch.dtype, shape: tuple[int, ...], generator: torch.Generator
+    kind: RandomInputKind, dtype: torch.dtype, shape: tuple[int, ...], generator: torch.Generator
 ) -> torch.Tensor:
     numbers = _FLOATS[kind.floats](shape, generator)
     if dtype.is_complex:

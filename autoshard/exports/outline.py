@@ -13,7 +13,8 @@ from autoshard.errors import PlanError
 from autoshard.graph import Graph, Node, graph_from_json
 from autoshard.layouts import AxisType, I, Layout
 from autoshard.mesh import mesh_text
-from autoshard.plan.document import PlacedInput, PlacedNode, Plan, Stage
+from autoshard.plan.document import Plan
+from autoshard.plan.stage import PlacedInput, PlacedNode, Stage
 
 Role = Literal["replicate", "shard", "tensor", "context"]
 """Purpose of an axis: data-parallel, with whole parameters or with shards; or another one."""

@@ -32,7 +32,9 @@ def settings_express(outline: Outline, *, sequence_parallel: bool, first_dim: bo
     stages = stage_outlines(outline)
     return joined(
         [
-            _Stage(stage, sequence_parallel=sequence_parallel, first_dim=first_dim).expressed()
+            _ComparedStage(
+                stage, sequence_parallel=sequence_parallel, first_dim=first_dim
+            ).expressed()
             for stage in stages
         ]
     )
@@ -46,7 +48,7 @@ def stage_outlines(outline: Outline) -> list[Outline]:
     return [Outline(stage_plan(outline.plan, number)[0]) for number in numbers]
 
 
-class _Stage:
+class _ComparedStage:
     """A stage of a plan, compared with the pattern."""
 
     def __init__(self, outline: Outline, *, sequence_parallel: bool, first_dim: bool) -> None:

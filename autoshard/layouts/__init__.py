@@ -36,12 +36,14 @@ if TYPE_CHECKING:
         to_placements,
     )
     from autoshard.layouts.resharding import (
+        ReshardingTable,
+    )
+    from autoshard.layouts.steps import (
         ALONE,
         STEPS,
         Action,
         Charge,
         Pricer,
-        ReshardingTable,
         Step,
         is_bucketable,
         is_padded,

@@ -14,7 +14,7 @@ from autoshard.costs import Frequency, runs_per_step
 from autoshard.graph import Graph, find_blocks
 from autoshard.layouts import Action, is_bucketable, is_padded, parse_type
 from autoshard.lowering.recompute import Recomputed, recomputed
-from autoshard.plan.document import PlannedStep, Resharding, Stage, Use
+from autoshard.plan.stage import PlannedStep, Resharding, Stage, Use
 
 SMALL = 2 * 2**20
 """Maximum bytes of a parameter that shares a bucket: copying it costs less than a latency."""

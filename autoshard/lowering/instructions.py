@@ -22,14 +22,8 @@ from autoshard.graph import Graph, Node
 from autoshard.layouts import Action, Layout
 from autoshard.lowering.buckets import Bucket, buckets_of
 from autoshard.lowering.recompute import recomputed
-from autoshard.plan.document import (
-    PlacedNode,
-    PlannedStep,
-    Resharding,
-    Stage,
-    Use,
-)
 from autoshard.plan.predictions import CollectiveCount, Direction
+from autoshard.plan.stage import PlacedNode, PlannedStep, Resharding, Stage, Use
 
 Shape = tuple[int, ...]
 Slots = tuple[int, ...]
@@ -54,7 +48,7 @@ class Collective(NamedTuple):
     runs: int
 
 
-class Call(NamedTuple):
+class LocalCall(NamedTuple):
     """Run an operator on local tensors.
 
     Attributes:
@@ -84,7 +78,7 @@ class Call(NamedTuple):
                 yield Collective(*what, "backward", inner.nbytes, micro_batches)
 
 
-class Reshard(NamedTuple):
+class UnbucketedReshard(NamedTuple):
     """Run a resharding that is not in a bucket.
 
     Attributes:
@@ -178,7 +172,7 @@ class Cast(NamedTuple):
         return iter(())
 
 
-Instruction = Call | Reshard | BeginBucket | EndBucket | Cast
+Instruction = LocalCall | UnbucketedReshard | BeginBucket | EndBucket | Cast
 
 
 @dataclass(frozen=True)
@@ -359,7 +353,7 @@ class _Lowerer:
         shapes = self._local_shapes(number, placed)
         again = node.name in self._again.nodes
         self._instructions.append(
-            Call(reads, targets, number, placed, shapes, self._checkpoint, again)
+            LocalCall(reads, targets, number, placed, shapes, self._checkpoint, again)
         )
 
     def _local_shapes(self, number: int, placed: PlacedNode) -> tuple[Shape, ...]:
@@ -416,7 +410,7 @@ class _Lowerer:
         target = self._new_slot()
         again = use in self._again.reshardings
         self._instructions.append(
-            Reshard((source,), (target,), resharding, steps, self._checkpoint, again)
+            UnbucketedReshard((source,), (target,), resharding, steps, self._checkpoint, again)
         )
         return target
 

@@ -14,12 +14,12 @@ from autoshard.graph.gradients import Gradients
 from autoshard.layouts import Action, S, parse_type
 from autoshard.lowering.instructions import (
     BeginBucket,
-    Call,
     Cast,
     EndBucket,
+    LocalCall,
     Lowering,
-    Reshard,
     Shape,
+    UnbucketedReshard,
 )
 from autoshard.lowering.recompute import AS_IN_EAGER, Keeps, Saving
 from autoshard.ops import (
@@ -32,7 +32,7 @@ from autoshard.ops import (
     view_strides,
 )
 from autoshard.ops.rules.collectives import NO_HALO_BYTES
-from autoshard.plan.document import PlannedStep, Use
+from autoshard.plan.stage import PlannedStep, Use
 
 
 class LocalTensor(NamedTuple):
@@ -286,9 +286,9 @@ class StageMemory:
             self._of_slot[slot] = self._add(self._intern(tensor), self._new_storage(-1))
         for number, instruction in enumerate(lowering.instructions):
             match instruction:
-                case Call():
+                case LocalCall():
                     self._call(instruction, number)
-                case Reshard():
+                case UnbucketedReshard():
                     self._reshard(instruction, number)
                 case BeginBucket():
                     self._begin(instruction, number)
@@ -320,7 +320,7 @@ class StageMemory:
         self.made_by.append(len(self.ops) if maker is None else maker)
         return len(self.made_by) - 1
 
-    def _call(self, instruction: Call, number: int) -> None:
+    def _call(self, instruction: LocalCall, number: int) -> None:
         node = self._graph.nodes[instruction.number]
         reads = tuple([self._of_slot[slot] for slot in instruction.reads])
         flows = self._gradients.flows(node)
@@ -362,7 +362,7 @@ class StageMemory:
         )
 
     def _call_memory(
-        self, instruction: Call, inputs: Sequence[LocalTensor], *, flows: bool
+        self, instruction: LocalCall, inputs: Sequence[LocalTensor], *, flows: bool
     ) -> _CallMemory:
         node = self._graph.nodes[instruction.number]
         call, shapes = call_of(self._graph, node), instruction.shapes
@@ -435,7 +435,7 @@ class StageMemory:
         nbytes = _nbytes(tensor.shape, self._graph.values[value])
         return self._intern(tensor._replace(nbytes=nbytes))
 
-    def _reshard(self, instruction: Reshard, number: int) -> None:
+    def _reshard(self, instruction: UnbucketedReshard, number: int) -> None:
         (source,) = (self._of_slot[slot] for slot in instruction.reads)
         resharding = instruction.resharding
         memory = self._resharding_memory(resharding.value, instruction.steps, source)
@@ -554,7 +554,7 @@ class StageMemory:
         return self._reshardings[key]
 
 
-def _converts_again(instruction: Reshard, memory: ReshardingMemory) -> bool:
+def _converts_again(instruction: UnbucketedReshard, memory: ReshardingMemory) -> bool:
     """True if backward converts a parameter again, since forward only converts it."""
     return memory.converts and memory.in_place and instruction.checkpoint < 0
 

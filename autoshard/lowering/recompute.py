@@ -22,7 +22,7 @@ from autoshard.ops import (
     call_of,
     saved_tensors,
 )
-from autoshard.plan.document import Stage, Use
+from autoshard.plan.stage import Stage, Use
 
 
 class Keeps(Enum):

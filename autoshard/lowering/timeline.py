@@ -57,7 +57,7 @@ from autoshard.graph.gradients import Gradient, Gradients
 from autoshard.lowering.instructions import Lowering, lower
 from autoshard.lowering.memory import MemoryOp, StageMemory
 from autoshard.lowering.recompute import AS_IN_EAGER, Saving, recomputed_part
-from autoshard.plan.document import Stage, Use
+from autoshard.plan.stage import Stage, Use
 
 KINDS = (
     "parameters",

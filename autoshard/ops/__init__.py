@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     )
     from autoshard.ops.rules.collectives import (
         InnerCollective,
+        LetterReduction,
         Operation,
-        Reduction,
         Reductions,
     )
     from autoshard.ops.rules.rule import (
@@ -60,10 +60,10 @@ __all__ = [
     "InnerCollective",
     "Interleaved",
     "Kernel",
+    "LetterReduction",
     "Operation",
     "OperatorRule",
     "OperatorSpec",
-    "Reduction",
     "Reductions",
     "SavedByAutograd",
     "Strategy",

@@ -29,7 +29,7 @@ from autoshard.ops.rules.spec import (
 _EXCHANGE = "move | move"
 
 
-class _Rows:
+class _ExpertRows:
     """The letters of a call on rows ordered by expert.
 
     Args:
@@ -76,7 +76,7 @@ class _Rows:
 def _dispatch(call: Call) -> OperatorRule:
     """tokens[t, d], ids[t, s] -> rows[a, b, d]."""
     made = call.outputs[0]
-    at = _Rows(call, made)
+    at = _ExpertRows(call, made)
     tokens, follows = at.whole_tokens()
     width = at.space.free(made.shape[2])
     rule = at.space.rule(
@@ -91,7 +91,7 @@ def _dispatch(call: Call) -> OperatorRule:
 def _combine(call: Call) -> OperatorRule:
     """rows[a, b, d], ids[t, s], weights[t, s] -> [t, d], for each token a sum over its slots."""
     rows = call.inputs[0]
-    at = _Rows(call, rows)
+    at = _ExpertRows(call, rows)
     tokens, follows = at.whole_tokens()
     width = at.space.free(rows.shape[2])
     rule = at.space.rule(
@@ -107,7 +107,7 @@ def _combine(call: Call) -> OperatorRule:
 def _grouped_mm(call: Call) -> OperatorRule:
     """rows[a, b, k], matrices[(a m), k, n], ids[t, s] -> [a, b, n]; a row meets one matrix."""
     rows, matrices = call.inputs[:2]
-    at = _Rows(call, rows)
+    at = _ExpertRows(call, rows)
     summed, made = (at.space.free(size) for size in matrices.shape[1:])
     members = at.space.fixed(matrices.shape[0] // rows.shape[0])
     rule = at.space.rule(
@@ -123,7 +123,7 @@ def _grouped_mm(call: Call) -> OperatorRule:
 def _expert_bias(call: Call) -> OperatorRule:
     """bias[(a m), n], ids[t, s] -> [a, b, n]."""
     bias, made = call.inputs[0], call.outputs[0]
-    at = _Rows(call, made)
+    at = _ExpertRows(call, made)
     members = at.space.fixed(bias.shape[0] // made.shape[0])
     width = at.space.free(made.shape[2])
     rule = at.space.rule(

@@ -11,18 +11,11 @@ if TYPE_CHECKING:
     )
     from autoshard.plan.document import (
         PLAN_VERSION,
-        Checkpoint,
         Conflict,
         GraphSummary,
         Pipeline,
-        PlacedInput,
-        PlacedNode,
-        PlacedOutput,
         Plan,
-        PlannedStep,
         Provenance,
-        Resharding,
-        Stage,
         StageTimes,
     )
     from autoshard.plan.modules import (
@@ -45,6 +38,15 @@ if TYPE_CHECKING:
         Performance,
     )
     from autoshard.plan.problem_size import ProblemSize
+    from autoshard.plan.stage import (
+        Checkpoint,
+        PlacedInput,
+        PlacedNode,
+        PlacedOutput,
+        PlannedStep,
+        Resharding,
+        Stage,
+    )
     from autoshard.plan.stage_plans import (
         only_stage,
         stage_plan,

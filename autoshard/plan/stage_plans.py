@@ -2,8 +2,9 @@
 
 from autoshard.errors import PlanError
 from autoshard.graph import Graph, graph_from_json
-from autoshard.plan.document import GraphSummary, Plan, Stage
+from autoshard.plan.document import GraphSummary, Plan
 from autoshard.plan.options.of_stages import stage_options, with_pinned_ends
+from autoshard.plan.stage import Stage
 from autoshard.plan.sub_meshes import stage_mesh
 
 

@@ -6,7 +6,7 @@ from math import prod
 
 from autoshard.errors import OptionError
 from autoshard.mesh import Axis, Mesh
-from autoshard.plan.document import Stage
+from autoshard.plan.stage import Stage
 
 PIPELINE_AXIS = "pp"
 """Name of the outermost axis of a mesh whose size is the number of pipeline ranks."""

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
         make_plans,
     )
     from autoshard.planner.meshes.search import (
-        Candidate,
+        MeshCandidate,
         SearchProgress,
         candidate_meshes,
         search_meshes,
@@ -43,10 +43,10 @@ else:
 
 __all__ = [
     "Alternative",
-    "Candidate",
     "Explanation",
     "GraphIdentity",
     "JointPlans",
+    "MeshCandidate",
     "MicroBatches",
     "OptimalityCheck",
     "SearchProgress",

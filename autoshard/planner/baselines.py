@@ -28,10 +28,11 @@ from autoshard.graph import Graph, GraphLike, to_graph
 from autoshard.lowering.instructions import summed_collectives
 from autoshard.mesh import Mesh, MeshLike, to_mesh
 from autoshard.plan.comparisons import Baseline, Unrestricted
-from autoshard.plan.document import Plan, Stage
+from autoshard.plan.document import Plan
 from autoshard.plan.options import Family, PlanOptions, to_options
 from autoshard.plan.options.restrictions import option_label, restrictions, without_restrictions
 from autoshard.plan.predictions import Certificate, Performance
+from autoshard.plan.stage import Stage
 from autoshard.planner.budget.rounds import Outcome
 from autoshard.planner.budget.search import BudgetSearch
 from autoshard.planner.formulation.formulating import check_size, check_trainable, work_limits

@@ -21,8 +21,9 @@ from autoshard.plan.document import Plan
 from autoshard.plan.stage_plans import stage_plan
 from autoshard.planner.budget.search import BudgetSearch
 from autoshard.planner.formulation.formulating import formulated, unfinished_reason, work_limits
-from autoshard.planner.formulation.formulation import Formulation, Role, Variable
+from autoshard.planner.formulation.formulation import Formulation
 from autoshard.planner.formulation.stage_builder import Decisions, decisions_of
+from autoshard.planner.formulation.variables import Role, Variable
 from autoshard.solve import MinMarginals
 
 _EXACT = 1e-6

@@ -21,10 +21,11 @@ from autoshard.mesh import Mesh, MeshLike, to_mesh
 from autoshard.ops.rules.legality import without_invariant
 from autoshard.plan.document import Plan
 from autoshard.plan.options import Pins, PlanOptions, to_options
-from autoshard.planner.formulation.formulation import Formulation, Role, same_label
+from autoshard.planner.formulation.formulation import Formulation, same_label
+from autoshard.planner.formulation.variables import Role
 from autoshard.planner.pipeline.policies import num_stages, stage_cutter
 from autoshard.planner.planner import make_stage_plan
-from autoshard.solve import Edge, Node, Problem, Repeat, ShortestPathCost, solve_problem
+from autoshard.solve import Edge, Problem, ProblemNode, Repeat, ShortestPathCost, solve_problem
 
 _SHARED = {InputKind.PARAMETER: "parameters", InputKind.BUFFER: "buffers"}
 
@@ -213,7 +214,7 @@ def _joint_problem(
     formulations: Sequence[Formulation], weights: Sequence[float]
 ) -> tuple[Problem, list[int]]:
     """The problems of all programs as one, and the first node of each."""
-    nodes: list[Node] = []
+    nodes: list[ProblemNode] = []
     edges: list[Edge] = []
     repeats: list[Repeat] = []
     starts: list[int] = []

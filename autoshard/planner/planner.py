@@ -26,11 +26,11 @@ from autoshard.plan.document import (
     Plan,
     Provenance,
     RepeatedBlock,
-    Stage,
 )
 from autoshard.plan.options import PlanOptions
 from autoshard.plan.predictions import Certificate
 from autoshard.plan.problem_size import ProblemSize
+from autoshard.plan.stage import Stage
 from autoshard.planner.budget.rounds import Outcome
 from autoshard.planner.budget.search import BudgetSearch
 from autoshard.planner.conflicts import conflict_text, find_conflict
@@ -40,7 +40,8 @@ from autoshard.planner.formulation.formulating import (
     unfinished_reason,
     work_limits,
 )
-from autoshard.planner.formulation.formulation import Formulation, Role
+from autoshard.planner.formulation.formulation import Formulation
+from autoshard.planner.formulation.variables import Role
 from autoshard.planner.memory.least_memory import LeastMemory
 from autoshard.solve import CancelToken, KeyValueStore, Progress
 

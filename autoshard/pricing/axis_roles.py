@@ -19,7 +19,8 @@ from autoshard.graph import DimFactors, Graph, InputKind, Node, Origin, graph_fr
 from autoshard.graph.experts import EXPERT_BIAS, GROUPED_MM
 from autoshard.layouts import Layout
 from autoshard.ops import OperatorRule, call_of, rule_for, weights_of
-from autoshard.plan.document import PlacedNode, Plan, Stage
+from autoshard.plan.document import Plan
+from autoshard.plan.stage import PlacedNode, Stage
 from autoshard.pricing.module_kinds import ModuleKind, module_kinds, parameter_kinds
 
 

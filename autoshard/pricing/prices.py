@@ -45,8 +45,8 @@ from autoshard.ops import (
     strategies,
 )
 from autoshard.ops.rules.legality import without_invariant
-from autoshard.plan.document import Resharding
 from autoshard.plan.options import PlanOptions
+from autoshard.plan.stage import Resharding
 from autoshard.pricing.charges import charges
 from autoshard.pricing.execution import check_float8, executions, saving_of
 

@@ -29,9 +29,10 @@ from autoshard.base.arguments import check_arguments
 from autoshard.base.collection import collection_paused
 from autoshard.errors import PlanError
 from autoshard.graph import Graph, Node, graph_from_json
-from autoshard.lowering.instructions import BeginBucket, Call, Reshard
+from autoshard.lowering.instructions import BeginBucket, LocalCall, UnbucketedReshard
 from autoshard.lowering.timeline import Phase, Timeline, timeline
-from autoshard.plan.document import Plan, Resharding, Stage, Use
+from autoshard.plan.document import Plan
+from autoshard.plan.stage import Resharding, Stage, Use
 from autoshard.pricing.stage_times import Piece, ReshardingTiming, StageTiming
 
 Category = Literal["compute", "communication", "optimizer", "recompute"]
@@ -240,9 +241,9 @@ class _Simulator:
 
     def _advance(self, number: int, phase: Phase) -> None:
         match self._memory.lowering.instructions[number]:
-            case Call() as call:
+            case LocalCall() as call:
                 self._call(self._graph.nodes[call.number], phase)
-            case Reshard() as reshard:
+            case UnbucketedReshard() as reshard:
                 self._reshard(reshard.resharding.use, phase)
             case BeginBucket() as begin:
                 for use in begin.bucket.uses:

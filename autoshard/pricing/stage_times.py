@@ -33,15 +33,9 @@ from autoshard.lowering.recompute import recomputed
 from autoshard.mesh import Mesh
 from autoshard.ops import call_of, rule_for, weights_of
 from autoshard.ops.rules.legality import share_of
-from autoshard.plan.document import (
-    PlacedNode,
-    PlannedStep,
-    Resharding,
-    Stage,
-    StageTimes,
-    Use,
-)
+from autoshard.plan.document import StageTimes
 from autoshard.plan.options import PlanOptions
+from autoshard.plan.stage import PlacedNode, PlannedStep, Resharding, Stage, Use
 from autoshard.pricing.prices import Prices
 
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from autoshard.graph import Graph, graph_from_json
 from autoshard.layouts import Action
 from autoshard.ops import weights_of
-from autoshard.plan.document import Plan, Resharding, Stage
+from autoshard.plan.document import Plan
 from autoshard.plan.options import Mode
+from autoshard.plan.stage import Resharding, Stage
 from autoshard.pricing.module_kinds import module_kinds
 
 _NOTHING = 1e-9

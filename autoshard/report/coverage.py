@@ -15,8 +15,9 @@ from autoshard.ops import (
     rule_for,
     spec_for,
 )
-from autoshard.plan.document import Plan, Resharding
+from autoshard.plan.document import Plan
 from autoshard.plan.predictions import Document, Seconds
+from autoshard.plan.stage import Resharding
 
 _SCALAR = "Tensors of at most one element: there is nothing to shard."
 

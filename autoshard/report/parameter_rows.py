@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from autoshard.layouts import Action
-from autoshard.plan.document import PlacedInput, Plan, Stage
+from autoshard.plan.document import Plan
+from autoshard.plan.stage import PlacedInput, Stage
 from autoshard.report.compare import Change
 
 _NODE_NUMBER = re.compile(r"_\d+$")

@@ -150,7 +150,7 @@ class PlanRequest(GraphRequest):
         return _build_mesh(self.document["mesh"], topologies)
 
 
-class SearchRequest(GraphRequest):
+class MeshSearchRequest(GraphRequest):
     """A request for the best mesh; the arguments are those of `Client.search`."""
 
     def __init__(
@@ -181,7 +181,7 @@ class SearchRequest(GraphRequest):
         super().__init__(model, args, kwargs, members, discover=discover)
 
 
-class CoverageRequest(GraphRequest):
+class OperatorCoverageRequest(GraphRequest):
     """A request for operators that can be sharded; the arguments are those of `Client.coverage`."""
 
     def __init__(

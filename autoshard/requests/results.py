@@ -138,6 +138,10 @@ class PlanEntry(_Document):
     mesh: tuple[tuple[str, int], ...] = Field(description="name and size of each axis")
     topology: str
     graph_digest: str = Field(description="of the canonical program")
+    size: int = Field(ge=0, description="bytes of the document")
+    bound: float | None = Field(description="proven lower bound on a step, seconds")
+    num_nodes: int
+    num_parameters: int
 
     @classmethod
     def of(cls, plan: Plan, created_at: datetime) -> "PlanEntry":
@@ -153,6 +157,10 @@ class PlanEntry(_Document):
             mesh=tuple((axis.name, axis.size) for axis in plan.mesh.axes),
             topology=plan.mesh.topology.name,
             graph_digest=plan.graph.digest,
+            size=len(plan.to_json().encode()),
+            bound=plan.certificate.bound,
+            num_nodes=plan.graph.num_nodes,
+            num_parameters=plan.graph.num_parameters,
         )
 
 

@@ -276,7 +276,7 @@ def search(
 
 
 def _searched_mesh(
-    candidate: "planner.Candidate", known: str, keep: KeepPlan | None, *, is_complete: bool
+    candidate: "planner.MeshCandidate", known: str, keep: KeepPlan | None, *, is_complete: bool
 ) -> SearchedMesh:
     made = candidate.plan
     if made is None:

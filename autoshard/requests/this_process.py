@@ -13,7 +13,7 @@ from autoshard.mesh import Topology, get_topology, list_topologies, resolve_topo
 from autoshard.plan import Plan
 from autoshard.requests import running
 from autoshard.requests.kept_plans import Offline, OfflinePlans, open_folder, require_plan
-from autoshard.requests.models import CoverageRequest, PlanRequest, SearchRequest
+from autoshard.requests.models import MeshSearchRequest, OperatorCoverageRequest, PlanRequest
 from autoshard.requests.results import (
     MeshSearch,
     PlanEntry,
@@ -109,7 +109,7 @@ class ThisProcess:
 
     def search(
         self,
-        request: SearchRequest,
+        request: MeshSearchRequest,
         *,
         on_progress: running.ProgressListener | None = None,
         cancel: "CancelToken | None" = None,
@@ -154,7 +154,7 @@ class ThisProcess:
         mesh = request.mesh(self._topologies)
         return running.validate(request.program, mesh, request.options, self._resources)[0]
 
-    def coverage(self, request: CoverageRequest) -> "report.Coverage":
+    def coverage(self, request: OperatorCoverageRequest) -> "report.Coverage":
         """List the operators that can be sharded.
 
         Raises:

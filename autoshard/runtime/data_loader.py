@@ -63,7 +63,7 @@ def shard_loader(loader: DataLoader[T], model: nn.Module, *, seed: Seed = 0) -> 
     if loader.batch_sampler is None:
         raise PlanError("the loader yields single rows; set its batch_size or batch_sampler")
     shuffled = _shuffled_alike(loader.batch_sampler, loader.sampler, seed)
-    batches = _Rows(shuffled, forward.arguments, takes_others=takes_other_shapes(model))
+    batches = _RankRows(shuffled, forward.arguments, takes_others=takes_other_shapes(model))
     settings = {**_settings(loader), "collate_fn": _Collate(loader.collate_fn)}
     sharded = _ShardedLoader(_Numbered(loader.dataset), batch_sampler=batches, **settings)
     sharded.share = partial(_shared, forward)
@@ -183,7 +183,7 @@ def _shared(forward: PlannedForward, batch: Any, own: int, of: int) -> Any:
     return pytree.tree_map(share, batch)
 
 
-class _Rows(Sampler[list[_Row]]):
+class _RankRows(Sampler[list[_Row]]):
     """This rank's rows of every batch.
 
     Args:

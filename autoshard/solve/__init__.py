@@ -12,7 +12,7 @@ from autoshard.solve.bounds.elimination import MinMarginals
 from autoshard.solve.bounds.path_costs import ShortestPathCost
 from autoshard.solve.iopddl import read_iopddl
 from autoshard.solve.minimum_usage import minimum_usage
-from autoshard.solve.problem import Edge, Node, Problem, Repeat, UsageLimit
+from autoshard.solve.problem import Edge, Problem, ProblemNode, Repeat, UsageLimit
 from autoshard.solve.programs.integer_program import (
     ProgramSize,
     ProgramTooLargeError,
@@ -30,8 +30,8 @@ __all__ = [
     "Edge",
     "KeyValueStore",
     "MinMarginals",
-    "Node",
     "Problem",
+    "ProblemNode",
     "ProgramSize",
     "ProgramTooLargeError",
     "Progress",

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 
 from autoshard.base.arrays import FloatArray
-from autoshard.solve.problem import Edge, Node, Problem, UsageLimit
+from autoshard.solve.problem import Edge, Problem, ProblemNode, UsageLimit
 from autoshard.solve.state import Solution
 
 
@@ -50,9 +50,9 @@ def solution_of(problem: Problem, solution: Solution) -> Solution:
     return replace(solution, choice=solution.choice[: len(problem.nodes)])
 
 
-def _node(edge: Edge) -> Node:
+def _node(edge: Edge) -> ProblemNode:
     """A node with a strategy for each entry of an edge's matrix, without usage."""
-    return Node(edge.cost.ravel(), np.zeros(edge.cost.size), edge.interval)
+    return ProblemNode(edge.cost.ravel(), np.zeros(edge.cost.size), edge.interval)
 
 
 def _joins(edge: Edge, v: int) -> Iterator[Edge]:

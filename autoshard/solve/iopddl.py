@@ -11,7 +11,7 @@ import numpy as np
 from autoshard.base.arrays import FloatArray, IntArray
 from autoshard.base.files import read_file
 from autoshard.errors import ProblemError
-from autoshard.solve.problem import Edge, Node, Problem
+from autoshard.solve.problem import Edge, Problem, ProblemNode
 
 FORBIDDEN_COST = 1e18
 """Costs of at least this forbid a strategy or a pair."""
@@ -61,7 +61,7 @@ def _problem(raw: Mapping[str, Any]) -> Problem:
         edges.append(Edge(source, target, matrix, rows, cols))
     limit = raw.get("usage_limit")
     nodes = tuple(
-        Node(cost, np.array(usage, dtype=np.float64), (int(first), int(last)))
+        ProblemNode(cost, np.array(usage, dtype=np.float64), (int(first), int(last)))
         for cost, usage, (first, last) in zip(
             costs, listed["usages"], listed["intervals"], strict=True
         )

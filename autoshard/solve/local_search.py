@@ -3,7 +3,7 @@
 import numpy as np
 
 from autoshard.base.arrays import BoolArray, FloatArray
-from autoshard.solve.network import Network, Variable
+from autoshard.solve.network import Network, NetworkVariable
 from autoshard.solve.presolve.base import Worklist
 from autoshard.solve.presolve.drop_strategies import term_prices
 from autoshard.solve.settings import DEFAULT_EFFORT, Effort
@@ -94,7 +94,7 @@ class CoordinateDescent:
         best = int(total.argmin())
         return best if total[best] < total[picks[v]] else picks[v]
 
-    def _fits(self, variable: Variable, pick: int, usage: FloatArray) -> BoolArray:
+    def _fits(self, variable: NetworkVariable, pick: int, usage: FloatArray) -> BoolArray:
         """Mask of the strategies that fit, given the usage of the other variables, shape [S]."""
         fits: BoolArray = np.ones(len(variable.cost), dtype=np.bool_)
         for term in variable.terms:
@@ -104,7 +104,7 @@ class CoordinateDescent:
         return fits
 
 
-def _move(variable: Variable, usage: FloatArray, old: int | None, new: int | None) -> None:
+def _move(variable: NetworkVariable, usage: FloatArray, old: int | None, new: int | None) -> None:
     """Subtract the usage of one strategy, in place, and add that of another."""
     for term in variable.terms:
         if old is not None:

@@ -53,7 +53,7 @@ class Matrix:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Link:
+class NetworkLink:
     """Price `matrix.values[rows[s], cols[t]]` of strategies s and t of two variables."""
 
     matrix: Matrix
@@ -61,9 +61,9 @@ class Link:
     cols: IntArray
 
     @property
-    def flipped(self) -> "Link":
+    def flipped(self) -> "NetworkLink":
         """The same link seen from the other end."""
-        return Link(self.matrix.flipped, self.cols, self.rows)
+        return NetworkLink(self.matrix.flipped, self.cols, self.rows)
 
     def dense(self) -> FloatArray:
         """Price of every pair of strategies, shape [S, T]."""
@@ -80,7 +80,7 @@ class Term:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Variable:
+class NetworkVariable:
     """A node of the problem that is not decided yet.
 
     Attributes:
@@ -93,10 +93,10 @@ class Variable:
     cost: FloatArray
     terms: tuple[Term, ...] = ()
 
-    def kept(self, keep: BoolArray | IntArray) -> "Variable":
+    def kept(self, keep: BoolArray | IntArray) -> "NetworkVariable":
         """The variable with only some of its strategies."""
         terms = tuple(Term(t.first, t.last, t.usage[keep]) for t in self.terms)
-        return Variable(self.labels[keep], self.cost[keep], terms)
+        return NetworkVariable(self.labels[keep], self.cost[keep], terms)
 
 
 class Network:
@@ -113,8 +113,8 @@ class Network:
     """
 
     def __init__(self) -> None:
-        self.variables: dict[int, Variable] = {}
-        self.links: dict[int, dict[int, Link]] = {}
+        self.variables: dict[int, NetworkVariable] = {}
+        self.links: dict[int, dict[int, NetworkLink]] = {}
         self.ties: tuple[tuple[int, ...], ...] = ()
         self.capacity: FloatArray = np.zeros(0)
         self.constant = 0.0
@@ -141,7 +141,7 @@ class Network:
                     fits, start = usage <= slack, place * num_times
                     terms.append(Term(start + first, start + last, np.where(fits, usage, 0.0)))
                     cost = np.where(fits, cost, np.inf)
-            network.add(v, Variable(np.arange(node.num_strategies), cost, tuple(terms)))
+            network.add(v, NetworkVariable(np.arange(node.num_strategies), cost, tuple(terms)))
         network.connect_all(problem.edges)
         network.ties = tuple(group for group in problem.ties if len(group) > 1)
         return network
@@ -153,7 +153,7 @@ class Network:
         other.links = {v: dict(links) for v, links in self.links.items()}
         return other
 
-    def pairs(self) -> Iterator[tuple[int, int, Link]]:
+    def pairs(self) -> Iterator[tuple[int, int, NetworkLink]]:
         """Every link once."""
         for u, links in self.links.items():
             for v, link in links.items():
@@ -170,7 +170,7 @@ class Network:
         """Entries of the matrices of all links."""
         return sum(link.matrix.values.size for _, _, link in self.pairs())
 
-    def add(self, v: int, variable: Variable) -> None:
+    def add(self, v: int, variable: NetworkVariable) -> None:
         """Add a variable without links."""
         self.variables[v], self.links[v], self.changes[v] = variable, {}, 0
 
@@ -179,7 +179,7 @@ class Network:
         for v in variables:
             self.changes[v] += 1
 
-    def replace(self, v: int, variable: Variable) -> None:
+    def replace(self, v: int, variable: NetworkVariable) -> None:
         """Replace a variable by one with the same strategies."""
         self.variables[v] = variable
         self.touch(v)
@@ -187,7 +187,7 @@ class Network:
     def add_cost(self, v: int, cost: FloatArray) -> None:
         """Add to the price of each strategy."""
         variable = self.variables[v]
-        self.replace(v, Variable(variable.labels, variable.cost + cost, variable.terms))
+        self.replace(v, NetworkVariable(variable.labels, variable.cost + cost, variable.terms))
 
     def keep(self, v: int, mask: BoolArray) -> None:
         """Drop the strategies of a variable where a mask is false."""
@@ -196,15 +196,15 @@ class Network:
             return
         self.replace(v, self.variables[v].kept(mask))
         for w, link in self.links[v].items():
-            self.put(v, w, Link(link.matrix, link.rows[mask], link.cols))
+            self.put(v, w, NetworkLink(link.matrix, link.rows[mask], link.cols))
 
-    def put(self, u: int, v: int, link: Link) -> None:
+    def put(self, u: int, v: int, link: NetworkLink) -> None:
         """Set the link of two variables; an existing one is replaced."""
         self.links[u][v] = link
         self.links[v][u] = link.flipped
         self.touch(u, v)
 
-    def connect(self, u: int, v: int, link: Link) -> None:
+    def connect(self, u: int, v: int, link: NetworkLink) -> None:
         """Add a link; parallel links are summed into one."""
         old = self.links[u].get(v)
         self.put(u, v, link if old is None else parallel_sum(old, link))
@@ -214,7 +214,7 @@ class Network:
         matrices: dict[int, Matrix] = {}
         for edge in edges:
             matrix = matrices.setdefault(id(edge.cost), Matrix(edge.cost))
-            self.connect(edge.source, edge.target, Link(matrix, edge.rows, edge.cols))
+            self.connect(edge.source, edge.target, NetworkLink(matrix, edge.rows, edge.cols))
 
     def disconnect(self, u: int, v: int) -> None:
         """Remove the link of two variables."""
@@ -324,7 +324,7 @@ def joint_classes(first: IntArray, second: IntArray) -> tuple[IntArray, IntArray
     return members, classes
 
 
-def parallel_sum(first: Link, second: Link) -> Link:
+def parallel_sum(first: NetworkLink, second: NetworkLink) -> NetworkLink:
     """Sum of two parallel links."""
     row_of, rows = joint_classes(first.rows, second.rows)
     col_of, cols = joint_classes(first.cols, second.cols)
@@ -332,4 +332,4 @@ def parallel_sum(first: Link, second: Link) -> Link:
         first.matrix.values[np.ix_(first.rows[row_of], first.cols[col_of])]
         + second.matrix.values[np.ix_(second.rows[row_of], second.cols[col_of])]
     )
-    return Link(Matrix(values), rows, cols)
+    return NetworkLink(Matrix(values), rows, cols)

@@ -28,7 +28,7 @@ _LARGE_ENTRIES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class ProblemNode:
     """A variable of the problem: one of its strategies is chosen.
 
     Attributes:
@@ -132,7 +132,7 @@ class Problem:
             infeasible.
     """
 
-    nodes: tuple[Node, ...]
+    nodes: tuple[ProblemNode, ...]
     edges: tuple[Edge, ...] = ()
     ties: tuple[tuple[int, ...], ...] = ()
     usage_limit: float = np.inf
@@ -456,7 +456,7 @@ def _concatenated(arrays: Sequence[NDArray[Any]]) -> tuple[NDArray[Any], IntArra
     return np.concatenate(parts), starts
 
 
-def _validate_nodes(nodes: Sequence[Node]) -> None:
+def _validate_nodes(nodes: Sequence[ProblemNode]) -> None:
     sound: set[tuple[int, int]] = set()
     for i, node in enumerate(nodes):
         # Arrays that nodes share are checked once.
@@ -466,7 +466,7 @@ def _validate_nodes(nodes: Sequence[Node]) -> None:
             sound.add(shared)
 
 
-def _validate_node(node: Node, where: str) -> None:
+def _validate_node(node: ProblemNode, where: str) -> None:
     if node.cost.ndim != 1 or len(node.cost) == 0:
         raise ProblemError(f"{where} has no strategies; every node needs at least one")
     if node.usage.shape != node.cost.shape:
@@ -490,7 +490,7 @@ def _validate_whole(usage: FloatArray, where: str) -> None:
         )
 
 
-def _validate_edges(nodes: Sequence[Node], edges: Sequence[Edge]) -> None:
+def _validate_edges(nodes: Sequence[ProblemNode], edges: Sequence[Edge]) -> None:
     sound: set[tuple[int, int, int]] = set()
     for i, edge in enumerate(edges):
         if not (0 <= edge.source < len(nodes) and 0 <= edge.target < len(nodes)):
@@ -559,7 +559,7 @@ def _where(i: int, edge: Edge) -> str:
     return f"edge {i} ({edge.source} -> {edge.target})"
 
 
-def _validate_ties(nodes: Sequence[Node], ties: Sequence[Sequence[int]]) -> None:
+def _validate_ties(nodes: Sequence[ProblemNode], ties: Sequence[Sequence[int]]) -> None:
     seen: set[int] = set()
     for group in ties:
         if seen & set(group) or len(set(group)) != len(group):

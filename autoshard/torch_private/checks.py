@@ -312,7 +312,7 @@ def _interleaves() -> bool:
     return [piece.tolist() for piece in pieces] == [[0, 2], [1, 3]]
 
 
-class _Stage(StageBase):
+class _RecordingStage(StageBase):
     """A stage that writes down which micro-batches it runs."""
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -331,7 +331,7 @@ class _Stage(StageBase):
 
 
 def _runs_stages(group: ProcessGroup) -> bool:
-    first, second = _Stage(group), _Stage(group)
+    first, second = _RecordingStage(group), _RecordingStage(group)
     both = Schedule1F1B(first, 2), ScheduleInterleaved1F1B([second], 2)
     for schedule in map(without_set_up, both):
         schedule.eval(return_outputs=False)

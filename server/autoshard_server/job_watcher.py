@@ -12,7 +12,7 @@ import structlog
 
 from autoshard_server.problems import ProblemType, limit_error
 from autoshard_server.store.job_store import JobStore
-from autoshard_server.store.jobs import Job, JobEvent, JobStatus
+from autoshard_server.store.jobs import Job, JobEvent, PolledJob
 from autoshard_solver_cache import StoreUnavailableError
 
 _POLL = 0.05
@@ -221,7 +221,7 @@ class _Followed:
             self.first = self._recent[0].number - 1
         self.wake()
 
-    def update(self, status: JobStatus | None) -> None:
+    def update(self, status: PolledJob | None) -> None:
         """Record the state of the job; None if it was deleted."""
         if not self.is_done and (status is None or status.state.done):
             self.is_done = True

@@ -167,7 +167,7 @@ def topology_name(mesh: MeshInput | None) -> str | None:
     return mesh.topology if isinstance(mesh, MeshShorthand) else None
 
 
-class GraphRequest(BaseModel):
+class GraphRequestBody(BaseModel):
     """The fields of every request about a graph."""
 
     model_config = ConfigDict(extra="forbid")
@@ -193,14 +193,14 @@ class TopologyDocument(RootModel[dict[str, Any]]):
     """A complete topology, as `topology_to_json` writes it."""
 
 
-class PlanRequest(GraphRequest):
+class PlanRequestBody(GraphRequestBody):
     """A mesh and options to plan for."""
 
     mesh: MeshField
     options: PlanOptions = PlanOptions()
 
 
-class CreatePlanRequest(PlanRequest):
+class CreatePlanRequest(PlanRequestBody):
     """The part 'request' of an upload: a mesh and options to plan for."""
 
     validate_only: bool = Field(
@@ -215,13 +215,13 @@ class CreatePlanOfGraphRequest(CreatePlanRequest):
     graph_sha256: GraphField
 
 
-class LookUpPlanRequest(PlanRequest):
+class LookUpPlanRequest(PlanRequestBody):
     """A mesh and options of an earlier request, and its graph."""
 
     graph_sha256: GraphField
 
 
-class SearchRequest(GraphRequest):
+class SearchRequest(GraphRequestBody):
     """A number of devices to find the best mesh for, and a stored graph."""
 
     graph_sha256: GraphField
@@ -239,7 +239,7 @@ class SearchRequest(GraphRequest):
     )
 
 
-class CoverageRequest(GraphRequest):
+class CoverageRequest(GraphRequestBody):
     """A stored graph, and optionally a mesh."""
 
     graph_sha256: GraphField
@@ -315,7 +315,7 @@ class PlanQuery:
 
     def __init__(
         self,
-        request: PlanRequest,
+        request: PlanRequestBody,
         graph_sha256: str,
         settings: Settings,
         *,

@@ -144,7 +144,7 @@ def _raise_store_error(context: ExceptionContext) -> None:
         ) from cause
 
 
-class _Pool(QueuePool):
+class _ConnectionPool(QueuePool):
     """Raises `StoreUnavailableError` if no connection becomes free in time."""
 
     def connect(self) -> PoolProxiedConnection:
@@ -166,21 +166,21 @@ def _create(url: URL) -> Engine:
         # A database in memory belongs to its connection, so all threads share one connection.
         return create_engine(
             url,
-            poolclass=_Pool,
+            poolclass=_ConnectionPool,
             pool_size=1,
             max_overflow=0,
             connect_args={"check_same_thread": False},
         )
     path = Path(url.database).expanduser()
     path.parent.mkdir(parents=True, exist_ok=True)
-    return create_engine(url.set(database=str(path)), poolclass=_Pool)
+    return create_engine(url.set(database=str(path)), poolclass=_ConnectionPool)
 
 
 def _create_postgres(url: URL) -> Engine:
     if url.drivername == "postgresql":
         url = url.set(drivername="postgresql+psycopg")
     defaults = {k: v for k, v in _POSTGRES_ARGUMENTS.items() if k not in url.query}
-    return create_engine(url, pool_pre_ping=True, poolclass=_Pool, connect_args=defaults)
+    return create_engine(url, pool_pre_ping=True, poolclass=_ConnectionPool, connect_args=defaults)
 
 
 def _set_up_sqlite(engine: Engine, busy_timeout: float, synchronous: str) -> None:

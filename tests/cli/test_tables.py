@@ -7,8 +7,8 @@ from rich.console import Console
 
 from autoshard.cli.rendering.tables import (
     Column,
-    Line,
     Report,
+    Sentence,
     Table,
     Unit,
     plain_lines,
@@ -57,7 +57,7 @@ def test_nothing_is_shortened_elsewhere(table: Table) -> None:
 
 
 def test_csv_and_json_have_all_rows_and_units_in_names(table: Table) -> None:
-    report = Report.of(Line("a sentence"), table)
+    report = Report.of(Sentence("a sentence"), table)
     assert write_csv(report).splitlines() == [
         "parameter,placement,size_bytes",
         f'{NAME},"Shard(0), Replicate",4000000',

@@ -178,6 +178,10 @@ def test_plans_are_explained_compared_and_exported(
         "mesh": ((two.mesh.axes[0].name, 4),),
         "topology": two.mesh.topology.name,
         "graph_digest": two.graph.digest,
+        "size": len(two.to_json()),
+        "bound": two.certificate.bound,
+        "num_nodes": two.graph.num_nodes,
+        "num_parameters": two.graph.num_parameters,
     }
     assert len(talk.list_plans(limit=1)) == 1
     jobs = {job.plan_id for job in talk.list_jobs()}

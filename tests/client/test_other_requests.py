@@ -22,7 +22,7 @@ from autoshard.errors import ServiceUnavailableError as UnavailableError
 from autoshard.graph import export_model, load_graph
 from autoshard.mesh import Topology, make_mesh, topology_from_json, topology_to_json
 from autoshard.plan import PlanOptions
-from autoshard.planner import Candidate, plan_id, problem_size
+from autoshard.planner import MeshCandidate, plan_id, problem_size
 
 QUICK = Retry(attempts=4, first=0.02, longest=1.5, outage=30.0)
 
@@ -67,7 +67,7 @@ def at_service(
 
 
 @cache
-def searched(graph: bytes, devices: int, **given: Any) -> tuple[Candidate, ...]:
+def searched(graph: bytes, devices: int, **given: Any) -> tuple[MeshCandidate, ...]:
     return search_meshes(load_graph(graph), devices, **given)
 
 

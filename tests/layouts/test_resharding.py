@@ -22,7 +22,7 @@ from autoshard.layouts import (
     Step,
     step_price,
 )
-from autoshard.layouts.resharding import STEP_OVERHEAD
+from autoshard.layouts.steps import STEP_OVERHEAD
 
 SIZES = (2, 4)
 SHAPE = (8, 16)

@@ -11,7 +11,7 @@ from support.recomputation import checkpointing
 
 from autoshard.checker import check_plan
 from autoshard.graph import Graph, graph_from_json
-from autoshard.layouts.resharding import STEP_OVERHEAD
+from autoshard.layouts.steps import STEP_OVERHEAD
 from autoshard.lowering import buckets as plan_buckets
 from autoshard.lowering.buckets import Bucket, buckets_of
 from autoshard.lowering.recompute import checkpoint_spans, recomputed

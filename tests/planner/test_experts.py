@@ -13,7 +13,7 @@ from autoshard.graph.experts import COMBINE, DISPATCH, GROUPED_MM, ragged_values
 from autoshard.layouts import Action
 from autoshard.mesh import Link, make_mesh
 from autoshard.plan import PlacedNode, Plan, PlanOptions
-from autoshard.plan.document import InnerStep, PlannedStep, Resharding
+from autoshard.plan.stage import InnerStep, PlannedStep, Resharding
 from autoshard.planner import make_plan
 
 NUM_LAYERS = 2

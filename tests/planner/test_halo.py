@@ -12,7 +12,7 @@ from torch import nn
 from autoshard.checker import check_plan
 from autoshard.graph import Graph
 from autoshard.plan import Plan, PlanOptions
-from autoshard.plan.document import InnerStep, PlacedNode
+from autoshard.plan.stage import InnerStep, PlacedNode
 from autoshard.planner import make_plan
 from autoshard.pricing import simulate
 

@@ -20,9 +20,10 @@ from autoshard.lowering.timeline import timeline
 from autoshard.mesh import Mesh, make_mesh
 from autoshard.plan import PlanOptions
 from autoshard.planner.budget.solver import BudgetSolver
-from autoshard.planner.formulation.formulation import Formulation, Role
+from autoshard.planner.formulation.formulation import Formulation
 from autoshard.planner.formulation.saved_tensors import SavedTensors
 from autoshard.planner.formulation.stage_builder import Decisions, StageBuilder, with_gathers_again
+from autoshard.planner.formulation.variables import Role
 from autoshard.planner.memory.memory_problem import MemoryProblem
 from autoshard.planner.memory.time_points import BackwardPoint
 from autoshard.solve import minimum_usage, solve_problem

@@ -15,7 +15,7 @@ from autoshard.lowering.instructions import count_collectives
 from autoshard.lowering.recompute import recomputed
 from autoshard.ops import SavedByAutograd, call_of, saved_tensors
 from autoshard.plan import Checkpoint, Stage
-from autoshard.plan.document import Use
+from autoshard.plan.stage import Use
 
 Made = tuple[Graph, Stage]
 

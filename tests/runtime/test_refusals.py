@@ -203,7 +203,7 @@ ops.rules.schema_checks: check_against_schema
 runtime.program.constants: prepared_inputs
 runtime.pipelining.devices: _position
 runtime.pipelining.schedules: make_schedule
-runtime.pipelining.stage: PlannedStage.check_local
+runtime.pipelining.stage: ScheduledStage.check_local
 runtime.pipelining.tied: _distinct
 runtime.program.local_program: _Binder._check_inputs _Binder._local_shapes
 runtime.python_state.state: _record
@@ -217,7 +217,7 @@ runtime.program.buckets: _check_unchanged
 runtime.checks.call_checks: ParameterCheck.check _check_stored check_no_transform _compare
 runtime.checks.call_structure: CallStructure.flatten
 runtime.program.constants: HeldConstant.get
-runtime.data_loader: shard_loader _Rows._rows
+runtime.data_loader: shard_loader _RankRows._rows
 runtime.global_tensors.dtensor_handlers: _of_lists _check_whole
 runtime.parameters.local_parameters: LocalParameters._check_all _current
 runtime.model_class: _saved_whole.save_pretrained _Copying.__reduce_ex__
@@ -227,8 +227,9 @@ runtime.parallelize: planned_forward
 runtime.parameters.parameters: PlannedBuffer.stored
 runtime.pipelining.full_states: _model_state_dict _optimizer_state_dict
 runtime.pipelining.losses: _called
-runtime.pipelining.micro_batches: MicroBatches.split MicroBatches._dim MicroBatches._dim_of_batch
-runtime.pipelining.micro_batches: MicroBatches._dim_of_target _joined
+runtime.pipelining.micro_batches: MicroBatchSplitter.split MicroBatchSplitter._dim
+runtime.pipelining.micro_batches: MicroBatchSplitter._dim_of_batch _joined
+runtime.pipelining.micro_batches: MicroBatchSplitter._dim_of_target
 runtime.pipelining.model: Pipelined.step Pipelined.forward Pipelined.to Pipelined.no_sync
 runtime.pipelining.model: Pipelined.to_empty
 runtime.pipelining.norms: _total_norm _refuse_lbfgs

@@ -24,7 +24,7 @@ from autoshard.lowering.recompute import recomputed
 from autoshard.plan import Checkpoint, Plan
 from autoshard.runtime import local, parallelize, record_collectives, summarize
 from autoshard.runtime.parallelize import planned_forward
-from autoshard.runtime.program.instructions import Call, Recompute
+from autoshard.runtime.program.instructions import Recompute, RunOperator
 
 NUM_RANKS = 2
 
@@ -289,7 +289,7 @@ def check_what_runs_again(plan: Plan) -> None:
     for instruction in planned_forward(planned).program.instructions:
         if isinstance(instruction, Recompute):
             for call in instruction.instructions:
-                if isinstance(call, Call):
+                if isinstance(call, RunOperator):
                     call.kernel = logging(call, began)
     loss = planned(x)
     began.clear()
@@ -302,7 +302,7 @@ def check_what_runs_again(plan: Plan) -> None:
     assert nodes[last] == stage.checkpoints[0].last
 
 
-def logging(call: Call, began: list[str]) -> Callable[..., tuple[torch.Tensor, ...]]:
+def logging(call: RunOperator, began: list[str]) -> Callable[..., tuple[torch.Tensor, ...]]:
     kernel = call.kernel
 
     def run(tensors: Any, step: int) -> tuple[torch.Tensor, ...]:

@@ -10,7 +10,7 @@ from sqlalchemy import Engine, text
 
 from autoshard_server.job_watcher import JobWatcher
 from autoshard_server.store.job_store import JobStore
-from autoshard_server.store.jobs import Claim, Job, JobEvent, JobStatus
+from autoshard_server.store.jobs import Claim, Job, JobEvent, PolledJob
 from autoshard_solver_cache import StoreUnavailableError
 
 
@@ -23,7 +23,7 @@ class Counting(JobStore):
         self.reads = 0
         self.unavailable = False
 
-    def statuses(self, job_ids: Sequence[str]) -> dict[str, JobStatus]:
+    def statuses(self, job_ids: Sequence[str]) -> dict[str, PolledJob]:
         self.checks += 1
         if self.unavailable:
             raise StoreUnavailableError("gone for a while")

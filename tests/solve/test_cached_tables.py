@@ -10,7 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
-from autoshard.solve import Edge, Node, Problem, Repeat, Solution, SolverSettings, solve_problem
+from autoshard.solve import (
+    Edge,
+    Problem,
+    ProblemNode,
+    Repeat,
+    Solution,
+    SolverSettings,
+    solve_problem,
+)
 from autoshard.solve.block_cache import CachedTable
 
 STRATEGIES = 4
@@ -36,9 +44,9 @@ def model(seed: int, *, layers: int, around: int = 0, nudge: float = 0.0) -> Pro
     """Equal layers in a row with two shared nodes; `seed` makes the layers, `around` the rest."""
     inside, outside = np.random.default_rng(seed), np.random.default_rng(around)
 
-    def node(rng: np.random.Generator, extra: float = 0.0) -> Node:
+    def node(rng: np.random.Generator, extra: float = 0.0) -> ProblemNode:
         usage = rng.integers(0, 6, STRATEGIES).astype(float)
-        return Node(rng.random(STRATEGIES) + np.array([extra, 0, 0, 0]), usage, (0, 1))
+        return ProblemNode(rng.random(STRATEGIES) + np.array([extra, 0, 0, 0]), usage, (0, 1))
 
     def edge(rng: np.random.Generator) -> Callable[[int, int], Edge]:
         cost, index = rng.random((STRATEGIES, STRATEGIES)), np.arange(STRATEGIES)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoshard.base.arrays import FloatArray
-from autoshard.solve import Edge, MinMarginals, Node, Problem, SolverSettings, brute_force
+from autoshard.solve import Edge, MinMarginals, Problem, ProblemNode, SolverSettings, brute_force
 from autoshard.solve.bounds.elimination import Elimination
 from autoshard.solve.network import Network
 from autoshard.solve.presolve import MergeTies
@@ -39,7 +39,10 @@ def test_elimination_finds_what_brute_force_finds(random_problem: RandomProblem,
 def test_forbidden_strategies_have_infinite_min_marginals() -> None:
     same = np.where(np.eye(3) > 0, 0.0, np.inf)
     index = np.arange(3)
-    nodes = (Node(np.array([np.inf, 1.0, 2.0]), np.zeros(3)), Node(np.zeros(3), np.zeros(3)))
+    nodes = (
+        ProblemNode(np.array([np.inf, 1.0, 2.0]), np.zeros(3)),
+        ProblemNode(np.zeros(3), np.zeros(3)),
+    )
     problem = Problem(nodes, (Edge(0, 1, same, index, index),))
     for node in (0, 1):
         marginals = MinMarginals.of(problem, node)
@@ -50,7 +53,7 @@ def test_forbidden_strategies_have_infinite_min_marginals() -> None:
 def test_tables_are_over_layouts_not_strategies() -> None:
     """A clique of three with 100 strategies in 4 layouts needs a table of 4 x 4 only."""
     rng = np.random.default_rng(3)
-    nodes = tuple(Node(rng.random(100), np.zeros(100)) for _ in range(3))
+    nodes = tuple(ProblemNode(rng.random(100), np.zeros(100)) for _ in range(3))
     shown = [rng.integers(0, 4, 100) for _ in range(3)]
     edges = tuple(
         Edge(u, v, rng.random((4, 4)), shown[u], shown[v]) for u, v in ((0, 1), (1, 2), (0, 2))
@@ -61,7 +64,7 @@ def test_tables_are_over_layouts_not_strategies() -> None:
 
 def test_a_wide_network_is_refused() -> None:
     rng = np.random.default_rng(1)
-    nodes = tuple(Node(rng.random(9), np.zeros(9)) for _ in range(6))
+    nodes = tuple(ProblemNode(rng.random(9), np.zeros(9)) for _ in range(6))
     index = np.arange(9)
     edges = tuple(Edge(u, v, rng.random((9, 9)), index, index) for v in range(6) for u in range(v))
     network = Network.from_problem(Problem(nodes, edges))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from autoshard.base.arrays import FloatArray
-from autoshard.solve import Edge, Node, Problem, SolverSettings, brute_force, solve_problem
+from autoshard.solve import Edge, Problem, ProblemNode, SolverSettings, brute_force, solve_problem
 from autoshard.solve.bounds.forest_search import ForestSearch, search_forests
 from autoshard.solve.network import Network
 from autoshard.solve.presolve import EnforceArcConsistency, MergeTies, Presolve
@@ -33,7 +33,7 @@ def cleared(problem: Problem) -> Network:
 def joined(ends: list[tuple[int, int]], num_nodes: int, usage: FloatArray, limit: float) -> Problem:
     """Nodes of random prices that are alive together, with random edges."""
     rng = np.random.default_rng(5)
-    nodes = tuple(Node(rng.random(4), usage, (0, 1)) for _ in range(num_nodes))
+    nodes = tuple(ProblemNode(rng.random(4), usage, (0, 1)) for _ in range(num_nodes))
     edges = tuple(Edge(u, v, rng.random((4, 4)), INDEX, INDEX) for u, v in ends)
     return Problem(nodes, edges, usage_limit=limit)
 
@@ -51,7 +51,7 @@ def test_components_are_combined_within_the_limit() -> None:
     # Without edges, every node is a component of its own: a knapsack.
     rng = np.random.default_rng(2)
     nodes = tuple(
-        Node(
+        ProblemNode(
             np.array([9.0, rng.random() * 9.0]),
             np.array([0.0, float(rng.integers(1, 9))]),
             (0, 1 + v % 2),

@@ -8,8 +8,8 @@ import pytest
 from autoshard.base.outcome import SolveStatus
 from autoshard.solve import (
     Edge,
-    Node,
     Problem,
+    ProblemNode,
     ProgramTooLargeError,
     Repeat,
     ShortestPathCost,
@@ -20,8 +20,8 @@ from autoshard.solve import (
 )
 
 
-def free(size: int) -> Node:
-    return Node(np.zeros(size), np.zeros(size))
+def free(size: int) -> ProblemNode:
+    return ProblemNode(np.zeros(size), np.zeros(size))
 
 
 def test_the_price_of_a_path_is_stated_by_its_steps() -> None:
@@ -29,7 +29,7 @@ def test_the_price_of_a_path_is_stated_by_its_steps() -> None:
     rng, states = np.random.default_rng(1), np.arange(20)
     path = ShortestPathCost(20, states, (states + 1) % 20, rng.random(20))
     index = rng.integers(0, 20, 5), rng.integers(0, 20, 6)
-    nodes = Node(rng.random(5), np.zeros(5)), Node(rng.random(6), np.zeros(6))
+    nodes = ProblemNode(rng.random(5), np.zeros(5)), ProblemNode(rng.random(6), np.zeros(6))
     by_steps = Problem(nodes, (Edge(0, 1, path, *index),))
     by_matrix = Problem(nodes, (Edge(0, 1, path.dense, *index),))
     assert program_size(by_steps).columns == 5 + 6 + 20
@@ -43,7 +43,7 @@ def chain(groups: int) -> Problem:
     rng, index = np.random.default_rng(3), np.arange(3)
     own, between = rng.random((3, 3)), rng.random((3, 3))
     nodes = [
-        Node(np.array([0.0, 1.0, 2.0]), np.array([2.0, 1.0, 0.0]), (0, 1))
+        ProblemNode(np.array([0.0, 1.0, 2.0]), np.array([2.0, 1.0, 0.0]), (0, 1))
         for _ in range(2 * groups)
     ]
     edges = [Edge(2 * i, 2 * i + 1, own, index, index) for i in range(groups)]
@@ -70,7 +70,9 @@ def test_equal_groups_share_their_columns() -> None:
 
 def test_a_limit_is_kept_exactly() -> None:
     """All but one choice exceed the limit, by less than a billionth of it."""
-    nodes = tuple(Node(np.array([0.0, 1.0]), np.array([2e11, 2e11 - 2]), (0, 1)) for _ in "ab")
+    nodes = tuple(
+        ProblemNode(np.array([0.0, 1.0]), np.array([2e11, 2e11 - 2]), (0, 1)) for _ in "ab"
+    )
     problem = Problem(nodes, usage_limit=4e11 - 3)
     found = solve_problem(problem, solver="ilp")
     assert (found.status, found.objective) == (SolveStatus.OPTIMAL, 2.0)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoshard.solve import Edge, Node, Problem, SolverSettings, brute_force, solve_problem
+from autoshard.solve import Edge, Problem, ProblemNode, SolverSettings, brute_force, solve_problem
 from autoshard.solve.bounds.trws import TRWS, FlatNetwork
 from autoshard.solve.network import Network
 from autoshard.solve.presolve import EnforceArcConsistency, MergeTies, Presolve, SubstituteVariables
@@ -66,7 +66,7 @@ def test_messages_bound_every_choice_from_below(random_problem: RandomProblem, s
 def test_messages_are_exact_on_a_tree() -> None:
     rng = np.random.default_rng(3)
     index = np.arange(4)
-    nodes = tuple(Node(rng.random(4), np.zeros(4)) for _ in range(8))
+    nodes = tuple(ProblemNode(rng.random(4), np.zeros(4)) for _ in range(8))
     edges = tuple(
         Edge(int(rng.integers(0, v)), v, rng.random((4, 4)), index, index) for v in range(1, 8)
     )
@@ -101,7 +101,9 @@ def permuted(rng: np.random.Generator, source: int, target: int, size: int) -> E
 
 def test_aliases_merge_into_one_variable_with_all_their_usage() -> None:
     rng = np.random.default_rng(4)
-    nodes = tuple(Node(rng.random(4), rng.permutation(4) * 1.0, (v, v + 2)) for v in range(5))
+    nodes = tuple(
+        ProblemNode(rng.random(4), rng.permutation(4) * 1.0, (v, v + 2)) for v in range(5)
+    )
     edges = tuple(permuted(rng, v, v + 1, 4) for v in range(4))
     network = Network.from_problem(Problem(nodes, edges, usage_limit=10.0))
     SubstituteVariables().apply(network)
@@ -112,7 +114,9 @@ def test_aliases_merge_into_one_variable_with_all_their_usage() -> None:
 
 def test_a_follower_of_two_leaders_ties_them() -> None:
     rng = np.random.default_rng(5)
-    nodes = tuple(Node(rng.random(3), np.rint(100 * rng.random(3)), (0, 1)) for _ in range(3))
+    nodes = tuple(
+        ProblemNode(rng.random(3), np.rint(100 * rng.random(3)), (0, 1)) for _ in range(3)
+    )
     edges = (permuted(rng, 0, 2, 3), permuted(rng, 1, 2, 3))
     problem = Problem(nodes, edges, usage_limit=200.0)
     found, truth = solve_problem(problem), brute_force(problem)
@@ -124,7 +128,10 @@ def test_a_free_choice_on_one_side_only_merges_the_other() -> None:
     """Every strategy of the first leaves the second one choice; not the other way round."""
     cost = np.array([[1.0, np.inf], [2.0, np.inf], [np.inf, 3.0]])
     edge = Edge(0, 1, cost, np.arange(3), np.arange(2))
-    nodes = (Node(np.array([5.0, 1.0, 2.0]), np.zeros(3)), Node(np.array([1.0, 2.0]), np.zeros(2)))
+    nodes = (
+        ProblemNode(np.array([5.0, 1.0, 2.0]), np.zeros(3)),
+        ProblemNode(np.array([1.0, 2.0]), np.zeros(2)),
+    )
     network = Network.from_problem(Problem(nodes, (edge,)))
     inverse = SubstituteVariables().apply(network)
     assert list(network.variables) == [0]

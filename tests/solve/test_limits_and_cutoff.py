@@ -10,8 +10,8 @@ from autoshard.base.outcome import SolveStatus
 from autoshard.errors import ProblemError
 from autoshard.solve import (
     Edge,
-    Node,
     Problem,
+    ProblemNode,
     ShortestPathCost,
     SolverSettings,
     UsageLimit,
@@ -38,7 +38,9 @@ def drawn(seed: int) -> Problem:
         return first, first + int(rng.integers(0, horizon))
 
     nodes = [
-        Node(rng.integers(0, 9, n).astype(float), rng.integers(0, 9, n).astype(float), interval())
+        ProblemNode(
+            rng.integers(0, 9, n).astype(float), rng.integers(0, 9, n).astype(float), interval()
+        )
         for n in sizes
     ]
     edges = []
@@ -115,7 +117,7 @@ def test_the_integer_program_equals_brute_force() -> None:
 
 def _pair(**fields: Any) -> Problem:
     """Two nodes; equal strategies cost nothing on their edge."""
-    nodes = tuple(Node(np.array([1.0, 3.0]), np.array([4.0, 1.0]), (0, 2)) for _ in range(2))
+    nodes = tuple(ProblemNode(np.array([1.0, 3.0]), np.array([4.0, 1.0]), (0, 2)) for _ in range(2))
     index = np.arange(2)
     edge = Edge(0, 1, 9.0 * (1 - np.eye(2)), index, index, np.full((2, 2), 2.0), (1, 2))
     return replace(Problem(nodes, (edge,)), **fields)

@@ -5,13 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autoshard.solve import Edge, MinMarginals, Node, Problem, brute_force
+from autoshard.solve import Edge, MinMarginals, Problem, ProblemNode, brute_force
 
 
 def random_problem(seed: int) -> Problem:
     rng = np.random.default_rng(seed)
     sizes = rng.integers(1, 4, size=5)
-    nodes = [Node(rng.random(n), np.rint(9 * rng.random(n)), (0, 1)) for n in sizes]
+    nodes = [ProblemNode(rng.random(n), np.rint(9 * rng.random(n)), (0, 1)) for n in sizes]
     edges = []
     for source, target in ((0, 1), (1, 2), (0, 2), (3, 4)):
         cost = rng.random((sizes[source], sizes[target]))
@@ -44,5 +44,5 @@ def test_marginals_are_what_forcing_costs(seed: int) -> None:
 
 
 def test_ties_have_no_marginals() -> None:
-    nodes = (Node(np.zeros(2), np.zeros(2)), Node(np.ones(2), np.zeros(2)))
+    nodes = (ProblemNode(np.zeros(2), np.zeros(2)), ProblemNode(np.ones(2), np.zeros(2)))
     assert MinMarginals.of(Problem(nodes, ties=((0, 1),)), 0) is None

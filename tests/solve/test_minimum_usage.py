@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from autoshard.base.outcome import SolveStatus
 from autoshard.errors import ProblemError
-from autoshard.solve import Edge, Node, Problem, brute_force, minimum_usage
+from autoshard.solve import Edge, Problem, ProblemNode, brute_force, minimum_usage
 
 RandomProblem = Callable[[int], Problem]
 
@@ -31,7 +31,7 @@ def test_the_minimum_usage_is_the_least_limit_that_works(
 
 
 def test_a_forbidden_pair_raises_the_minimum_usage() -> None:
-    node = Node(np.zeros(2), np.array([1.0, 4.0]), (0, 1))
+    node = ProblemNode(np.zeros(2), np.array([1.0, 4.0]), (0, 1))
     index = np.arange(2)
     differ = np.where(np.eye(2) > 0, np.inf, 0.0)
     assert minimum_usage(Problem((node, node))) == 2.0
@@ -40,8 +40,8 @@ def test_a_forbidden_pair_raises_the_minimum_usage() -> None:
 
 def test_ties_over_several_times_are_weighed_against_each_other() -> None:
     """One strategy is light early, the other late; the tie needs the smaller of the peaks."""
-    early = Node(np.zeros(3), np.array([1.0, 9.0, 5.0]), (0, 1))
-    late = Node(np.zeros(3), np.array([9.0, 1.0, 6.0]), (1, 2))
+    early = ProblemNode(np.zeros(3), np.array([1.0, 9.0, 5.0]), (0, 1))
+    late = ProblemNode(np.zeros(3), np.array([9.0, 1.0, 6.0]), (1, 2))
     assert minimum_usage(Problem((early, late))) == 1.0
     assert minimum_usage(Problem((early, late), (), ((0, 1),))) == 6.0
 
@@ -49,7 +49,7 @@ def test_ties_over_several_times_are_weighed_against_each_other() -> None:
 def test_a_cancelled_search_for_the_minimum_knows_nothing() -> None:
     cancel = threading.Event()
     cancel.set()
-    node = Node(np.zeros(2), np.array([1.0, 4.0]), (0, 1))
+    node = ProblemNode(np.zeros(2), np.array([1.0, 4.0]), (0, 1))
     assert minimum_usage(Problem((node,)), cancel=cancel) == np.inf
 
 
@@ -87,12 +87,12 @@ def test_a_malformed_node_is_refused_by_name(
     cost: list[float], usage: list[float], message: str
 ) -> None:
     with pytest.raises(ProblemError, match=message) as raised:
-        Problem((Node(np.array(cost), np.array(usage), (0, 1), "wq"),))
+        Problem((ProblemNode(np.array(cost), np.array(usage), (0, 1), "wq"),))
     assert "wq" in str(raised.value)
 
 
 def test_usage_that_cannot_be_summed_exactly_is_refused() -> None:
-    node = Node(np.zeros(2), np.array([2.0**52, 0.0]), (0, 1))
+    node = ProblemNode(np.zeros(2), np.array([2.0**52, 0.0]), (0, 1))
     with pytest.raises(ProblemError, match="count usage in larger units"):
         Problem((node, node), usage_limit=2.0**52)
     apart = replace(node, interval=(1, 2))

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoshard.base.arrays import IntArray
-from autoshard.solve import Edge, Node, Problem, brute_force
+from autoshard.solve import Edge, Problem, ProblemNode, brute_force
 from autoshard.solve.network import Network, Term
 from autoshard.solve.presolve import (
     DropDominated,
@@ -40,7 +40,7 @@ def as_problem(network: Network) -> tuple[Problem, IntArray]:
     checkpoint whose capacity is less than the largest one, so that one limit suffices; such
     nodes have the variable -1.
     """
-    nodes: list[Node] = []
+    nodes: list[ProblemNode] = []
     owners: list[int] = []
     ties: list[tuple[int, ...]] = []
     for v, variable in network.variables.items():
@@ -49,7 +49,7 @@ def as_problem(network: Network) -> tuple[Problem, IntArray]:
         if len(terms) > 1:
             ties.append(tuple(range(len(nodes), len(nodes) + len(terms))))
         for term in terms:
-            nodes.append(Node(cost, term.usage, (term.first, term.last)))
+            nodes.append(ProblemNode(cost, term.usage, (term.first, term.last)))
             owners.append(v)
             cost = np.zeros(len(cost))
     place: dict[int, int] = {}
@@ -61,7 +61,7 @@ def as_problem(network: Network) -> tuple[Problem, IntArray]:
     ]
     limit = float(network.capacity.max(initial=0.0)) if len(network.capacity) else np.inf
     for time, slack in enumerate(network.capacity):
-        nodes.append(Node(np.zeros(1), np.array([limit - slack]), (time, time + 1)))
+        nodes.append(ProblemNode(np.zeros(1), np.array([limit - slack]), (time, time + 1)))
         owners.append(-1)
     return Problem(tuple(nodes), tuple(edges), tuple(ties), limit), np.array(owners, np.intp)
 
@@ -131,13 +131,15 @@ def test_the_chain_keeps_the_optimum(contested_problem: RandomProblem, seed: int
     assert_reduces_exactly(contested_problem(seed), [Presolve(default_reductions(Effort()))])
 
 
-def free_node(*costs: float) -> Node:
-    return Node(np.array(costs), np.zeros(len(costs)))
+def free_node(*costs: float) -> ProblemNode:
+    return ProblemNode(np.array(costs), np.zeros(len(costs)))
 
 
 def test_tied_nodes_keep_their_own_live_intervals() -> None:
     """The members never live together, so the pair fits although the sum of both would not."""
-    nodes = tuple(Node(np.array([0.0, 9.0]), np.array([5.0, 1.0]), (t, t + 1)) for t in (0, 1))
+    nodes = tuple(
+        ProblemNode(np.array([0.0, 9.0]), np.array([5.0, 1.0]), (t, t + 1)) for t in (0, 1)
+    )
     network = Network.from_problem(Problem(nodes, (), ((0, 1),), usage_limit=5.0))
     MergeTies().apply(network)
     (merged,) = network.variables.values()
@@ -212,7 +214,7 @@ def test_dominance_sees_through_links() -> None:
 
 
 def test_a_strategy_that_uses_less_is_not_dominated() -> None:
-    node = Node(np.array([0.0, 1.0]), np.array([2.0, 1.0]), (0, 1))
+    node = ProblemNode(np.array([0.0, 1.0]), np.array([2.0, 1.0]), (0, 1))
     network = Network.from_problem(Problem((node, node), usage_limit=3.0))
     DropDominated().apply(network)
     assert [len(x.cost) for x in network.variables.values()] == [2, 2]
@@ -225,8 +227,8 @@ def test_of_equal_strategies_the_first_stays() -> None:
 
 
 def test_limits_that_cannot_bind_are_forgotten() -> None:
-    low = Node(np.zeros(2), np.array([1.0, 2.0]), (0, 1))
-    high = Node(np.zeros(2), np.array([1.0, 8.0]), (1, 2))
+    low = ProblemNode(np.zeros(2), np.array([1.0, 2.0]), (0, 1))
+    high = ProblemNode(np.zeros(2), np.array([1.0, 8.0]), (1, 2))
     network = Network.from_problem(Problem((low, high, high), usage_limit=10.0))
     SimplifyLimits().apply(network)
     assert len(network.capacity) == 1
@@ -238,7 +240,7 @@ def test_equal_products_are_computed_once() -> None:
     """Ten equal layers between two ends: one product per distinct content."""
     rng = np.random.default_rng(0)
     cost, index = rng.random((4, 4)), np.arange(4)
-    ends = [Node(rng.random(4), np.array([1.0, 2, 3, 4]), (0, 1)) for _ in range(11)]
+    ends = [ProblemNode(rng.random(4), np.array([1.0, 2, 3, 4]), (0, 1)) for _ in range(11)]
     layers = [free_node(1, 2, 3, 4) for _ in range(10)]
     edges = [Edge(i, 11 + i, cost, index, index) for i in range(10)]
     edges += [Edge(11 + i, i + 1, cost, index, index) for i in range(10)]

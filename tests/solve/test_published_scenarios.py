@@ -11,8 +11,8 @@ from autoshard.base.arrays import FloatArray
 from autoshard.base.outcome import SolveStatus
 from autoshard.solve import (
     Edge,
-    Node,
     Problem,
+    ProblemNode,
     Solution,
     brute_force,
     minimum_usage,
@@ -39,7 +39,7 @@ def five_nodes() -> Problem:
         usage = 100_000.0 * (i + 1) + 10_000.0 * s
         if i == A:
             usage[2] = 990_000.0
-        nodes.append(Node(compute + communication, usage, intervals[i], "ABCDE"[i]))
+        nodes.append(ProblemNode(compute + communication, usage, intervals[i], "ABCDE"[i]))
     edges = (
         Edge(A, C, _two_part_prices(1, 4), np.arange(4), np.arange(4)),
         Edge(B, C, _two_part_prices(5, 3), np.arange(3), np.arange(4)),
@@ -68,7 +68,9 @@ def test_strategies_of_infinite_cost_are_avoided(
     solve: Callable[[Problem], Solution], five_nodes: Problem
 ) -> None:
     first = five_nodes.nodes[A]
-    blocked = Node(np.where(np.arange(4) < 3, np.inf, first.cost), first.usage, first.interval)
+    blocked = ProblemNode(
+        np.where(np.arange(4) < 3, np.inf, first.cost), first.usage, first.interval
+    )
     solution = solve(replace(five_nodes, nodes=(blocked, *five_nodes.nodes[1:])))
     assert solution.choice.tolist() == [3, 0, 0, 0, 0]
     assert solution.objective == 10683.0
@@ -113,7 +115,7 @@ def test_a_choice_is_evaluated_as_published(five_nodes: Problem) -> None:
 @SOLVERS
 def test_a_chain_of_three_operators_in_two_partitions(solve: Callable[[Problem], Solution]) -> None:
     times = ([1.0, 2.0], [0.5, 1.0], [1.0, 2.0])
-    nodes = tuple(Node(np.array(time), np.zeros(2)) for time in times)
+    nodes = tuple(ProblemNode(np.array(time), np.zeros(2)) for time in times)
     index = np.arange(2)
     edges = (
         Edge(0, 1, np.array([[0.1, 1.0], [1.0, 0.0]]), index, index),
@@ -128,5 +130,5 @@ def test_a_chain_of_three_operators_in_two_partitions(solve: Callable[[Problem],
 def test_an_operator_larger_than_the_limit_has_no_plan(
     solve: Callable[[Problem], Solution],
 ) -> None:
-    nodes = tuple(Node(np.zeros(1), np.array([use]), (0, 1)) for use in (8.0, 5.0, 11.0))
+    nodes = tuple(ProblemNode(np.zeros(1), np.array([use]), (0, 1)) for use in (8.0, 5.0, 11.0))
     assert solve(Problem(nodes, usage_limit=10.0)).status is SolveStatus.INFEASIBLE

@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 
 from autoshard.base.outcome import SolveStatus
-from autoshard.solve import Edge, Node, Problem, Repeat, brute_force, minimum_usage, solve_problem
+from autoshard.solve import (
+    Edge,
+    Problem,
+    ProblemNode,
+    Repeat,
+    brute_force,
+    minimum_usage,
+    solve_problem,
+)
 from benchmarks.random_problems import ROUTES, examine
 from tests.support.layered import layered
 
@@ -34,7 +42,7 @@ def test_relaxed_choices_of_infinite_price_give_no_least_limit() -> None:
 
 def test_runs_without_an_allowed_choice_are_infeasible() -> None:
     forbidden, index = np.full((2, 2), np.inf), np.arange(2)
-    node = Node(np.zeros(2), np.array([0.0, 1.0]), (0, 1))
+    node = ProblemNode(np.zeros(2), np.array([0.0, 1.0]), (0, 1))
     edges = tuple(Edge(v, v + 1, forbidden, index, index) for v in range(3))
     problem = Problem((node,) * 4, edges, (), 3.0, (Repeat(((0,), (1,), (2,), (3,))),))
     assert solve_problem(problem).status is SolveStatus.INFEASIBLE
@@ -42,7 +50,10 @@ def test_runs_without_an_allowed_choice_are_infeasible() -> None:
 
 def test_usage_that_is_never_alive_does_not_count() -> None:
     usage = np.array([5.0, 4.0])
-    nodes = (Node(np.zeros(2), usage, (0, 1)), Node(np.zeros(2), 2.0**40 * usage, (1, 1)))
+    nodes = (
+        ProblemNode(np.zeros(2), usage, (0, 1)),
+        ProblemNode(np.zeros(2), 2.0**40 * usage, (1, 1)),
+    )
     index, differ = np.arange(2), np.array([[0.0, np.inf], [np.inf, 0.0]])
     assert minimum_usage(Problem(nodes, (Edge(0, 1, differ, index, index),))) == 4.0
 

@@ -12,8 +12,8 @@ from autoshard.errors import ProblemError
 from autoshard.solve import (
     Edge,
     MinMarginals,
-    Node,
     Problem,
+    ProblemNode,
     Repeat,
     ShortestPathCost,
     SolverSettings,
@@ -48,8 +48,8 @@ def layered(seed: int, num_layers: int, num_inner: int, num_shared: int) -> Prob
     """A head, equal layers in a row, a tail; shared nodes are linked to every layer."""
     rng = np.random.default_rng(seed)
 
-    def node() -> Node:
-        return Node(rng.integers(0, 12, 3) / 2, rng.integers(0, 6, 3).astype(float), (0, 1))
+    def node() -> ProblemNode:
+        return ProblemNode(rng.integers(0, 12, 3) / 2, rng.integers(0, 6, 3).astype(float), (0, 1))
 
     def copy(edge: Edge, source: int, target: int) -> Edge:
         return Edge(source, target, edge.prices, edge.rows, edge.cols)
@@ -127,7 +127,7 @@ def test_shortest_path_cost_prices_choices_as_its_matrix_does() -> None:
 
 def test_shortest_path_cost_of_a_nan_step_is_refused() -> None:
     steps = ShortestPathCost(2, np.array([0]), np.array([1]), np.array([np.nan]))
-    node = Node(np.zeros(2), np.zeros(2))
+    node = ProblemNode(np.zeros(2), np.zeros(2))
     with pytest.raises(ProblemError, match="NaN"):
         Problem((node, node), (Edge(0, 1, steps, np.arange(2), np.arange(2)),))
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.layered import free_node, layered
 
 from autoshard.base.outcome import SolveStatus
-from autoshard.solve import Node, Problem, Repeat, SolverSettings, brute_force, solve_problem
+from autoshard.solve import Problem, ProblemNode, Repeat, SolverSettings, brute_force, solve_problem
 from autoshard.solve.runs import RunOutcome, find_runs, solve_runs
 from autoshard.solve.runs.run_tables import batched_min_plus, cheapest_path, power
 from autoshard.solve.state import SolveState
@@ -75,7 +75,7 @@ def with_usage(problem: Problem, seed: int, share: float) -> Problem:
         key = node.cost.tobytes()
         if key not in usage:
             usage[key] = rng.integers(0, 6, len(node.cost)).astype(float)
-        nodes.append(Node(node.cost, usage[key], (0, 1)))
+        nodes.append(ProblemNode(node.cost, usage[key], (0, 1)))
     least = sum(float(node.usage.min()) for node in nodes)
     most = sum(float(node.usage.max()) for node in nodes)
     limit = least + share * (most - least)

@@ -11,8 +11,8 @@ from support.layered import edge, free_node, layered, with_times
 
 from autoshard.base.outcome import SolveStatus
 from autoshard.solve import (
-    Node,
     Problem,
+    ProblemNode,
     Repeat,
     Solution,
     WarmStart,
@@ -77,11 +77,11 @@ def check_bounds_and_choices(problem: Problem) -> Solution:
 
 def with_twins(problem: Problem) -> Problem:
     """The problem with a second copy of each strategy, which uses more and costs the same."""
-    nodes: dict[tuple[int, int], Node] = {}
+    nodes: dict[tuple[int, int], ProblemNode] = {}
     labels: dict[int, NDArray[np.intp]] = {}
     for node in problem.nodes:
         twins = np.tile(node.cost, 2), np.concatenate((node.usage, node.usage + 5.0))
-        nodes.setdefault((id(node.cost), id(node.usage)), Node(*twins))
+        nodes.setdefault((id(node.cost), id(node.usage)), ProblemNode(*twins))
     for link in problem.edges:
         for ends in (link.rows, link.cols):
             labels.setdefault(id(ends), np.tile(ends, 2))
@@ -273,7 +273,10 @@ def test_the_best_mixture_evens_out() -> None:
 
 def chain(num_groups: int, limit: float) -> Problem:
     """Groups of one node: of two strategies, the cheap one takes 2 and the expensive one 1."""
-    head, node = free_node(np.zeros(2)), Node(np.array([0.0, 1.0]), np.array([2.0, 1.0]), (0, 1))
+    head, node = (
+        free_node(np.zeros(2)),
+        ProblemNode(np.array([0.0, 1.0]), np.array([2.0, 1.0]), (0, 1)),
+    )
     edges = [edge(v, v + 1, np.zeros((2, 2))) for v in range(num_groups + 1)]
     groups = tuple((v,) for v in range(1, num_groups + 1))
     nodes = (head, *[node] * num_groups, free_node(np.zeros(2)))

@@ -12,8 +12,8 @@ from autoshard.base.outcome import SolveStatus
 from autoshard.errors import OptionError
 from autoshard.solve import (
     Edge,
-    Node,
     Problem,
+    ProblemNode,
     Solution,
     SolverSettings,
     brute_force,
@@ -114,7 +114,7 @@ def test_plain_solvers_find_what_brute_force_finds(
 @pytest.mark.parametrize("unit", [1e-12, 1.0, 1e12])
 def test_the_unit_of_price_does_not_matter(random_problem: RandomProblem, unit: float) -> None:
     base = random_problem(11)
-    nodes = tuple(Node(n.cost * unit, n.usage, n.interval) for n in base.nodes)
+    nodes = tuple(ProblemNode(n.cost * unit, n.usage, n.interval) for n in base.nodes)
     edges = tuple(Edge(e.source, e.target, e.cost * unit, e.rows, e.cols) for e in base.edges)
     problem = Problem(nodes, edges, base.ties, base.usage_limit)
     assert_same_outcome(problem, solve_problem(problem), brute_force(problem), rtol=1e-6)
@@ -130,7 +130,7 @@ def test_empty_problem_costs_nothing() -> None:
 def test_long_chain_is_solved_by_reductions_alone() -> None:
     rng = np.random.default_rng(5)
     index = np.arange(12)
-    nodes = tuple(Node(rng.random(12), np.zeros(12)) for _ in range(60))
+    nodes = tuple(ProblemNode(rng.random(12), np.zeros(12)) for _ in range(60))
     edges = tuple(Edge(i, i + 1, rng.random((12, 12)), index, index) for i in range(59))
     problem = Problem(nodes, edges)
     best = nodes[0].cost
@@ -145,7 +145,9 @@ def test_long_chain_is_solved_by_reductions_alone() -> None:
 def test_repeated_layers_under_one_limit_are_mixed() -> None:
     """All layers alike and slack for half of them: the optimum treats equal layers differently."""
     layers = 10
-    nodes = tuple(Node(np.array([1.0, 2.0]), np.array([3.0, 1.0]), (0, 1)) for _ in range(layers))
+    nodes = tuple(
+        ProblemNode(np.array([1.0, 2.0]), np.array([3.0, 1.0]), (0, 1)) for _ in range(layers)
+    )
     solution = solve_problem(Problem(nodes, usage_limit=20.0))
     assert solution.status is SolveStatus.OPTIMAL
     assert solution.objective == 15.0
@@ -156,7 +158,9 @@ def test_repeated_layers_under_one_limit_are_mixed() -> None:
 def test_a_dense_graph_under_a_limit_goes_through_branch_and_bound() -> None:
     rng = np.random.default_rng(2)
     index = np.arange(6)
-    nodes = tuple(Node(rng.random(6), np.floor(100 * rng.random(6)), (0, 1)) for _ in range(7))
+    nodes = tuple(
+        ProblemNode(rng.random(6), np.floor(100 * rng.random(6)), (0, 1)) for _ in range(7)
+    )
     edges = tuple(Edge(i, j, rng.random((6, 6)), index, index) for i in range(7) for j in range(i))
     problem = Problem(nodes, edges, usage_limit=200.0)
     found = solve_problem(problem)
@@ -164,14 +168,14 @@ def test_a_dense_graph_under_a_limit_goes_through_branch_and_bound() -> None:
 
 
 def test_brute_force_refuses_what_it_cannot_enumerate() -> None:
-    nodes = tuple(Node(np.zeros(10), np.zeros(10)) for _ in range(10))
+    nodes = tuple(ProblemNode(np.zeros(10), np.zeros(10)) for _ in range(10))
     with pytest.raises(OptionError, match="solve_problem"):
         brute_force(Problem(nodes))
 
 
 def test_unknown_solver_is_refused_by_name() -> None:
     with pytest.raises(OptionError, match="NOSUCH"):
-        solve_problem(Problem((Node(np.zeros(1), np.zeros(1)),)), solver="nosuch")
+        solve_problem(Problem((ProblemNode(np.zeros(1), np.zeros(1)),)), solver="nosuch")
 
 
 def test_time_limit_is_refused_where_it_would_be_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +202,7 @@ def limited_in_the_last_bytes(seed: int) -> Problem:
     for _ in range(6):
         usage = 2.0**34 + rng.integers(0, 40, 3).astype(float)
         # The strategies that use most are the cheapest.
-        nodes.append(Node(1e3 - (usage - 2.0**34) + rng.random(3), usage, (0, 1)))
+        nodes.append(ProblemNode(1e3 - (usage - 2.0**34) + rng.random(3), usage, (0, 1)))
     ends = [(i, j) for i in range(6) for j in range(i + 1, 6)]
     index = np.arange(3)
     edges = tuple(Edge(i, j, rng.random((3, 3)), index, index) for i, j in ends)

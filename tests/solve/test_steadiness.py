@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from autoshard.base.outcome import SolveStatus
-from autoshard.solve import Edge, Node, Problem, Solution, SolverSettings, solve_problem
+from autoshard.solve import Edge, Problem, ProblemNode, Solution, SolverSettings, solve_problem
 
 TIME_LIMIT = 600.0
 FAST, SLOW = 1e-6, 5e-4
@@ -21,7 +21,7 @@ def dense(num_nodes: int, *, limit: float = np.inf) -> Problem:
     rng = np.random.default_rng(1)
     index = np.arange(size)
     nodes = tuple(
-        Node(rng.random(size), np.rint(100 * rng.random(size)), (v // 4, v // 4 + 2))
+        ProblemNode(rng.random(size), np.rint(100 * rng.random(size)), (v // 4, v // 4 + 2))
         for v in range(num_nodes)
     )
     edges = tuple(

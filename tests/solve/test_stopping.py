@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from autoshard.base.outcome import SolveStatus
-from autoshard.solve import Edge, Node, Problem, Progress, solve_problem
+from autoshard.solve import Edge, Problem, ProblemNode, Progress, solve_problem
 
 RandomProblem = Callable[[int], Problem]
 
@@ -17,7 +17,9 @@ def hard_problem() -> Problem:
     """A dense graph under a tight limit, too large to be solved at once by HiGHS."""
     rng = np.random.default_rng(0)
     index = np.arange(6)
-    nodes = tuple(Node(rng.random(6), np.rint(1000 * rng.random(6)), (0, 1)) for _ in range(24))
+    nodes = tuple(
+        ProblemNode(rng.random(6), np.rint(1000 * rng.random(6)), (0, 1)) for _ in range(24)
+    )
     edges = tuple(Edge(u, v, rng.random((6, 6)), index, index) for v in range(24) for u in range(v))
     return Problem(nodes, edges, usage_limit=6500.0)
 

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from autoshard.solve import Edge, Node, Problem, Repeat
+from autoshard.solve import Edge, Problem, ProblemNode, Repeat
 
 
-def free_node(cost: np.ndarray) -> Node:
-    return Node(cost, np.zeros_like(cost))
+def free_node(cost: np.ndarray) -> ProblemNode:
+    return ProblemNode(cost, np.zeros_like(cost))
 
 
 def edge(source: int, target: int, cost: np.ndarray) -> Edge:

@@ -14,7 +14,7 @@ from autoshard.layouts import Action
 from autoshard.lowering.instructions import count_collectives
 from autoshard.ops import Kernel, call_of, is_view, saved_tensors, spec_for
 from autoshard.plan import Checkpoint, CollectiveCount, Plan, Resharding
-from autoshard.plan.document import Use
+from autoshard.plan.stage import Use
 from autoshard.runtime import parallelize, record_collectives, summarize
 
 COLLECTIVES = {action.value for action in Action if action.is_collective}

@@ -16,14 +16,14 @@ from autoshard.cli.options import (
     CustomOperators,
     GpusPerNode,
     Nodes,
-    Output,
+    OutputOptions,
     PlanOutput,
     Quiet,
     Topology,
     read_topology,
 )
 from autoshard.cli.plan_options import Planning
-from autoshard.cli.progress import Run, followed
+from autoshard.cli.progress import RunningRequest, followed
 from autoshard.cli.rendering.numbers import count
 from autoshard.cli.rendering.output import (
     errors,
@@ -39,10 +39,10 @@ from autoshard.exports import read_like
 from autoshard.mesh import Axis, Mesh, make_mesh
 from autoshard.plan import Plan, PlanOptions
 from autoshard.requests.models import (
-    CoverageRequest,
+    MeshSearchRequest,
+    OperatorCoverageRequest,
     PlanRequest,
     SearchArguments,
-    SearchRequest,
     read_model,
 )
 from autoshard.requests.results import MeshSearch
@@ -98,7 +98,7 @@ def plan(
     connection: Connection,
     output: PlanOutput = None,
     quiet: Quiet = False,
-    output_format: Output,
+    output_format: OutputOptions,
 ) -> None:
     """Plan a graph on a mesh, and show or write the plan.
 
@@ -168,7 +168,7 @@ def search(
     connection: Connection,
     output: PlanOutput = None,
     quiet: Quiet = False,
-    output_format: Output,
+    output_format: OutputOptions,
 ) -> None:
     """Plan a graph on every mesh of a number of devices, and rank the meshes.
 
@@ -190,7 +190,7 @@ def search(
                 plans = _plans_of(found, client.get_plan)
         else:
             here = connection.here(num_workers=workers)
-            request = SearchRequest(graph, **arguments)
+            request = MeshSearchRequest(graph, **arguments)
             found = here.search(request, on_progress=run.report, cancel=run.stop)
             plans = _plans_of(found, here.get_plan)
     best = plans[0] if plans else None
@@ -215,7 +215,7 @@ def coverage(
     *,
     custom: CustomOperators,
     connection: Connection,
-    output_format: Output,
+    output_format: OutputOptions,
 ) -> None:
     """List the operators of a graph, those that cannot be sharded and why, and their cost.
 
@@ -228,14 +228,14 @@ def coverage(
         with connection.open() as client:
             found = client.coverage(graph, discover=discover)
     else:
-        found = connection.here().coverage(CoverageRequest(graph, discover=discover))
+        found = connection.here().coverage(OperatorCoverageRequest(graph, discover=discover))
     if output_format.chosen == "json":
         write_stdout(found.model_dump_json() + "\n")
     else:
         print_output(coverage_report(found), output_format.chosen)
 
 
-def _followed(connection: Connection, *, quiet: bool) -> AbstractContextManager[Run]:
+def _followed(connection: Connection, *, quiet: bool) -> AbstractContextManager[RunningRequest]:
     """Follow a request; at a service, whose jobs others may wait for, Ctrl-C does not stop it."""
     return followed(quiet=quiet, can_stop=not connection.server)
 

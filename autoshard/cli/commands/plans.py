@@ -13,7 +13,7 @@ from autoshard.cli.options import (
     Archive,
     Connection,
     Notated,
-    Output,
+    OutputOptions,
     PlanSource,
     Quiet,
     expand_groups,
@@ -81,7 +81,7 @@ def show(
     *,
     sections: Sections,
     notation: Notated = "dtensor",
-    output: Output,
+    output: OutputOptions,
     connection: Connection,
 ) -> None:
     """Show the summary of a plan, or its tables."""
@@ -115,7 +115,7 @@ def check(
     time_limit: Annotated[
         float, duration(help="Time limit of the plain solver.", unit="seconds")
     ] = 600.0,
-    output: Output,
+    output: OutputOptions,
     connection: Connection,
 ) -> None:
     """Check a plan against its graph: every layout valid, the predicted cost correct."""
@@ -153,7 +153,7 @@ def explain(
     ] = 60.0,
     quiet: Quiet = False,
     notation: Notated = "dtensor",
-    output: Output,
+    output: OutputOptions,
     connection: Connection,
 ) -> None:
     """Show every alternative of one choice of a plan, with its cost."""
@@ -181,7 +181,7 @@ def compare(
     after: Annotated[str, typer.Argument(help="Another plan of the same graph.")],
     *,
     notation: Notated = "dtensor",
-    output: Output,
+    output: OutputOptions,
     connection: Connection,
 ) -> None:
     """Show the differences between two plans of one graph."""

@@ -12,7 +12,7 @@ from autoshard.cli.options import (
     Connection,
     CustomOperator,
     Import,
-    Output,
+    OutputOptions,
     PlanSource,
     environment_connection,
     import_modules,
@@ -75,7 +75,7 @@ def simulate(
     svg: Picture = None,
     stage: OneStage = None,
     limit: Limit = 12,
-    output_format: Output,
+    output_format: OutputOptions,
     connection: Connection,
 ) -> None:
     """Show one step of a plan over time: compute, communication and memory; a pipeline by rank."""
@@ -156,7 +156,7 @@ def calibrate(
             help="The machine has other work: count the processor time that collectives take.",
         ),
     ] = False,
-    output_format: Output,
+    output_format: OutputOptions,
 ) -> None:
     """Measure links and devices on the ranks, and write a topology for --topology.
 
@@ -210,7 +210,7 @@ def profile(
     limit: Limit = 30,
     modules: Import = None,
     custom: CustomOperator = None,
-    output_format: Output,
+    output_format: OutputOptions,
     connection: Connection,
 ) -> None:
     """Run a plan with synthetic inputs, and show predicted and measured times.

@@ -78,7 +78,7 @@ def list_entries(
     *,
     cache: options.Cache = None,
     store: Store = None,
-    output: options.Output,
+    output: options.OutputOptions,
 ) -> None:
     """List the namespaces of a cache, or the entries of one."""
     with _open_cache(cache, store) as opened:
@@ -238,7 +238,7 @@ def create(
 
 @keys.command("list")
 @options.expand_groups
-def list_keys(*, store: KeyStore = None, output: options.Output) -> None:
+def list_keys(*, store: KeyStore = None, output: options.OutputOptions) -> None:
     """List all keys, also revoked and expired ones; secrets are not stored."""
     with _open_keys(store) as opened:
         found = opened.list()

@@ -4,7 +4,7 @@ import json as js
 from typing import Any
 
 from autoshard.base.quantities import format_flops, format_rate
-from autoshard.cli.options import Connection, Output
+from autoshard.cli.options import Connection, OutputOptions
 from autoshard.cli.rendering.output import print_output, write_stdout
 from autoshard.cli.rendering.tables import Column, Report, Table, Unit
 from autoshard.mesh import Topology, get_topology, list_topologies
@@ -13,7 +13,7 @@ from autoshard.mesh import Topology, get_topology, list_topologies
 def topologies(
     *,
     connection: Connection,
-    output: Output,
+    output: OutputOptions,
 ) -> None:
     """List the clusters that --topology can name, with their devices and links.
 

@@ -5,7 +5,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from autoshard.base.quantities import format_bytes, format_flops, format_rate, format_seconds
-from autoshard.cli.rendering.tables import Column, Line, Report, Table, Unit, milliseconds, share_of
+from autoshard.cli.rendering.tables import (
+    Column,
+    Report,
+    Sentence,
+    Table,
+    Unit,
+    milliseconds,
+    share_of,
+)
 from autoshard.cli.rendering.wording import in_flags
 from autoshard.client import MeshSearch, SearchedMesh
 from autoshard.layouts import Notation, legend, text_words, texts_words
@@ -89,8 +97,8 @@ def check_report(
         as_text: True for sentences, False for tables.
     """
     if as_text:
-        valid = () if findings else (Line("the plan is valid; predicted cost verified"),)
-        return Report.of(*valid, *(Line(check.statement) for check in checks))
+        valid = () if findings else (Sentence("the plan is valid; predicted cost verified"),)
+        return Report.of(*valid, *(Sentence(check.statement) for check in checks))
     wrong = Table("findings", "", (Column("finding"),))
     for finding in findings:
         wrong.add(finding)
@@ -125,7 +133,7 @@ def choices_report(
         time = choice.time if choice.operator else None
         table.add(choice.name, kind, choice.module, layouts, time)
     texts = [choice.layouts for choice in choices]
-    last = Line("Explain one of them by its name.")
+    last = Sentence("Explain one of them by its name.")
     return Report((table, *legend_lines(texts, notation), last))
 
 
@@ -133,10 +141,10 @@ def difference_report(difference: PlanDifference, *, notation: Notation = "dtens
     """The differences between two plans; equal changes of all layers are one row."""
     before, after = difference.meshes
     if difference.is_empty:
-        return Report.of(Line("the plans are the same", _BOLD))
-    parts: list[Table | Line] = [Line(f"before: {before}; after: {after}", _BOLD)]
+        return Report.of(Sentence("the plans are the same", _BOLD))
+    parts: list[Table | Sentence] = [Sentence(f"before: {before}; after: {after}", _BOLD)]
     parts += [
-        Line(f"{which}: {step_time(seconds, performance)}, {', '.join(performance.rates)}")
+        Sentence(f"{which}: {step_time(seconds, performance)}, {', '.join(performance.rates)}")
         for which, seconds, performance in zip(
             ("before", "after"), _totals(difference), difference.performance, strict=True
         )
@@ -185,14 +193,14 @@ def search_report(search: MeshSearch, plans: Sequence[Plan | None]) -> Report:
     rates = [n for n in _RATES if any(n in _rates(mesh.performance) for mesh in search.meshes)]
     columns[2:2] = [_RATES[name] for name in rates]
     table = Table("meshes", "Meshes, best first", tuple(columns))
-    reasons: list[Line] = []
+    reasons: list[Sentence] = []
     for mesh, plan in zip(search.meshes, plans, strict=True):
         name, pipeline = mesh_text(mesh.mesh), [_pipeline(plan)] * has_pipelines
         if plan is None or plan.costs is None or plan.memory is None:
             reason = _no_plan_reason(mesh) if plan is None else plan.reason
             missing = [None] * (len(kinds) + len(rates) + 1)
             table.add(name, *missing, "no plan", *pipeline)
-            reasons.append(Line(f"{name}: {in_flags(reason)}", "red"))
+            reasons.append(Sentence(f"{name}: {in_flags(reason)}", "red"))
             continue
         gap = plan.certificate.gap
         within = "no bound" if gap is None else f"gap {gap:.2%}"
@@ -201,7 +209,7 @@ def search_report(search: MeshSearch, plans: Sequence[Plan | None]) -> Report:
         figures = total, *map(_rates(mesh.performance).get, rates), *seconds, plan.memory.peak
         table.add(name, *figures, certificate, *pipeline)
     compared = dict.fromkeys(m.performance.comparison for m in search.meshes if m.performance)
-    return Report((table, *reasons, *(Line(f"Predicted times: {text}.") for text in compared)))
+    return Report((table, *reasons, *(Sentence(f"Predicted times: {text}.") for text in compared)))
 
 
 def coverage_report(coverage: Coverage) -> Report:
@@ -230,7 +238,9 @@ def coverage_report(coverage: Coverage) -> Report:
             f"{coverage.share_around:.2%} for resharding their inputs and outputs"
         )
     reasons = (f"{use.operator}: {' '.join(use.reasons)}" for use in coverage.operators)
-    return Report((table, Line(text, _BOLD), *(Line(r) for r in reasons if not r.endswith(": "))))
+    return Report(
+        (table, Sentence(text, _BOLD), *(Sentence(r) for r in reasons if not r.endswith(": ")))
+    )
 
 
 def simulation_report(simulation: Simulation, *, limit: int) -> Report:
@@ -249,11 +259,11 @@ def simulation_report(simulation: Simulation, *, limit: int) -> Report:
         f"({f'{phase} of {name}' if name else phase.value})"
     )
     return Report.of(
-        Line(f"One step takes {milliseconds(simulation.seconds)}", _BOLD),
+        Sentence(f"One step takes {milliseconds(simulation.seconds)}", _BOLD),
         _lanes(simulation),
         _phases(simulation),
         _longest(simulation, limit),
-        Line(peak, _BOLD),
+        Sentence(peak, _BOLD),
     )
 
 
@@ -284,9 +294,9 @@ def calibration_report(calibration: "Calibration") -> Report:
     )
     return Report(
         (
-            Line(f"{topology.name}: {topology.source}", _BOLD),
-            Line(about),
-            *map(Line, _calibration_remarks(calibration)),
+            Sentence(f"{topology.name}: {topology.source}", _BOLD),
+            Sentence(about),
+            *map(Sentence, _calibration_remarks(calibration)),
             *([table] if calibration.comparisons else []),
         )
     )
@@ -324,12 +334,12 @@ def profile_report(profile: "Profile", *, limit: int) -> Report:
     )
     if profile.predicted:
         header += f": {profile.seconds / profile.predicted:.2f} times as long"
-    return Report.of(Line(header, _BOLD), table)
+    return Report.of(Sentence(header, _BOLD), table)
 
 
-def legend_lines(texts: Sequence[str], notation: Notation) -> list[Line]:
+def legend_lines(texts: Sequence[str], notation: Notation) -> list[Sentence]:
     """The legend of the short notation; nothing for words."""
-    return [Line(legend(texts))] if notation == "short" and legend(texts) else []
+    return [Sentence(legend(texts))] if notation == "short" and legend(texts) else []
 
 
 def _pipeline(plan: Plan | None) -> str:

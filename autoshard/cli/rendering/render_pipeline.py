@@ -2,7 +2,15 @@
 
 from collections.abc import Iterator
 
-from autoshard.cli.rendering.tables import Column, Line, Report, Table, Unit, milliseconds, share_of
+from autoshard.cli.rendering.tables import (
+    Column,
+    Report,
+    Sentence,
+    Table,
+    Unit,
+    milliseconds,
+    share_of,
+)
 from autoshard.plan import Pipeline, Plan, stage_devices, stage_modules
 from autoshard.schedules import ScheduleSimulation
 
@@ -15,7 +23,7 @@ _TIMES = (
 )
 
 
-def pipeline_parts(plan: Plan) -> Iterator[Table | Line]:
+def pipeline_parts(plan: Plan) -> Iterator[Table | Sentence]:
     """The stages of a plan, what they exchange, and the schedule; nothing for one stage."""
     pipeline = plan.pipeline
     if pipeline is None:
@@ -26,12 +34,12 @@ def pipeline_parts(plan: Plan) -> Iterator[Table | Line]:
         f"{pipeline.micro_batches} micro-batches: ranks are idle for {pipeline.bubble:.1%} of a "
         f"step"
     )
-    yield Line(text, "bold")
+    yield Sentence(text, "bold")
     yield _stages(plan, pipeline)
     yield _transfers(pipeline)
     for tied in pipeline.tied:
         held = ", ".join(map(str, tied.stages))
-        yield Line(
+        yield Sentence(
             f"{tied.target} is held by stages {held}; summing its gradients takes "
             f"{milliseconds(tied.time)} per step"
         )
@@ -112,8 +120,8 @@ def schedule_report(pipeline: Pipeline, simulation: ScheduleSimulation) -> Repor
         f"{simulation.bubble:.1%} of the step"
     )
     return Report.of(
-        Line(f"One step takes {milliseconds(simulation.seconds)}", "bold"),
-        Line(text),
+        Sentence(f"One step takes {milliseconds(simulation.seconds)}", "bold"),
+        Sentence(text),
         stages,
         ranks,
     )

@@ -2,7 +2,7 @@
 
 from autoshard.cli.rendering.render import legend_lines
 from autoshard.cli.rendering.render_pipeline import pipeline_parts
-from autoshard.cli.rendering.tables import Column, Line, Report, Table, Unit
+from autoshard.cli.rendering.tables import Column, Report, Sentence, Table, Unit
 from autoshard.layouts import Notation, text_words
 from autoshard.lowering.timeline import KINDS
 from autoshard.plan import Memory, Plan
@@ -23,7 +23,7 @@ def plan_report(
         sections: some of `SECTIONS`.
         notation: of layouts.
     """
-    parts: list[Table | Line] = []
+    parts: list[Table | Sentence] = []
     if "pipeline" in sections:
         parts += pipeline_parts(plan)
     if "parameters" in sections:

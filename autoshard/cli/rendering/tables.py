@@ -149,7 +149,7 @@ class Table:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class Sentence:
     """A sentence of a report, which CSV leaves out.
 
     Attributes:
@@ -165,10 +165,10 @@ class Line:
 class Report:
     """The output of a command: tables and sentences, in order."""
 
-    parts: tuple[Table | Line, ...]
+    parts: tuple[Table | Sentence, ...]
 
     @classmethod
-    def of(cls, *parts: Table | Line) -> "Report":
+    def of(cls, *parts: Table | Sentence) -> "Report":
         """A report of these parts."""
         return cls(parts)
 
@@ -199,7 +199,7 @@ def write_json(report: Report) -> str:
         ]
         for table in report.tables
     }
-    if notes := [part.text for part in report.parts if isinstance(part, Line)]:
+    if notes := [part.text for part in report.parts if isinstance(part, Sentence)]:
         document["notes"] = notes
     return json.dumps(document, indent=1) + "\n"
 
@@ -207,7 +207,7 @@ def write_json(report: Report) -> str:
 def print_report(report: Report, console: Console) -> None:
     """Print a report as text; on a terminal with at most its width."""
     for part in report.parts:
-        if isinstance(part, Line):
+        if isinstance(part, Sentence):
             console.print(Text(part.text, style=part.style), soft_wrap=not console.is_terminal)
             continue
         if console.is_terminal:

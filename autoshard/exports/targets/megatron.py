@@ -7,7 +7,8 @@ from autoshard.exports.outline import Outline, Role, comment, folded, not_expres
 from autoshard.exports.registry import export_target
 from autoshard.exports.settings import settings_express
 from autoshard.graph import graph_from_json
-from autoshard.plan.document import Pipeline, Stage
+from autoshard.plan.document import Pipeline
+from autoshard.plan.stage import Stage
 
 _FULLY_SHARDED = (
     "--use-megatron-fsdp",

@@ -7,7 +7,7 @@ from typing import Any
 
 from autoshard.exports.outline import Outline, comment
 from autoshard.exports.registry import export_target
-from autoshard.plan.document import PlacedInput
+from autoshard.plan.stage import PlacedInput
 
 _COLUMNS = ("kind", "name", "aliases", "dtype", "shape", "local_shape", "layout", "placements")
 _LEFT_OUT = (

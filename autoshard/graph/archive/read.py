@@ -220,7 +220,7 @@ class ExportRecord:
         model: the exported model.
         stored: element type at rest of the parameters that the program reads converted, by name.
         constants: where the model holds tensors that are neither parameters nor buffers, by their
-            names in the program (`autoshard.graph.export.python_state.paths`).
+            names in the program (`autoshard.graph.export.python_state.description.paths`).
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)

@@ -15,10 +15,10 @@ from torch.export.graph_signature import InputKind
 
 from autoshard.errors import ExportError
 from autoshard.graph.archive.read import CONSTANT_BYTES
-from autoshard.graph.export.python_state.paths import (
+from autoshard.graph.export.python_state.description.paths import (
     Key,
     Path,
-    Place,
+    PythonPlace,
     elements,
     instance_dict,
     path_text,
@@ -28,7 +28,7 @@ _NOT_SEARCHED = (nn.Module, torch.Tensor, type, ModuleType, FunctionType, Method
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 
 
-def held_tensors(model: nn.Module) -> Iterator[tuple[Path, Place]]:
+def held_tensors(model: nn.Module) -> Iterator[tuple[Path, PythonPlace]]:
     """Yield tensors in attributes of modules, and in containers and objects there, with paths.
 
     Args:
@@ -39,7 +39,7 @@ def held_tensors(model: nn.Module) -> Iterator[tuple[Path, Place]]:
         path: Path = tuple(name.split(".")) if name else ()
         own = vars(module)
         waiting = [
-            ((*path, key), Place(own, key, value))
+            ((*path, key), PythonPlace(own, key, value))
             for key, value in own.items()
             if key not in _REGISTERED
         ]
@@ -52,12 +52,12 @@ def held_tensors(model: nn.Module) -> Iterator[tuple[Path, Place]]:
                 waiting += [((*at, part), found) for part, found in _inside(place.value)]
 
 
-def _inside(holder: Any) -> list[tuple[str | Key, Place]]:
-    found: list[tuple[str | Key, Place]] = [
-        (key, Place(holder, key.key, value)) for key, value in elements(holder)
+def _inside(holder: Any) -> list[tuple[str | Key, PythonPlace]]:
+    found: list[tuple[str | Key, PythonPlace]] = [
+        (key, PythonPlace(holder, key.key, value)) for key, value in elements(holder)
     ]
     own = instance_dict(holder)
-    return found + [(name, Place(own, name, value)) for name, value in own.items()]
+    return found + [(name, PythonPlace(own, name, value)) for name, value in own.items()]
 
 
 def constant_paths(program: ExportedProgram, model: nn.Module, what: str) -> dict[str, str]:

@@ -24,13 +24,13 @@ from autoshard.graph.export.captured import constant_paths, held_tensors
 from autoshard.graph.export.casting import cast_parameters, with_casts
 from autoshard.graph.export.held_state import follow_state
 from autoshard.graph.export.opaque_modules import OpaqueModules
-from autoshard.graph.export.python_state.global_hooks import check_no_global_hooks
-from autoshard.graph.export.python_state.paths import HOOKS, path_text
-from autoshard.graph.export.python_state.queries import GRAD_MODE
+from autoshard.graph.export.python_state.description.global_hooks import check_no_global_hooks
+from autoshard.graph.export.python_state.description.paths import HOOKS, path_text
+from autoshard.graph.export.python_state.description.queries import GRAD_MODE
+from autoshard.graph.export.python_state.description.values import Value
+from autoshard.graph.export.python_state.description.wording import check_patterns, is_ignored
 from autoshard.graph.export.python_state.record import record_of
-from autoshard.graph.export.python_state.recorder import Recorder
-from autoshard.graph.export.python_state.values import Value
-from autoshard.graph.export.python_state.wording import check_patterns, is_ignored
+from autoshard.graph.export.python_state.recording.recorder import Recorder
 from autoshard.graph.export.structured_types import register_types
 from autoshard.graph.export.tracing import (
     OnMeta,

@@ -122,12 +122,12 @@ class OpaqueModules:
     def __init__(self, model: nn.Module, opaque: Iterable[str | type | OpaqueModule]) -> None:
         modules = dict(model.named_modules())
         inside: set[str] = set()
-        self._runs: dict[str, _Run] = {}
+        self._runs: dict[str, _OpaqueRun] = {}
         for name, entry in sorted(_chosen(modules, opaque).items()):
             if name not in inside:
                 module = modules[name]
                 inside.update(f"{name}.{inner}".rstrip(".") for inner, _ in module.named_modules())
-                self._runs[name] = _Run(module, entry)
+                self._runs[name] = _OpaqueRun(module, entry)
         self.inside = frozenset(inside)
 
     def replace_in(self, twin: nn.Module) -> None:
@@ -219,7 +219,7 @@ class _Measured:
 class _TracedModule:
     """Stands for an opaque module while the model is traced."""
 
-    def __init__(self, name: str, module: nn.Module, run: "_Run") -> None:
+    def __init__(self, name: str, module: nn.Module, run: "_OpaqueRun") -> None:
         self._name = name
         self._module = module
         self._run = run
@@ -311,7 +311,7 @@ class _Like:
         return made.requires_grad_().clone() if self.requires_grad else made
 
 
-class _Run:
+class _OpaqueRun:
     """Runs a copy of an opaque module on random inputs.
 
     Args:

@@ -34,7 +34,7 @@ _ARE_SAVED = getattr(serialize, "_SYM_OPS", None)
 """Functions of sizes that an archive can have; None if this PyTorch does not say."""
 
 
-class Decisions:
+class SizeDecisions:
     """Lines of the user's code that need the values of numbers that depend on dynamic sizes."""
 
     def __init__(self) -> None:

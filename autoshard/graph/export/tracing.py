@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from autoshard.errors import AutoshardError, ExportError
 from autoshard.graph.archive.read import CONSTANT_BYTES
-from autoshard.graph.export.size_checks import OWN_FOLDERS, Decisions, check_numbers, line_of
+from autoshard.graph.export.size_checks import OWN_FOLDERS, SizeDecisions, check_numbers, line_of
 from autoshard.torch_private import (
     DataDependentOutputException,
     decomposition_table,
@@ -264,7 +264,7 @@ def traced(model: nn.Module, what: str) -> Iterator[None]:
     """
     names = {id(module): name for name, module in model.named_modules()}
     printed, failure = StringIO(), None
-    decisions = Decisions()
+    decisions = SizeDecisions()
     try:
         with (
             redirect_stderr(printed),

@@ -85,7 +85,7 @@ _SORTS = frozenset({"aten.sort.default", "aten.sort.stable"})
 
 
 @dataclass
-class _Block:
+class _ExpertsBlock:
     """One mixture of experts.
 
     Attributes:
@@ -148,11 +148,11 @@ class _Finder:
     """
 
     def __init__(self, graph: Graph) -> None:
-        self.blocks: list[_Block] = []
+        self.blocks: list[_ExpertsBlock] = []
         self._values = graph.values
         self._makers = {name: node for node in graph.nodes for name in node.outputs}
         self._returned = {output.name for output in graph.outputs}
-        self._known: dict[str, tuple[_Block, _Role]] = {}
+        self._known: dict[str, tuple[_ExpertsBlock, _Role]] = {}
 
     def visit(self, node: Node) -> None:
         """Match the next node."""
@@ -178,7 +178,7 @@ class _Finder:
         ids = self._flattened(node.inputs[0])
         if ids is not None and not node.argument("descending"):
             tokens, slots = self._shape(ids)
-            block = _Block(ids, tokens, slots)
+            block = _ExpertsBlock(ids, tokens, slots)
             self.blocks.append(block)
             for name, role in zip(node.outputs, (_Role.SORTED, _Role.ORDER), strict=True):
                 self._known[name] = block, role
@@ -198,17 +198,17 @@ class _Finder:
         is_flat = len(self._shape(name)) == 1 and len(self._shape(maker.inputs[0])) == _MATRIX
         return maker.inputs[0] if is_flat else None
 
-    def _token(self, node: Node, block: _Block) -> _Role | None:
+    def _token(self, node: Node, block: _ExpertsBlock) -> _Role | None:
         """Match the order divided by k: the token of each row."""
         floors = node.argument("rounding_mode", "floor") == "floor"
         matches = self._roles(node) == [_Role.ORDER] and node.argument("other") == block.slots
         return _Role.TOKEN if matches and floors else None
 
-    def _cast(self, node: Node, block: _Block) -> _Role | None:
+    def _cast(self, node: Node, block: _ExpertsBlock) -> _Role | None:
         (role,) = self._roles(node)
         return role if role is _Role.SORTED else self._within(node, block)
 
-    def _counted(self, node: Node, block: _Block) -> _Role | None:
+    def _counted(self, node: Node, block: _ExpertsBlock) -> _Role | None:
         """Match the number of rows of each expert."""
         bins = node.argument("bins")
         bounds = node.argument("min", 0), node.argument("max", 0)
@@ -219,14 +219,14 @@ class _Finder:
         block.num_experts = bins
         return _Role.COUNTS
 
-    def _ends(self, node: Node, _block: _Block) -> _Role | None:
+    def _ends(self, node: Node, _block: _ExpertsBlock) -> _Role | None:
         return _Role.ENDS if self._roles(node) == [_Role.COUNTS] else None
 
-    def _column(self, node: Node, _block: _Block) -> _Role | None:
+    def _column(self, node: Node, _block: _ExpertsBlock) -> _Role | None:
         matches = self._roles(node) == [_Role.PICKED] and node.argument("dim") == 1
         return _Role.WEIGHT if matches else None
 
-    def _inverse(self, node: Node, block: _Block) -> _Role | None:
+    def _inverse(self, node: Node, block: _ExpertsBlock) -> _Role | None:
         """Match the inverse permutation of the order."""
         if node.argument("indices") != (Ref(node.inputs[1]),) or node.argument("accumulate"):
             return None
@@ -239,7 +239,7 @@ class _Finder:
         matches = self._roles(node)[1:] == [_Role.ORDER, None] and counts_up
         return _Role.INVERSE if matches else None
 
-    def _read(self, node: Node, block: _Block) -> _Role | None:
+    def _read(self, node: Node, block: _ExpertsBlock) -> _Role | None:
         """Match an index operation with known indices."""
         source, *indices = node.inputs
         known, *at = self._roles(node)
@@ -251,7 +251,7 @@ class _Finder:
             return self._pick(source, block)
         return self._read_rows(node, block) if len(self._shape(source)) == _MATRIX else None
 
-    def _read_rows(self, node: Node, block: _Block) -> _Role | None:
+    def _read_rows(self, node: Node, block: _ExpertsBlock) -> _Role | None:
         """Match tokens by expert, or the bias of each row's expert."""
         source, at = node.inputs[0], self._roles(node)[1]
         given = {"ids": Ref(block.ids)}
@@ -261,7 +261,7 @@ class _Finder:
             return self._rows(node, block, EXPERT_BIAS, {"bias": Ref(source), **given})
         return None
 
-    def _pick(self, source: str, block: _Block) -> _Role | None:
+    def _pick(self, source: str, block: _ExpertsBlock) -> _Role | None:
         weights = self._flattened(source)
         if weights is None or self._shape(weights) != (block.tokens, block.slots):
             return None
@@ -270,7 +270,7 @@ class _Finder:
         block.weights = weights
         return _Role.PICKED
 
-    def _product(self, node: Node, block: _Block) -> _Role | None:
+    def _product(self, node: Node, block: _ExpertsBlock) -> _Role | None:
         """Match a grouped product without a bias."""
         others = (value for key, value in node.arguments if key not in _FACTORS)
         if self._roles(node) != [_Role.ROWS, None, _Role.ENDS] or any(others):
@@ -281,7 +281,7 @@ class _Finder:
         given = {"rows": rows, "matrices": matrices, "ids": Ref(block.ids)}
         return self._rows(node, block, GROUPED_MM, given)
 
-    def _weighted(self, node: Node, block: _Block) -> _Role | None:
+    def _weighted(self, node: Node, block: _ExpertsBlock) -> _Role | None:
         """Match the product of rows and weights, which occurs once."""
         roles = self._roles(node)
         if set(roles) != {_Role.ROWS, _Role.WEIGHT}:
@@ -291,12 +291,12 @@ class _Finder:
         block.last = node.inputs[roles.index(_Role.ROWS)]
         return _Role.WEIGHTED
 
-    def _slots(self, node: Node, block: _Block) -> _Role | None:
+    def _slots(self, node: Node, block: _ExpertsBlock) -> _Role | None:
         shape = self._shape(node.outputs[0])
         matches = shape[:-1] == (block.tokens, block.slots)
         return _Role.SLOTS if self._roles(node) == [_Role.BACK] and matches else None
 
-    def _sum(self, node: Node, block: _Block) -> _Role | None:
+    def _sum(self, node: Node, block: _ExpertsBlock) -> _Role | None:
         dtypes = {self._values[name].dtype for name in (*node.inputs, *node.outputs)}
         over = node.argument("dim"), bool(node.argument("keepdim")), len(dtypes)
         if self._roles(node) != [_Role.SLOTS] or over != ((1,), False, 1):
@@ -305,7 +305,7 @@ class _Finder:
         block.add(node, COMBINE, given)
         return _Role.DONE
 
-    def _within(self, node: Node, block: _Block) -> _Role | None:
+    def _within(self, node: Node, block: _ExpertsBlock) -> _Role | None:
         """Match an operator that acts on each row separately."""
         roles = set(self._roles(node))
         others = [self._shape(name) for name in node.inputs if name not in self._known]
@@ -320,13 +320,13 @@ class _Finder:
         return self._rows(node, block, node.operator, {**dict(node.arguments), **moved})
 
     def _rows(
-        self, node: Node, block: _Block, operator: str, arguments: Mapping[str, Argument]
+        self, node: Node, block: _ExpertsBlock, operator: str, arguments: Mapping[str, Argument]
     ) -> _Role:
         block.add(node, operator, arguments)
         block.rows.extend(node.outputs)
         return _Role.ROWS
 
-    steps: ClassVar[Mapping[str, Callable[["_Finder", Node, _Block], _Role | None]]] = {
+    steps: ClassVar[Mapping[str, Callable[["_Finder", Node, _ExpertsBlock], _Role | None]]] = {
         "aten.floor_divide.default": _token,
         "aten.div.Scalar_mode": _token,
         "aten.div.Tensor_mode": _token,

@@ -31,7 +31,7 @@ from autoshard.graph.ir import (
     Token,
     TokenKind,
 )
-from autoshard.graph.normalise.rewriting import Names, integer, required, rewire, sizes
+from autoshard.graph.normalise.rewriting import UniqueNames, integer, required, rewire, sizes
 
 _WITHOUT_FUNCTIONAL_FORM = frozenset(
     {
@@ -210,7 +210,7 @@ _DROPOUTS = frozenset({"aten.dropout.default", "aten.feature_dropout.default"})
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class ViewCall:
     """A view: the operator, its arguments without the input, and the resulting tensor."""
 
     operator: str
@@ -239,25 +239,25 @@ def may_share(node: Node) -> bool:
     return node.operator in _MAY_SHARE
 
 
-def views_of(node: Node, values: Mapping[str, Tensor]) -> tuple[View, ...]:
-    """Return a `View` per output if writes to the outputs can be propagated, else ()."""
+def views_of(node: Node, values: Mapping[str, Tensor]) -> tuple[ViewCall, ...]:
+    """Return a `ViewCall` per output if writes to the outputs can be propagated, else ()."""
     if not node.inputs:
         return ()
     if node.operator in _INVERTIBLE:
         arguments = tuple(pair for pair in node.arguments if pair[0] != "self")
-        return (View(node.operator, arguments, values[node.outputs[0]]),)
+        return (ViewCall(node.operator, arguments, values[node.outputs[0]]),)
     if node.operator in _SPLITS:
         return tuple(_split_views(node, values))
     if node.operator == "aten.unbind.int":
         dim = integer(node, "dim", 0)
         return tuple(
-            View("aten.select.int", (("dim", dim), ("index", i)), values[name])
+            ViewCall("aten.select.int", (("dim", dim), ("index", i)), values[name])
             for i, name in enumerate(node.outputs)
         )
     return ()
 
 
-def _split_views(node: Node, values: Mapping[str, Tensor]) -> list[View]:
+def _split_views(node: Node, values: Mapping[str, Tensor]) -> list[ViewCall]:
     dim = integer(node, "dim", 0)
     views, start = [], 0
     for name in node.outputs:
@@ -266,7 +266,7 @@ def _split_views(node: Node, values: Mapping[str, Tensor]) -> list[View]:
             raise SchemaError(f"node {node.name!r} ({node.operator}): {name!r} has no dim {dim}")
         end = start + tensor.shape[dim]
         bounds = (("dim", dim), ("start", start), ("end", end), ("step", 1))
-        views.append(View("aten.slice.Tensor", bounds, tensor))
+        views.append(ViewCall("aten.slice.Tensor", bounds, tensor))
         start = end
     return views
 
@@ -279,7 +279,7 @@ class Emit(Protocol):
         ...
 
 
-def write_back(view: View, source: Tensor, *, old: str, new: str, emit: Emit) -> str | None:
+def write_back(view: ViewCall, source: Tensor, *, old: str, new: str, emit: Emit) -> str | None:
     """Propagate new contents of a view to the viewed tensor.
 
     Args:
@@ -345,7 +345,7 @@ def make_functional(graph: Graph) -> Graph:
     """
     if not any(is_inplace(node.operator) for node in graph.nodes):
         return graph
-    state = _Memory(graph)
+    state = _CurrentNames(graph)
     assignments = _assignments(graph)
     for node in graph.nodes[: len(graph.nodes) - len(assignments)]:
         if is_inplace(node.operator):
@@ -385,17 +385,17 @@ _RETURN = Node("return", "return", (), ())
 """Pseudo-node that uses the outputs of the graph."""
 
 
-class _Memory:
+class _CurrentNames:
     """Current name, in the functional graph, of every value of the original graph."""
 
     def __init__(self, graph: Graph) -> None:
         self.nodes: list[Node] = []
         self.values: dict[str, Tensor] = dict(graph.values)
         self._inputs: Mapping[str, Input] = {i.name: i for i in graph.inputs}
-        self._value_names = Names(graph.values)
-        self._node_names = Names(node.name for node in graph.nodes)
+        self._value_names = UniqueNames(graph.values)
+        self._node_names = UniqueNames(node.name for node in graph.nodes)
         self._base = {name: name for name in graph.values}
-        self._views: dict[str, tuple[View, ...]] = dict.fromkeys(graph.values, ())
+        self._views: dict[str, tuple[ViewCall, ...]] = dict.fromkeys(graph.values, ())
         self._current = {name: name for name in graph.values}
         self._version: dict[str, int] = defaultdict(int)
         self._seen: dict[str, int] = defaultdict(int)
@@ -419,7 +419,7 @@ class _Memory:
             for output, view in zip(node.outputs, views, strict=False):
                 self._add_view(output, node.inputs[0], (view,))
 
-    def _add_view(self, name: str, at: str, views: tuple[View, ...]) -> None:
+    def _add_view(self, name: str, at: str, views: tuple[ViewCall, ...]) -> None:
         self._base[name] = self._base[at]
         self._views[name] = self._views[at] + views
         self._seen[name] = self._version[self._base[name]]
@@ -525,7 +525,7 @@ class _Memory:
             new = emit("aten.to.dtype", tensor, self=Ref(new), dtype=dtype)
         return new
 
-    def _propagate_write(self, node: Node, base: str, views: tuple[View, ...], new: str) -> str:
+    def _propagate_write(self, node: Node, base: str, views: tuple[ViewCall, ...], new: str) -> str:
         """Name of the base's contents after new contents of a view were propagated."""
         emit = self._emitter(node)
         chain = [base]

@@ -15,7 +15,7 @@ from dataclasses import replace
 from autoshard.errors import SchemaError, UnsupportedError
 from autoshard.graph.archive.parse import PIPE_SPLIT, Body, Program, Region
 from autoshard.graph.ir import Argument, Graph, Node, Output, Ref, Tensor
-from autoshard.graph.normalise.rewriting import Names, rewire
+from autoshard.graph.normalise.rewriting import UniqueNames, rewire
 
 _SET_GRAD = "higher_order.wrap_with_set_grad_enabled"
 _AUTOCAST = "higher_order.wrap_with_autocast"
@@ -58,8 +58,8 @@ class _Inliner:
     def __init__(self, body: Body) -> None:
         self.values: dict[str, Tensor] = dict(body.values)
         self.nodes: list[Node] = []
-        self._value_names = Names(body.values)
-        self._node_names = Names(step.name for step in body.steps)
+        self._value_names = UniqueNames(body.values)
+        self._node_names = UniqueNames(step.name for step in body.steps)
         self._region_outputs: dict[str, Argument] = {}
         self._part = 0
 

@@ -18,7 +18,7 @@ from autoshard.graph.ir import (
     Token,
     TokenKind,
 )
-from autoshard.graph.normalise.rewriting import Names, required
+from autoshard.graph.normalise.rewriting import UniqueNames, required
 
 _OPERATOR = "aten.cross_entropy_loss.default"
 _NONE, _MEAN, _SUM = 0, 1, 2
@@ -55,8 +55,8 @@ class _Builder:
     def __init__(self, graph: Graph) -> None:
         self.nodes: list[Node] = []
         self.values = dict(graph.values)
-        self._value_names = Names(graph.values)
-        self._node_names = Names(node.name for node in graph.nodes)
+        self._value_names = UniqueNames(graph.values)
+        self._node_names = UniqueNames(node.name for node in graph.nodes)
 
     def split(self, node: Node) -> None:
         """Replace one loss."""

@@ -10,7 +10,7 @@ from autoshard.errors import UnsupportedError
 from autoshard.graph.checks import CREATION_PACKETS
 from autoshard.graph.dtype import DType
 from autoshard.graph.ir import Argument, Graph, Node, Ref, Tensor, Token, TokenKind
-from autoshard.graph.normalise.rewriting import Names
+from autoshard.graph.normalise.rewriting import UniqueNames
 
 _OUT = ("out",)
 _OTHER_NAMES: Mapping[str, str] = {
@@ -80,7 +80,7 @@ def without_out_arguments(graph: Graph) -> Graph:
     if not any(forms):
         return graph
     values = dict(graph.values)
-    value_names, node_names = Names(values), Names(node.name for node in graph.nodes)
+    value_names, node_names = UniqueNames(values), UniqueNames(node.name for node in graph.nodes)
     nodes: list[Node] = []
     for node, form in zip(graph.nodes, forms, strict=True):
         if form is None:
@@ -177,7 +177,9 @@ def _dtype(node: Node, call: Node, name: str, out: DType, values: Mapping[str, T
     )
 
 
-def _copies(node: Node, outs: list[str], results: tuple[str, ...], names: Names) -> Iterator[Node]:
+def _copies(
+    node: Node, outs: list[str], results: tuple[str, ...], names: UniqueNames
+) -> Iterator[Node]:
     for out, output, result in zip(outs, node.outputs, results, strict=True):
         name = node.name if output == node.outputs[0] else names.fresh(f"{node.name}_{output}")
         arguments: tuple[tuple[str, Argument], ...] = (("self", Ref(out)), ("src", Ref(result)))

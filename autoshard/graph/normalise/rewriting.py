@@ -7,7 +7,7 @@ from autoshard.errors import SchemaError
 from autoshard.graph.ir import Argument, Node, Ref
 
 
-class Names:
+class UniqueNames:
     """Generator of unique names."""
 
     def __init__(self, taken: Iterable[str]) -> None:

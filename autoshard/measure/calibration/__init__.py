@@ -6,15 +6,20 @@ from autoshard.measure.calibration.calibrate import (
     calibrate,
     process_groups,
 )
-from autoshard.measure.calibration.measurements import FULL, QUICK, Effort, Progress
+from autoshard.measure.calibration.measurements import (
+    FULL,
+    QUICK,
+    CalibrationEffort,
+    CalibrationProgress,
+)
 
 __all__ = [
     "FULL",
     "QUICK",
     "Calibration",
+    "CalibrationEffort",
+    "CalibrationProgress",
     "Comparison",
-    "Effort",
-    "Progress",
     "calibrate",
     "process_groups",
 ]

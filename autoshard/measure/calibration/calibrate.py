@@ -25,9 +25,9 @@ from autoshard.measure.calibration.collectives import (
 from autoshard.measure.calibration.measurements import (
     FULL,
     QUICK,
-    Effort,
+    CalibrationEffort,
+    CalibrationProgress,
     Measurements,
-    Progress,
     Timing,
 )
 from autoshard.mesh import Axis, Device, Link, Mesh, Topology
@@ -83,10 +83,10 @@ def calibrate(
     *,
     links: Topology | None = None,
     name: str = "calibrated",
-    effort: Effort = FULL,
+    effort: CalibrationEffort = FULL,
     busy: bool = False,
     partial_file: Path | None = None,
-    report: Callable[[Progress], None] = lambda _: None,
+    report: Callable[[CalibrationProgress], None] = lambda _: None,
 ) -> Calibration:
     """Measure collectives, matrix products and copies, and fit a topology to them.
 
@@ -111,7 +111,9 @@ def calibrate(
             topology fits the measurements, which are then deleted.
     """
     load = _load_remark()
-    run = _Run(links, effort, tuple(shape or ()), busy=busy, path=partial_file, report=report)
+    run = _CalibrationRun(
+        links, effort, tuple(shape or ()), busy=busy, path=partial_file, report=report
+    )
     try:
         topology, comparisons, skew = run.fitted_links()
         device = run.fitted_device()
@@ -124,18 +126,18 @@ def calibrate(
     return Calibration(topology, comparisons, skew, remarks, run.measurements.num_kept)
 
 
-class _Run:
+class _CalibrationRun:
     """The measurements of a calibration on this rank."""
 
     def __init__(
         self,
         links: Topology | None,
-        effort: Effort,
+        effort: CalibrationEffort,
         shape: tuple[int, ...],
         *,
         busy: bool,
         path: Path | None,
-        report: Callable[[Progress], None],
+        report: Callable[[CalibrationProgress], None],
     ) -> None:
         self._num_ranks = int(os.environ["WORLD_SIZE"])
         self._per_node = int(os.environ["LOCAL_WORLD_SIZE"])

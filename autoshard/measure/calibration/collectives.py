@@ -15,7 +15,7 @@ from autoshard.launching import synchronize
 from autoshard.layouts import P, R, S
 from autoshard.measure.calibration.measurements import (
     LARGE_SPREAD,
-    Effort,
+    CalibrationEffort,
     Timing,
     spread_of,
 )
@@ -61,7 +61,9 @@ class Stopwatch:
             divided by the number of CPUs, without idle waiting.
     """
 
-    def __init__(self, device: torch.device, effort: Effort, *, busy: bool = False) -> None:
+    def __init__(
+        self, device: torch.device, effort: CalibrationEffort, *, busy: bool = False
+    ) -> None:
         self.device = device
         self._effort = effort
         self._busy = busy and device.type == "cpu"

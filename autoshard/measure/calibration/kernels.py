@@ -23,7 +23,7 @@ from autoshard.launching import synchronize
 from autoshard.layouts import Layout
 from autoshard.measure.calibration.measurements import (
     LARGE_SPREAD,
-    Effort,
+    CalibrationEffort,
     Timing,
     spread_of,
 )
@@ -88,7 +88,7 @@ class KernelClock:
         effort: number and duration of the runs.
     """
 
-    def __init__(self, device: torch.device, per_node: int, effort: Effort) -> None:
+    def __init__(self, device: torch.device, per_node: int, effort: CalibrationEffort) -> None:
         self._device = device
         self._effort = effort
         self._on_cpu = device.type == "cpu"
@@ -190,7 +190,7 @@ def measure_operators(
     device: torch.device,
     roofline: Device,
     clock: KernelClock,
-    effort: Effort,
+    effort: CalibrationEffort,
     take: Take,
 ) -> Iterator[OperatorSample]:
     """Measure each operator at each size, in rounds over all of them.

@@ -17,7 +17,7 @@ _NOTABLE_SHARE = 0.1
 
 
 @dataclass(frozen=True)
-class Effort:
+class CalibrationEffort:
     """Extent of a calibration.
 
     Attributes:
@@ -41,7 +41,7 @@ class Effort:
     seconds: float
 
 
-FULL = Effort(
+FULL = CalibrationEffort(
     sizes=tuple(1 << exponent for exponent in range(10, 29, 2)),
     checked=tuple(1 << exponent for exponent in range(21, 29, 2)),
     elements=None,
@@ -53,7 +53,7 @@ FULL = Effort(
 )
 """Collectives of 1 KiB to 256 MiB."""
 
-QUICK = Effort(
+QUICK = CalibrationEffort(
     sizes=tuple(1 << exponent for exponent in range(10, 25, 7)),
     checked=(1 << 21,),
     elements=(1 << 14, 1 << 18),
@@ -80,7 +80,7 @@ class Timing:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class CalibrationProgress:
     """Progress of a calibration.
 
     Attributes:
@@ -116,7 +116,7 @@ class Measurements:
         total: int,
         *,
         path: Path | None = None,
-        report: Callable[[Progress], None] = lambda _: None,
+        report: Callable[[CalibrationProgress], None] = lambda _: None,
     ) -> None:
         self._total = total
         self._path = path if dist.get_rank() == 0 else None
@@ -153,7 +153,7 @@ class Measurements:
             name: of the measurement, unique.
             measure: returns the same on all ranks.
         """
-        self._report(Progress(stage, len(self._made), self._total))
+        self._report(CalibrationProgress(stage, len(self._made), self._total))
         timing = self._known.get(name)
         if timing is None:
             timing = measure()

@@ -19,13 +19,13 @@ from autoshard.launching import synchronize
 from autoshard.lowering.timeline import Phase
 from autoshard.plan import Resharding, Stage
 from autoshard.pricing.simulation import resharding_label
-from autoshard.runtime.program.instructions import Call, Instruction, Recompute, Reshard
+from autoshard.runtime.program.instructions import Instruction, Recompute, Reshard, RunOperator
 from autoshard.runtime.program.local_program import LocalProgram
 from autoshard.torch_private import runs_backward
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Part:
+class ProfiledPart:
     """An operator, a step of a resharding, or the optimizer.
 
     Attributes:
@@ -45,22 +45,22 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class ForwardBackward:
+class CallParts:
     """The parts to which the time of a call and of its backward is attributed."""
 
-    forward: Part
-    backward: Part
+    forward: ProfiledPart
+    backward: ProfiledPart
 
 
 @dataclass(slots=True)
-class _Running:
-    part: Part
+class _RunningPart:
+    part: ProfiledPart
     start: float
     inside: float = 0.0
 
 
 @dataclass
-class Probe:
+class StepProbe:
     """Measures the parts of a step.
 
     Args:
@@ -72,9 +72,9 @@ class Probe:
     """
 
     device: torch.device
-    seconds: defaultdict[Part, float] = field(default_factory=lambda: defaultdict(float))
-    starts: dict[Part, float] = field(default_factory=dict)
-    _stack: list[_Running] = field(default_factory=list)
+    seconds: defaultdict[ProfiledPart, float] = field(default_factory=lambda: defaultdict(float))
+    starts: dict[ProfiledPart, float] = field(default_factory=dict)
+    _stack: list[_RunningPart] = field(default_factory=list)
     _hooked: set[Node] = field(default_factory=set)
 
     def clear(self) -> None:
@@ -83,14 +83,16 @@ class Probe:
         self.starts.clear()
         self._hooked.clear()
 
-    def wrap(self, function: Callable[..., Any], parts: ForwardBackward) -> Callable[..., Any]:
+    def wrap(self, function: Callable[..., Any], parts: CallParts) -> Callable[..., Any]:
         """Wrap a function so that its calls and their backward are measured."""
 
         def measured(*args: Any) -> Any:
             backward = runs_backward()
             part = parts.forward
             if backward:
-                part = Part(Phase.RECOMPUTE, part.name, part.subject, part.axis, part.nbytes)
+                part = ProfiledPart(
+                    Phase.RECOMPUTE, part.name, part.subject, part.axis, part.nbytes
+                )
             before = None if backward else _grad_nodes(args)
             with self.measured(part):
                 result = function(*args)
@@ -101,7 +103,7 @@ class Probe:
 
         return measured
 
-    def _hook(self, nodes: Iterable[Node], part: Part) -> None:
+    def _hook(self, nodes: Iterable[Node], part: ProfiledPart) -> None:
         """Measure the backward of the autograd nodes that a call has created."""
         for node in _new_nodes(nodes, self._hooked):
             self._hooked.add(node)
@@ -109,7 +111,7 @@ class Probe:
             node.register_hook(lambda *_: self._end())
 
     @contextmanager
-    def measured(self, part: Part) -> Iterator[None]:
+    def measured(self, part: ProfiledPart) -> Iterator[None]:
         """A context whose duration is attributed to a part."""
         self._begin(part)
         try:
@@ -117,11 +119,11 @@ class Probe:
         finally:
             self._end()
 
-    def _begin(self, part: Part) -> None:
+    def _begin(self, part: ProfiledPart) -> None:
         synchronize(self.device)
         now = perf_counter()
         self.starts.setdefault(part, now)
-        self._stack.append(_Running(part, now))
+        self._stack.append(_RunningPart(part, now))
 
     def _end(self) -> None:
         synchronize(self.device)
@@ -156,16 +158,16 @@ def _new_nodes(nodes: Iterable[Node], known: set[Node]) -> Iterator[Node]:
             open_nodes += [before for before, _ in node.next_functions if before is not None]
 
 
-def instrument(program: LocalProgram, stage: Stage, probe: Probe) -> None:
+def instrument(program: LocalProgram, stage: Stage, probe: StepProbe) -> None:
     """Wrap the kernels and resharding steps of a program, in place."""
     operators = {node.name: node.operator for node in program.graph.nodes}
     reshardings = {resharding.use: resharding for resharding in stage.reshardings}
     for instruction in _flat(program.instructions):
-        if isinstance(instruction, Call):
+        if isinstance(instruction, RunOperator):
             operator = operators[instruction.node]
-            forward = Part(Phase.FORWARD, operator, instruction.node)
-            backward = Part(Phase.BACKWARD, operator, instruction.node)
-            parts = ForwardBackward(forward, backward)
+            forward = ProfiledPart(Phase.FORWARD, operator, instruction.node)
+            backward = ProfiledPart(Phase.BACKWARD, operator, instruction.node)
+            parts = CallParts(forward, backward)
             instruction.kernel = probe.wrap(instruction.kernel, parts)
         elif isinstance(instruction, Reshard):
             each = _step_parts(stage, reshardings[instruction.use])
@@ -180,12 +182,14 @@ def _flat(instructions: Iterable[Instruction]) -> Iterator[Instruction]:
             yield from _flat(instruction.instructions)
 
 
-def _step_parts(stage: Stage, resharding: Resharding) -> Iterator[ForwardBackward]:
+def _step_parts(stage: Stage, resharding: Resharding) -> Iterator[CallParts]:
     sizes = dict(stage.axes)
     subject = resharding_label(resharding, {i.name: i.target for i in stage.inputs})
     for step in resharding.steps:
         if step.num_ranks(sizes) > 1:
-            yield ForwardBackward(
-                Part(Phase.FORWARD, step.forward, subject, step.axis, step.nbytes),
-                Part(Phase.BACKWARD, step.backward, subject, step.axis, step.backward_nbytes),
+            yield CallParts(
+                ProfiledPart(Phase.FORWARD, step.forward, subject, step.axis, step.nbytes),
+                ProfiledPart(
+                    Phase.BACKWARD, step.backward, subject, step.axis, step.backward_nbytes
+                ),
             )

@@ -21,7 +21,7 @@ from autoshard.graph import Graph
 from autoshard.launching import LaunchContext, StepTimer
 from autoshard.layouts import Action, Layout
 from autoshard.lowering.timeline import Phase
-from autoshard.measure.profiling.probe import Part, Probe, instrument
+from autoshard.measure.profiling.probe import ProfiledPart, StepProbe, instrument
 from autoshard.plan import PlacedInput, Plan, only_stage
 from autoshard.pricing import Event, Simulation, simulate
 from autoshard.pricing.simulation import COMPUTE, Category
@@ -106,9 +106,9 @@ def profile(
     del whole
     # Parts are measured without overlap.
     parted = SyntheticStep(plan, mesh, bucketed=False, custom_operators=custom_operators)
-    probe = Probe(context.device)
+    probe = StepProbe(context.device)
     instrument(parted.program, stage, probe)
-    seconds: list[dict[Part, float]] = []
+    seconds: list[dict[ProfiledPart, float]] = []
     begin = 0.0
     for _ in range(num_steps + 1):
         probe.clear()
@@ -127,7 +127,9 @@ def profile(
     )
 
 
-def _over_ranks(own: torch.Tensor, parts: Sequence[Part], device: torch.device) -> list[float]:
+def _over_ranks(
+    own: torch.Tensor, parts: Sequence[ProfiledPart], device: torch.device
+) -> list[float]:
     own = own.to(device)
     every = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(every, own)
@@ -139,7 +141,7 @@ def _over_ranks(own: torch.Tensor, parts: Sequence[Part], device: torch.device) 
 
 
 def _events(
-    parts: Sequence[Part], measured: Sequence[float], probe: Probe, begin: float
+    parts: Sequence[ProfiledPart], measured: Sequence[float], probe: StepProbe, begin: float
 ) -> Iterator[Event]:
     found = dict(zip(parts, measured, strict=True))
     for part in sorted(parts, key=probe.starts.__getitem__):
@@ -198,7 +200,7 @@ class SyntheticStep:
         self._optimizer = _optimizer(plan.options.training.optimizer, trained)
         self._step = 0
 
-    def __call__(self, probe: Probe | None = None) -> None:
+    def __call__(self, probe: StepProbe | None = None) -> None:
         """Run forward, backward and the optimizer; a probe measures the optimizer."""
         with torch.set_grad_enabled(self._training):
             outputs = self.program(self._inputs, step=self._step)
@@ -211,7 +213,7 @@ class SyntheticStep:
         if probe is None:
             self._optimizer.step()
         else:
-            with probe.measured(Part(Phase.OPTIMIZER, "optimizer", "parameters")):
+            with probe.measured(ProfiledPart(Phase.OPTIMIZER, "optimizer", "parameters")):
                 self._optimizer.step()
         self._optimizer.zero_grad()
 

@@ -70,7 +70,7 @@ class InnerCollective:
 
 
 @dataclass(frozen=True, slots=True)
-class Reduction:
+class LetterReduction:
     """One collective, run on each axis that shards the letter it is for.
 
     Attributes:
@@ -110,7 +110,7 @@ class Reductions:
     """
 
     over: frozenset[str] = frozenset()
-    listed: tuple[Reduction, ...] = ()
+    listed: tuple[LetterReduction, ...] = ()
     spilled: tuple[str, ...] = ()
     spilled_bytes: int = 0
 
@@ -142,7 +142,7 @@ class Reductions:
         return cls(
             letters,
             tuple(
-                Reduction(
+                LetterReduction(
                     Operation(term["operation"]),
                     rows,
                     DType(term["dtype"]).itemsize if term["dtype"] else itemsize,

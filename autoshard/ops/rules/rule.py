@@ -420,7 +420,7 @@ def strategies(
         linear = tuple(group for group in rule.linear if not group.isdisjoint(partial))
         rule = replace(rule, linear=linear)
     found: dict[Strategy, None] = {}
-    options_of_axes = _Options(rule, interleaved, allows, has_gradients=has_gradients)
+    options_of_axes = _AxisOptions(rule, interleaved, allows, has_gradients=has_gradients)
     for sequence, local in _sequences(options_of_axes, rule, axis_sizes, ()):
         count_made()
         order = tuple(axis for axis, _ in sequence)
@@ -436,7 +436,7 @@ def strategies(
 _Sequence = tuple[tuple[int, AxisRule], ...]
 
 
-class _Options:
+class _AxisOptions:
     """The options of axes for the shares of an operator, computed once per share."""
 
     def __init__(
@@ -478,7 +478,7 @@ class _Options:
 
 
 def _sequences(
-    options: _Options, rule: OperatorRule, axis_sizes: tuple[int, ...], before: _Sequence
+    options: _AxisOptions, rule: OperatorRule, axis_sizes: tuple[int, ...], before: _Sequence
 ) -> Iterator[tuple[_Sequence, OperatorRule]]:
     """Options applied axis by axis; of equivalent orders only the ascending one."""
     taken = {axis for axis, _ in before}

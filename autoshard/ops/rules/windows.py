@@ -19,7 +19,7 @@ INTERPOLATIONS = ("linear1d", "bilinear2d", "bicubic2d", "trilinear3d")
 """Interpolating upsampling operators, without the `upsample_` of their names."""
 
 
-class Arguments(Protocol):
+class HasArguments(Protocol):
     """The arguments of a call: a `Call` or a `Node`."""
 
     def argument(self, name: str, default: Argument = None) -> Argument:
@@ -65,7 +65,7 @@ class Window:
         return max(before, 0), -(-self.padding // self.stride)
 
 
-def convolution_windows(call: Arguments, kernel: Sequence[int]) -> tuple[Window, ...]:
+def convolution_windows(call: HasArguments, kernel: Sequence[int]) -> tuple[Window, ...]:
     """The windows of a convolution with a kernel of this shape."""
     ones = (1,) * len(kernel)
     strides = per_dim(call, "stride", ones)
@@ -81,7 +81,7 @@ def convolution_windows(call: Arguments, kernel: Sequence[int]) -> tuple[Window,
     )
 
 
-def pooling_windows(call: Arguments, rank: int) -> tuple[Window, ...]:
+def pooling_windows(call: HasArguments, rank: int) -> tuple[Window, ...]:
     """The windows of a pooling over `rank` dims."""
     kernel = per_dim(call, "kernel_size", (1,) * rank)
     strides = per_dim(call, "stride", kernel)
@@ -102,7 +102,7 @@ def interpolation_reach(packet: str) -> int:
     return 2 if "cubic" in packet else 1
 
 
-def per_dim(call: Arguments, name: str, default: Sequence[int]) -> tuple[int, ...]:
+def per_dim(call: HasArguments, name: str, default: Sequence[int]) -> tuple[int, ...]:
     """An argument that is one number per spatial dim, or one for all of them."""
     value = call.argument(name)
     items = value if isinstance(value, tuple) else () if value is None else (value,)

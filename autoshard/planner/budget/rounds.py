@@ -9,8 +9,8 @@ import numpy as np
 from autoshard.base.arrays import BoolArray, IntArray
 from autoshard.base.outcome import SolveStatus
 from autoshard.lowering.instructions import Lowering
-from autoshard.plan.document import Stage
 from autoshard.plan.predictions import Costs, Memory
+from autoshard.plan.stage import Stage
 from autoshard.planner.formulation.stage_builder import Decisions
 from autoshard.planner.memory.time_points import BackwardPoint
 from autoshard.solve import Problem, Solution, WarmStart, restrict
@@ -20,7 +20,7 @@ _SAME_LIMIT = 3e-3
 
 
 @dataclass(frozen=True)
-class StagePlan:
+class FinishedPlan:
     """A finished plan: its only stage, lowered too, its costs, and its memory from the timeline."""
 
     stage: Stage
@@ -109,7 +109,7 @@ class Outcome:
 
     solution: Solution
     sizes: Mapping[str, float]
-    plan: StagePlan | None
+    plan: FinishedPlan | None
     variable_of: Callable[[int], int]
 
     @property
@@ -200,7 +200,7 @@ class Rounds:
         self.quick = quick
         self.layouts: IntArray | None = None
         self.common: IntArray | None = None
-        self.unlimited: tuple[Solution, StagePlan] | None = None
+        self.unlimited: tuple[Solution, FinishedPlan] | None = None
         self.best: Outcome | None = None
         self.fits = False
         self.exceeding: Exceeding | None = None

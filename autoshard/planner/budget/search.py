@@ -31,21 +31,22 @@ from autoshard.costs import Frequency
 from autoshard.planner.budget.rounds import (
     CountedProblem,
     Exceeding,
+    FinishedPlan,
     Outcome,
     Rounds,
-    StagePlan,
     problem_sizes,
 )
 from autoshard.planner.budget.solver import BudgetSolver
 from autoshard.planner.formulation.edge_costs import local_bytes
-from autoshard.planner.formulation.formulation import Formulation, Role
+from autoshard.planner.formulation.formulation import Formulation
 from autoshard.planner.formulation.frequencies import Frequencies, most_savings
 from autoshard.planner.formulation.saved_tensors import SavedTensors
 from autoshard.planner.formulation.stage_builder import Decisions
+from autoshard.planner.formulation.variables import Role
 from autoshard.planner.memory.time_points import BackwardPoint
 from autoshard.solve import (
-    Node,
     Problem,
+    ProblemNode,
     Solution,
 )
 
@@ -102,7 +103,7 @@ class BudgetSearch(BudgetSolver):
         status = reached.status or SolveStatus.TIMED_OUT
         return self._of_variables(Solution(status, None, np.inf, rounds.bound, 0.0))
 
-    def _of_variables(self, solution: Solution, plan: StagePlan | None = None) -> Outcome:
+    def _of_variables(self, solution: Solution, plan: FinishedPlan | None = None) -> Outcome:
         """An outcome whose nodes are the formulation's variables."""
         return Outcome(solution, problem_sizes(self._formulation.problem), plan, lambda v: v)
 
@@ -127,7 +128,7 @@ class BudgetSearch(BudgetSolver):
             rounds.unlimited = solution, plan
         return self._fit_after_first(rounds, solution)
 
-    def _all_regathered(self, solution: Solution) -> StagePlan | None:
+    def _all_regathered(self, solution: Solution) -> FinishedPlan | None:
         """The plan that re-gathers every parameter, if the options ask for that and no more."""
         options = self._options
         asked = options.memory.reshard_after_forward, options.memory.activation_checkpointing
@@ -264,7 +265,7 @@ class BudgetSearch(BudgetSolver):
         """The strategies of a solution, with gathers and reductions as often as fits the budget."""
         assert solution.choice is not None
         choice = solution.choice
-        plans: dict[tuple[tuple[int, Frequency], ...], StagePlan] = {}
+        plans: dict[tuple[tuple[int, Frequency], ...], FinishedPlan] = {}
 
         def fits(frequencies: Frequencies) -> bool:
             plan = self.build(Decisions(choice, frequencies=frequencies))
@@ -280,7 +281,7 @@ class BudgetSearch(BudgetSolver):
         return self._of_variables(feasible, plan)
 
     @cached_property
-    def min_usage_plan(self) -> tuple[float, StagePlan | None]:
+    def min_usage_plan(self) -> tuple[float, FinishedPlan | None]:
         """The minimum counted usage, and the fastest plan with it, whose peak may be larger.
 
         Computed once. If time was short then, usage is an upper bound of the minimum.
@@ -506,11 +507,11 @@ def _without_plan(solution: Solution, bound: float) -> Solution:
 
 def _with_memory_cost(problem: Problem, usage: Sequence[FloatArray], cost: float) -> Problem:
     """The problem with a price per byte of usage added to the costs, and no usage."""
-    known: dict[tuple[int, int], Node] = {}
+    known: dict[tuple[int, int], ProblemNode] = {}
     nodes = []
     for node, nbytes in zip(problem.nodes, usage, strict=True):
         key = (id(node.cost), id(nbytes))
         if key not in known:
-            known[key] = Node(node.cost + cost * nbytes, np.zeros_like(nbytes))
+            known[key] = ProblemNode(node.cost + cost * nbytes, np.zeros_like(nbytes))
         nodes.append(known[key])
     return replace(problem, nodes=tuple(nodes))

@@ -8,9 +8,10 @@ from autoshard.base.collection import collection_paused
 from autoshard.base.limits import unlimited
 from autoshard.lowering.timeline import timeline
 from autoshard.plan.options import PlanOptions
-from autoshard.planner.budget.rounds import CountedProblem, StagePlan
-from autoshard.planner.formulation.formulation import Formulation, Role
+from autoshard.planner.budget.rounds import CountedProblem, FinishedPlan
+from autoshard.planner.formulation.formulation import Formulation
 from autoshard.planner.formulation.stage_builder import Decisions, StageBuilder, with_gathers_again
+from autoshard.planner.formulation.variables import Role
 from autoshard.planner.memory.memory_problem import MemoryProblem
 from autoshard.planner.memory.time_points import BackwardPoint
 from autoshard.solve import (
@@ -126,7 +127,7 @@ class BudgetSolver:
         return solution
 
     @collection_paused()
-    def build(self, decisions: Decisions) -> StagePlan:
+    def build(self, decisions: Decisions) -> FinishedPlan:
         """Build the plan of some decisions, without re-gathers that backward does not need.
 
         A plan is also built of what was found until the time was over or the search was cancelled.
@@ -134,7 +135,7 @@ class BudgetSolver:
         with unlimited():
             return self._built(with_gathers_again(self._formulation, decisions))
 
-    def _built(self, decisions: Decisions) -> StagePlan:
+    def _built(self, decisions: Decisions) -> FinishedPlan:
         formulation = self._formulation
         builder = StageBuilder(formulation, decisions)
         stage = builder.stage()
@@ -154,7 +155,7 @@ class BudgetSolver:
                 if formulation.use_key(formulation.uses[i]) in memory.unneeded
             }
             return self._built(replace(decisions, regathered=decisions.regathered - idle))
-        return StagePlan(stage, memory.lowering, builder.costs(stage), builder.memory(memory))
+        return FinishedPlan(stage, memory.lowering, builder.costs(stage), builder.memory(memory))
 
     def count(self, negligible: float, points: Sequence[BackwardPoint] = ()) -> CountedProblem:
         """The problem that counts memory as usage; the last one is kept.
@@ -198,7 +199,7 @@ class BudgetSolver:
         """Maximum total bytes of the values that are not counted."""
         return 0.0 if self.must_recompute else _NEGLIGIBLE * memory_budget
 
-    def peak_points(self, plan: StagePlan) -> Iterator[BackwardPoint]:
+    def peak_points(self, plan: FinishedPlan) -> Iterator[BackwardPoint]:
         """The time point of a plan's peak, if it is in backward and the problem can model it."""
         formulation = self._formulation
         if plan.memory.phase not in ("backward", "recompute"):

@@ -8,8 +8,7 @@ resharding between the layout of the producer and that of the consumer.
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from enum import StrEnum
+from dataclasses import replace
 from functools import cache, cached_property
 from itertools import groupby
 
@@ -30,69 +29,17 @@ from autoshard.lowering.recompute import checkpoint_units
 from autoshard.mesh import Mesh
 from autoshard.ops import Strategy, is_view
 from autoshard.ops.rules.legality import without_invariant
-from autoshard.plan.document import Use as UseKey
 from autoshard.plan.options import PlanOptions
+from autoshard.plan.stage import Use as UseKey
 from autoshard.planner.formulation.edge_costs import EdgeCosts
 from autoshard.planner.formulation.saved_tensors import SavedTensors
+from autoshard.planner.formulation.variables import Role, Use, Variable
 from autoshard.pricing.prices import Prices, Usage
 from autoshard.solve import Edge, Problem, Repeat, ShortestPathCost
-from autoshard.solve import Node as ProblemNode
 
 _MANY_LAYOUTS = 100
 """Number of layouts of a producer or a consumer above which an edge has the steps between layouts
 instead of a matrix: a product with a vector then takes less time, and no matrix has to be made."""
-
-
-class Role(StrEnum):
-    """The kind of a variable."""
-
-    INPUT = "input"
-    OPERATOR = "operator"
-    SHARED = "shared"
-    OUTPUT = "output"
-
-
-@dataclass(frozen=True)
-class Variable:
-    """A variable of the problem: a choice among strategies.
-
-    Attributes:
-        role: its kind.
-        name: the value (input, shared), the node (operator) or the position (output).
-        strategies: S strategies; those of an input have only outputs, those of an output only
-            inputs.
-        time: seconds of each strategy, shape [S].
-        usage: bytes per device of each strategy by kind, each of shape [S].
-        interval: half-open interval of nodes during which its memory is in use in inference.
-    """
-
-    role: Role
-    name: str
-    strategies: tuple[Strategy, ...]
-    time: FloatArray
-    usage: Usage = field(default_factory=dict)
-    interval: tuple[int, int] = (0, 0)
-
-
-@dataclass(frozen=True, slots=True)
-class Use:
-    """One use of a value: from output `output` of a variable to input `position` of another.
-
-    Attributes:
-        value: name of the value.
-        source: index of the variable that produces it.
-        output: position of the value among the outputs of the source.
-        target: index of the variable that uses it.
-        position: position of the value among the inputs of the target.
-        gradient: the gradient of this use.
-    """
-
-    value: str
-    source: int
-    output: int
-    target: int
-    position: int
-    gradient: Gradient
 
 
 class Formulation:
@@ -183,7 +130,7 @@ class Formulation:
                 edges[kind] = self._edge(self.edge_costs(use))
         pairs = zip(self.uses, kinds, strict=True)
         return Problem(
-            nodes=tuple(_problem_node(variable, totals) for variable in self.variables),
+            nodes=tuple(variable.problem_node(totals) for variable in self.variables),
             edges=(
                 *(Edge(use.source, use.target, *edges[kind]) for use, kind in pairs),
                 *(same_label(*tie) for tie in self.ties),
@@ -197,7 +144,7 @@ class Formulation:
 
         It has all inputs, with gradients and optimizer state, each sharded as far as possible.
         """
-        return sum(_min_bytes(v) for v in self.variables if v.role is Role.INPUT)
+        return sum(v.min_bytes for v in self.variables if v.role is Role.INPUT)
 
     def repeats(self, members_of: Callable[[range], tuple[int, ...]]) -> tuple[Repeat, ...]:
         """The members of each instance of each repeated block, in corresponding order.
@@ -590,22 +537,6 @@ def _same_label_cost(num_rows: int, num_cols: int) -> FloatArray:
     cost = np.full((num_rows, num_cols), np.inf)
     np.fill_diagonal(cost, 0.0)
     return cost
-
-
-def _problem_node(variable: Variable, totals: dict[int, FloatArray]) -> ProblemNode:
-    """A variable as a node of the problem; `totals` shares arrays between equal usages."""
-    key = id(variable.usage)
-    if key not in totals:
-        totals[key] = sum(variable.usage.values(), np.zeros(len(variable.strategies)))
-    name = f"{variable.role}:{variable.name}"
-    return ProblemNode(variable.time, totals[key], variable.interval, name)
-
-
-def _min_bytes(variable: Variable) -> int:
-    """The minimum bytes per device over the allowed strategies."""
-    nbytes = sum(variable.usage.values(), np.zeros(len(variable.strategies)))
-    allowed = nbytes[np.isfinite(variable.time)]
-    return int(allowed.min()) if allowed.size else 0
 
 
 def _last_uses(graph: Graph) -> list[int]:

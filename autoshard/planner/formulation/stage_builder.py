@@ -15,7 +15,8 @@ from autoshard.lowering.recompute import checkpoint_spans, recomputed
 from autoshard.lowering.timeline import Timeline
 from autoshard.mesh import join_axes
 from autoshard.ops import InnerCollective, Strategy
-from autoshard.plan.document import (
+from autoshard.plan.predictions import Costs, Memory
+from autoshard.plan.stage import (
     Checkpoint,
     InnerStep,
     PlacedInput,
@@ -25,8 +26,8 @@ from autoshard.plan.document import (
     Resharding,
     Stage,
 )
-from autoshard.plan.predictions import Costs, Memory
-from autoshard.planner.formulation.formulation import Formulation, Role, Use, Variable
+from autoshard.planner.formulation.formulation import Formulation
+from autoshard.planner.formulation.variables import Role, Use, Variable
 from autoshard.pricing.prices import communication_of
 
 _Path = tuple[str, str, tuple[PlannedStep, ...], StepCommunication[float]]

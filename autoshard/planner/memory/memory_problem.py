@@ -19,9 +19,10 @@ import numpy as np
 from autoshard.base.arrays import BoolArray, FloatArray, IntArray
 from autoshard.costs import Frequency
 from autoshard.plan.options import Recomputing
-from autoshard.planner.formulation.formulation import Formulation, Role, Use, Variable, same_label
+from autoshard.planner.formulation.formulation import Formulation, same_label
 from autoshard.planner.formulation.saved_tensors import CheckpointSpan, SavedTensors
 from autoshard.planner.formulation.stage_builder import Decisions
+from autoshard.planner.formulation.variables import Role, Use, Variable
 from autoshard.planner.memory.residency import (
     EdgeEnd,
     RareGathers,
@@ -32,8 +33,7 @@ from autoshard.planner.memory.residency import (
     transition_costs,
 )
 from autoshard.planner.memory.time_points import BackwardPoint, Interval, TimePoints
-from autoshard.solve import Edge, Problem
-from autoshard.solve import Node as ProblemNode
+from autoshard.solve import Edge, Problem, ProblemNode
 
 _States = tuple[Residency, ...]
 _COPY_STATES: _States = (

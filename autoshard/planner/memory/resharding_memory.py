@@ -10,7 +10,7 @@ from autoshard.lowering.memory import step_working
 from autoshard.planner.formulation.edge_costs import EdgeCosts, local_bytes
 
 
-class ReshardingMemory:
+class EdgeMemory:
     """Bytes that the reshardings between R source and C target layouts need while they run.
 
     Args:

@@ -17,8 +17,9 @@ from autoshard.costs import halo_bytes, saved_bytes
 from autoshard.graph.gradients import Gradient
 from autoshard.ops import SavedByAutograd, call_of, passes_gradient, rule_for
 from autoshard.planner.formulation.edge_costs import EdgeCosts
-from autoshard.planner.formulation.formulation import Formulation, Role, Use
-from autoshard.planner.memory.resharding_memory import ReshardingMemory
+from autoshard.planner.formulation.formulation import Formulation
+from autoshard.planner.formulation.variables import Role, Use
+from autoshard.planner.memory.resharding_memory import EdgeMemory
 
 Interval = tuple[int, int]
 """Half-open interval of time points."""
@@ -52,7 +53,7 @@ class TimePoints:
     def __init__(self, formulation: Formulation, points: Sequence[BackwardPoint]) -> None:
         self._formulation = formulation
         self._graph = formulation.graph
-        self._memory_of: dict[EdgeCosts, ReshardingMemory] = {}
+        self._memory_of: dict[EdgeCosts, EdgeMemory] = {}
         placed = sorted((-self._place(point), i) for i, point in enumerate(points))
         self.backward = tuple(points[i] for _, i in placed)
         self._places = [place for place, _ in placed]
@@ -147,9 +148,9 @@ class TimePoints:
             return nbytes  # A bucket may need no working memory.
         return nbytes + np.where(nbytes > 0, self._memory(costs).forward, 0.0)
 
-    def _memory(self, costs: EdgeCosts) -> ReshardingMemory:
+    def _memory(self, costs: EdgeCosts) -> EdgeMemory:
         if costs not in self._memory_of:
-            self._memory_of[costs] = ReshardingMemory(costs)
+            self._memory_of[costs] = EdgeMemory(costs)
         return self._memory_of[costs]
 
     def _place(self, point: BackwardPoint) -> float:

@@ -46,7 +46,7 @@ as these are not more."""
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class MeshCandidate:
     """Result of planning for one mesh.
 
     Attributes:
@@ -82,7 +82,7 @@ class SearchProgress:
 
     done: int
     total: int
-    latest: Candidate
+    latest: MeshCandidate
 
     @property
     def phase(self) -> str:
@@ -105,7 +105,7 @@ def search_meshes(
     cancel: CancelToken | None = None,
     block_cache: KeyValueStore | None = None,
     max_strategies: Count | None = None,
-) -> tuple[Candidate, ...]:
+) -> tuple[MeshCandidate, ...]:
     """Make a plan of a program for every mesh of a number of devices.
 
     Plans are made in separate processes, so a search can be stopped at any time. If the options
@@ -152,8 +152,8 @@ def search_meshes(
         options=options,
     )
     order = _order(meshes, max(num_workers, _MESHES_AHEAD))
-    waiting: queue.SimpleQueue[_Question | None] = queue.SimpleQueue()
-    results: queue.SimpleQueue[Candidate] = queue.SimpleQueue()
+    waiting: queue.SimpleQueue[_MeshTask | None] = queue.SimpleQueue()
+    results: queue.SimpleQueue[MeshCandidate] = queue.SimpleQueue()
     request = json.dumps(
         {
             "graph": graph_to_json(to_graph(graph)),
@@ -165,7 +165,7 @@ def search_meshes(
         _Worker(request, waiting, results, block_cache)
         for _ in range(min(num_workers, len(meshes)))
     ]
-    found: list[Candidate] = []
+    found: list[MeshCandidate] = []
     objectives: dict[Mesh, float] = {}
     asked = 0
     try:
@@ -174,7 +174,7 @@ def search_meshes(
                 if not all(other in objectives for other in before):
                     break
                 best = min((objectives[other] for other in before), default=float("inf"))
-                waiting.put(_Question(mesh, _options_of(mesh, options), best))
+                waiting.put(_MeshTask(mesh, _options_of(mesh, options), best))
                 asked += 1
             with suppress(queue.Empty):
                 latest = results.get(timeout=_POLL_SECONDS)
@@ -307,7 +307,7 @@ def _factorisations(number: int, count: int, divisors: list[int]) -> Iterator[tu
                 yield (first, *rest)
 
 
-class _Question(NamedTuple):
+class _MeshTask(NamedTuple):
     """A mesh to plan for, its options, and the seconds of the best plan so far, inf if none."""
 
     mesh: Mesh
@@ -321,12 +321,12 @@ class _Worker:
     def __init__(
         self,
         request: str,
-        questions: "queue.SimpleQueue[_Question | None]",
-        results: "queue.SimpleQueue[Candidate]",
+        tasks: "queue.SimpleQueue[_MeshTask | None]",
+        results: "queue.SimpleQueue[MeshCandidate]",
         block_cache: KeyValueStore | None,
     ) -> None:
         self._request = request
-        self._questions = questions
+        self._tasks = tasks
         self._results = results
         self._block_cache = block_cache
         self._process: subprocess.Popen[str] | None = None
@@ -344,29 +344,29 @@ class _Worker:
         self._thread.join()
 
     def _run(self) -> None:
-        while not self._stopped and (question := self._questions.get()) is not None:
-            self._results.put(self._plan(*question))
+        while not self._stopped and (task := self._tasks.get()) is not None:
+            self._results.put(self._plan(*task))
         self._close()
 
-    def _plan(self, mesh: Mesh, options: PlanOptions, best: float) -> Candidate:
+    def _plan(self, mesh: Mesh, options: PlanOptions, best: float) -> MeshCandidate:
         reply: dict[str, str] | None = None
         # A process that died does not reply; the error then has its exit status.
         with suppress(OSError):
             process = self._running()
             assert process.stdin is not None
             assert process.stdout is not None
-            question = {
+            message = {
                 "mesh": mesh_to_json(mesh),
                 "options": options.model_dump(mode="json"),
                 "best": best if isfinite(best) else None,
             }
-            _write(process.stdin, question)
+            _write(process.stdin, message)
             reply = self._reply(process.stdin, process.stdout)
         if reply is None:
-            return Candidate(mesh, options, None, self._close())
+            return MeshCandidate(mesh, options, None, self._close())
         if "error" in reply:
-            return Candidate(mesh, options, None, reply["error"])
-        return Candidate(mesh, options, Plan.from_json(reply["plan"]))
+            return MeshCandidate(mesh, options, None, reply["error"])
+        return MeshCandidate(mesh, options, Plan.from_json(reply["plan"]))
 
     def _reply(self, stdin: IO[str], stdout: IO[str]) -> dict[str, str] | None:
         """The reply of the process, after its requests to the block cache; None if it ended."""

@@ -12,9 +12,10 @@ from autoshard.graph import Graph, InputKind, Node, Ref, graph_digest, graph_to_
 from autoshard.graph.normalise.rewriting import rewire
 from autoshard.lowering.timeline import timeline
 from autoshard.mesh import Mesh
-from autoshard.plan.document import Plan, Stage, StageTimes
+from autoshard.plan.document import Plan, StageTimes
 from autoshard.plan.options import Pins, PlanOptions
 from autoshard.plan.predictions import Memory
+from autoshard.plan.stage import Stage
 from autoshard.planner.formulation.stage_builder import peak_memory
 from autoshard.planner.planner import plan_id
 from autoshard.pricing.execution import is_in_modules

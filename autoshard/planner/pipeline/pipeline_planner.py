@@ -39,7 +39,7 @@ from autoshard.planner.pipeline.policies import (
 from autoshard.planner.pipeline.quick_plans import QuickPlanner
 from autoshard.planner.pipeline.range_costs import whole_bound
 from autoshard.planner.pipeline.request_size import largest_sub_mesh
-from autoshard.planner.pipeline.search import MAX_ACTIONS, Candidate, PipelineSearch
+from autoshard.planner.pipeline.search import MAX_ACTIONS, PipelineCandidate, PipelineSearch
 from autoshard.planner.pipeline.stage_plans import (
     PlannedStage,
     pipeline_document,
@@ -281,7 +281,7 @@ class _Request:
             block_cache=self.block_cache,
         )
         seconds = {"search": 0.0, "plan stages": 0.0}
-        document = _Document(self.cutter.graph, self.mesh, self.options, seconds)
+        document = _DocumentBuilder(self.cutter.graph, self.mesh, self.options, seconds)
         try:
             return self._plan(search, document, seconds, number, start)
         except (Stopped, LimitReached) as stopped:
@@ -291,7 +291,7 @@ class _Request:
     def _plan(
         self,
         search: PipelineSearch,
-        document: "_Document",
+        document: "_DocumentBuilder",
         seconds: dict[str, float],
         number: int | None,
         start: float,
@@ -324,7 +324,7 @@ class _Request:
             search.count_all_peaks()
         return document.without_stages(*failure)
 
-    def _whole(self, search: PipelineSearch, candidate: Candidate | None) -> Plan | None:
+    def _whole(self, search: PipelineSearch, candidate: PipelineCandidate | None) -> Plan | None:
         """The plan of one stage on the whole mesh, if it is faster than a pipeline."""
         pipeline = candidate.seconds if candidate else inf
         # When the time is over without a pipeline, one stage is planned without an estimate.
@@ -354,7 +354,7 @@ class _Request:
         }
         return plan.model_copy(update=update)
 
-    def _bound(self, candidate: Candidate, stages: Sequence[PlannedStage]) -> "_Bound":
+    def _bound(self, candidate: PipelineCandidate, stages: Sequence[PlannedStage]) -> "_Bound":
         """A lower bound of the step time, with the pipelines for which it holds.
 
         If the search has none, it is the work of the busiest rank for given cuts, otherwise the
@@ -376,7 +376,7 @@ class _Request:
             return _Bound(0.0, proof)
         return _Bound(max(work, 0.0) / schedule.num_ranks, proof)
 
-    def _best(self, search: PipelineSearch, number: int | None) -> Candidate | None:
+    def _best(self, search: PipelineSearch, number: int | None) -> PipelineCandidate | None:
         options, best = self.options, None
         schedule = None if options.pipeline.schedule == "auto" else options.pipeline.schedule
         wanted = (
@@ -429,7 +429,7 @@ class _Request:
         return [(number // v, v) for v in numbers if number % v == 0 and number // v > 1]
 
     def _planned_stages(
-        self, search: PipelineSearch, candidate: Candidate
+        self, search: PipelineSearch, candidate: PipelineCandidate
     ) -> "list[PlannedStage] | _Failure":
         """A plan for each stage, or the reason why one has none."""
         schedule, places = candidate.schedule, candidate.stages
@@ -484,7 +484,7 @@ def _rank_numbers(mesh: Mesh) -> list[int]:
 
 
 @dataclass(frozen=True)
-class _Document:
+class _DocumentBuilder:
     """Makes the plan document of a request."""
 
     graph: Graph
@@ -555,7 +555,7 @@ class _Bound(NamedTuple):
     proof: str
 
 
-def _mean_work(candidate: Candidate) -> str:
+def _mean_work(candidate: PipelineCandidate) -> str:
     """Among which plans the mean work of a rank is a bound."""
     return (
         f"no pipeline with {candidate.schedule.num_ranks} ranks on {_shape(candidate)} takes less "
@@ -564,7 +564,7 @@ def _mean_work(candidate: Candidate) -> str:
     )
 
 
-def _all_cuts(candidate: Candidate) -> str:
+def _all_cuts(candidate: PipelineCandidate) -> str:
     """Among which plans the bound of the search holds."""
     schedule = candidate.schedule
     return (
@@ -575,7 +575,7 @@ def _all_cuts(candidate: Candidate) -> str:
     )
 
 
-def _shape(candidate: Candidate) -> str:
+def _shape(candidate: PipelineCandidate) -> str:
     sizes = {stage.devices for stage in candidate.stages}
     return "equal sub-meshes" if len(sizes) == 1 else "aligned sub-meshes"
 

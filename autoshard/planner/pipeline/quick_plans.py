@@ -15,7 +15,7 @@ from autoshard.graph import Graph
 from autoshard.mesh import Mesh
 from autoshard.plan.document import Plan
 from autoshard.plan.options import PlanOptions
-from autoshard.planner.budget.rounds import Outcome, StagePlan, problem_sizes
+from autoshard.planner.budget.rounds import FinishedPlan, Outcome, problem_sizes
 from autoshard.planner.budget.search import BudgetSearch
 from autoshard.planner.formulation.formulation import Formulation
 from autoshard.planner.formulation.stage_builder import Decisions
@@ -97,11 +97,11 @@ class QuickPlanner:
 
 def _fitted(
     search: BudgetSearch, formulation: Formulation, decisions: Decisions
-) -> StagePlan | None:
+) -> FinishedPlan | None:
     """The plan of some decisions with as few recomputed blocks as fit; None if none fit."""
     blocks = formulation.checkpoint_units
     budget = formulation.prices.memory_budget
-    made: dict[int, StagePlan] = {}
+    made: dict[int, FinishedPlan] = {}
 
     def fits(number: int) -> bool:
         if number not in made:

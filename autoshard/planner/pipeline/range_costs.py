@@ -26,11 +26,12 @@ from autoshard.lowering.instructions import lower
 from autoshard.lowering.memory import MemoryOp, StageMemory
 from autoshard.mesh import Mesh
 from autoshard.ops import Strategy, weights_of
-from autoshard.plan.document import Stage
 from autoshard.plan.options import PlanOptions
+from autoshard.plan.stage import Stage
 from autoshard.planner.formulation.edge_costs import EdgeCosts
-from autoshard.planner.formulation.formulation import Formulation, Role
+from autoshard.planner.formulation.formulation import Formulation
 from autoshard.planner.formulation.stage_builder import Decisions, StageBuilder, with_gathers_again
+from autoshard.planner.formulation.variables import Role
 from autoshard.planner.pipeline.limits import SearchLimits
 from autoshard.planner.planner import plan_id
 from autoshard.solve import (

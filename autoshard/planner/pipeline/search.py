@@ -78,7 +78,7 @@ class StagePlace(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Candidate:
+class PipelineCandidate:
     """A pipeline with estimated times.
 
     Attributes:
@@ -164,7 +164,7 @@ class PipelineSearch:
         stages_per_rank: int | None = None,
         unequal: bool = False,
         below: float = inf,
-    ) -> Candidate | None:
+    ) -> PipelineCandidate | None:
         """The fastest pipeline with a number of ranks; None if none fits into memory.
 
         Args:
@@ -174,7 +174,7 @@ class PipelineSearch:
             unequal: True if stages may have sub-meshes of different sizes.
             below: only pipelines faster than this are of interest.
         """
-        best: Candidate | None = None
+        best: PipelineCandidate | None = None
         for one in self._schedules(num_ranks, schedule, stages_per_rank):
             if self.limits.is_over:
                 break
@@ -219,7 +219,7 @@ class PipelineSearch:
 
     def _best_partition(
         self, schedule: Schedule, *, unequal: bool, below: float
-    ) -> Candidate | None:
+    ) -> PipelineCandidate | None:
         total, per_rank = self._mesh.num_devices, schedule.stages_per_rank
         equal = total // schedule.num_ranks
         sizes: tuple[int, ...] = (equal,) if total % schedule.num_ranks == 0 else ()
@@ -259,7 +259,7 @@ class PipelineSearch:
             return None
         estimated = times(found.partition)
         nodes = [0, *(point.node for point in self.points)]
-        return Candidate(
+        return PipelineCandidate(
             schedule,
             tuple(
                 StagePlace(

@@ -10,13 +10,13 @@ from autoshard.plan.document import (
     Pipeline,
     PipelineArgument,
     Plan,
-    Stage,
     StageSummary,
     StageTimes,
     TiedParameter,
     Transfer,
 )
 from autoshard.plan.options import PlanOptions
+from autoshard.plan.stage import Stage
 from autoshard.planner.pipeline.search import StagePlace
 from autoshard.schedules.schedule import Schedule
 from autoshard.schedules.simulation import ScheduleSimulation, simulate_schedule

@@ -18,7 +18,7 @@ from autoshard.runtime.global_tensors.dtensors import (
     store_full,
 )
 from autoshard.runtime.global_tensors.metadata import is_shaped_alike
-from autoshard.runtime.global_tensors.on_shards import Call, Rule, run_on_shards
+from autoshard.runtime.global_tensors.on_shards import Rule, TorchCall, run_on_shards
 from autoshard.runtime.global_tensors.origins import (
     Replay,
     count_write,
@@ -43,7 +43,7 @@ from autoshard.torch_private import pytree, schema_of, shares_memory, version_co
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class TensorClass:
     """A class of global tensors.
 
     Attributes:
@@ -70,7 +70,7 @@ class _Arguments:
     function: Callable[..., Any]
     leaves: list[Any]
     spec: pytree.TreeSpec
-    kind: Kind
+    kind: TensorClass
     is_operator: bool = False
 
     @property
@@ -113,7 +113,7 @@ class _Arguments:
 
 
 def run(
-    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], kind: Kind
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], kind: TensorClass
 ) -> Any:
     """Run a function of torch whose arguments have a global tensor."""
     if has_inplace(function, args, kwargs):
@@ -140,7 +140,9 @@ def run(
     return result
 
 
-def run_operator(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], kind: Kind) -> Any:
+def run_operator(
+    operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], kind: TensorClass
+) -> Any:
     """Run an operator below autograd on DTensors that are parameters or computed from them.
 
     The result shares memory with an argument where shards are views of its shards; a view that
@@ -153,7 +155,7 @@ def run_operator(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], 
     return _on_full_tensors(call) if found is None else found[0]
 
 
-def of_placed(placed: Placed, kind: Kind) -> DTensor:
+def of_placed(placed: Placed, kind: TensorClass) -> DTensor:
     """The global tensor of which each rank has a part."""
     tensor = kind.of(from_local(placed.local, placed.mesh, placed.placements, placed.shape))
     if tensor.requires_grad and not tensor.is_leaf:
@@ -211,7 +213,7 @@ def _computed(call: _Arguments, rule: Rule) -> tuple[Any, dict[int, Placed]] | N
         return None
     placed, mesh = found
     args, kwargs = call.with_leaves(placed)
-    sharded = rule(Call(call.function, args, kwargs))
+    sharded = rule(TorchCall(call.function, args, kwargs))
     if sharded is None:
         return None
     check_plain(call.function, call.plain, mesh)
@@ -341,7 +343,7 @@ def _shaped_alike(call: _Arguments) -> Any:
 
 
 def _inplace(
-    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], kind: Kind
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], kind: TensorClass
 ) -> Any:
     """Run a function out of place, and give its first argument the contents of the result."""
     plain_args, plain_kwargs = without_inplace(function, args, kwargs)
@@ -360,7 +362,7 @@ def _written_on_shards(call: _Arguments) -> bool:
     return True
 
 
-def store(full: torch.Tensor, target: DTensor, kind: Kind) -> None:
+def store(full: torch.Tensor, target: DTensor, kind: TensorClass) -> None:
     """Give a global tensor other contents; those of a view are written into its base."""
     check_unsaved(target)
     replays = []

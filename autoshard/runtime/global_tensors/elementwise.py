@@ -3,7 +3,7 @@
 import torch
 
 from autoshard.runtime.global_tensors.letters import broadcast, numbered
-from autoshard.runtime.global_tensors.on_shards import Call, Letters, ShardedCall
+from autoshard.runtime.global_tensors.on_shards import Letters, ShardedCall, TorchCall
 
 ELEMENTWISE = frozenset(
     """
@@ -35,7 +35,7 @@ CASTS = frozenset(
 """Names of methods that keep each element in its place, and convert it."""
 
 
-def elementwise(call: Call) -> ShardedCall | None:
+def elementwise(call: TorchCall) -> ShardedCall | None:
     """The rule of functions of elements."""
     tensors = call.tensors
     found = broadcast(tensors)
@@ -45,7 +45,7 @@ def elementwise(call: Call) -> ShardedCall | None:
     return ShardedCall(tensors, letters, call.compute, lambda *_: numbered(len(shape)))
 
 
-def cast(call: Call) -> ShardedCall | None:
+def cast(call: TorchCall) -> ShardedCall | None:
     """The rule of casts: further tensors only give an element type and a device."""
     tensors = call.tensors
     tensor = tensors[0]

@@ -10,7 +10,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from autoshard.errors import LayoutError, PlanError
 from autoshard.layouts import I, Layout, from_placements, to_placements
-from autoshard.runtime.global_tensors.calls import Kind, of_placed, run
+from autoshard.runtime.global_tensors.calls import TensorClass, of_placed, run
 from autoshard.runtime.global_tensors.metadata import is_metadata
 from autoshard.runtime.global_tensors.origins import fresh
 from autoshard.runtime.global_tensors.placed import Placed
@@ -57,9 +57,9 @@ class GlobalTensor(DTensor):
         return tensor
 
     @classmethod
-    def kind(cls) -> Kind:
+    def kind(cls) -> TensorClass:
         """The kind of the tensors that are computed from such a tensor."""
-        return Kind(cls.of)
+        return TensorClass(cls.of)
 
     @classmethod
     def shared(
@@ -150,9 +150,9 @@ class StateTensor(GlobalTensor):
     __slots__ = ()
 
     @classmethod
-    def kind(cls) -> Kind:
+    def kind(cls) -> TensorClass:
         """The kind of the tensors that are computed from such a tensor."""
-        return Kind(cls.of, stays_shared=True)
+        return TensorClass(cls.of, stays_shared=True)
 
 
 def local(tensor: torch.Tensor, like: DTensor) -> GlobalTensor:

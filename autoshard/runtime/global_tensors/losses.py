@@ -6,7 +6,7 @@ from inspect import signature
 import torch
 
 from autoshard.runtime.global_tensors.letters import broadcast, numbered
-from autoshard.runtime.global_tensors.on_shards import Call, Letters, Rule, ShardedCall
+from autoshard.runtime.global_tensors.on_shards import Letters, Rule, ShardedCall, TorchCall
 from autoshard.runtime.global_tensors.placed import Placed
 
 _ELEMENT_LOSSES = (
@@ -27,7 +27,7 @@ _ELEMENT_LOSSES = (
 _HALF = (torch.float16, torch.bfloat16)
 
 
-def _bound(call: Call) -> Call | None:
+def _bound(call: TorchCall) -> TorchCall | None:
     """The call with all arguments by name; None if it has a deprecated one."""
     bound = signature(call.function).bind(*call.args, **call.kwargs)
     bound.apply_defaults()
@@ -35,11 +35,11 @@ def _bound(call: Call) -> Call | None:
     legacy = (arguments.pop(name, None) for name in ("size_average", "reduce"))
     if any(value is not None for value in legacy):
         return None
-    return Call(call.function, (), arguments)
+    return TorchCall(call.function, (), arguments)
 
 
 def _reduced(
-    call: Call,
+    call: TorchCall,
     letters: Sequence[Letters],
     elements: Letters,
     count: Callable[[Sequence[torch.Tensor]], torch.Tensor] | int,
@@ -77,7 +77,7 @@ def _reduced(
     return ShardedCall(call.tensors, letters, compute, lambda *_: (), sums=True, finish=finish)
 
 
-def element_loss(call: Call) -> ShardedCall | None:
+def element_loss(call: TorchCall) -> ShardedCall | None:
     """The rule of losses of elements of tensors that broadcast."""
     bound = _bound(call)
     if bound is None or (bound.kwargs.get("weight") is not None and not _is_bce(call)):
@@ -89,16 +89,16 @@ def element_loss(call: Call) -> ShardedCall | None:
     count = torch.Size(shape).numel()
     if bound.kwargs["reduction"] == "batchmean":
         count = bound.tensors[0].shape[0]
-        bound = Call(bound.function, (), {**bound.kwargs, "reduction": "mean"})
+        bound = TorchCall(bound.function, (), {**bound.kwargs, "reduction": "mean"})
     return _reduced(bound, letters, numbered(len(shape)), count)
 
 
-def _is_bce(call: Call) -> bool:
+def _is_bce(call: TorchCall) -> bool:
     """True for the losses whose weights do not change what the mean divides by."""
     return call.function.__name__.startswith("binary_cross_entropy")
 
 
-def class_loss(call: Call) -> ShardedCall | None:
+def class_loss(call: TorchCall) -> ShardedCall | None:
     """The rule of losses of classes, whose mean is over labels that are not ignored."""
     bound = _bound(call)
     scores, labels = (bound.kwargs[name] if bound else None for name in ("input", "target"))

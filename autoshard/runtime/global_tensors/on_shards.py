@@ -50,7 +50,7 @@ class ShardedCall:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class TorchCall:
     """A call of a function of torch with tensors that are sharded.
 
     Attributes:
@@ -91,7 +91,7 @@ class Call:
         return self.function(*args, **{**kwargs, **changed})
 
 
-Rule = Callable[[Call], ShardedCall | None]
+Rule = Callable[[TorchCall], ShardedCall | None]
 """Finds the dims along which a call can be divided; None if its tensors must be gathered."""
 
 

@@ -53,7 +53,7 @@ class Replay:
 
 
 @dataclass(slots=True)
-class Origin:
+class ViewOrigin:
     """Where a view comes from.
 
     Attributes:
@@ -67,9 +67,9 @@ class Origin:
     seen: tuple[int, int]
 
 
-def origin_of(tensor: torch.Tensor) -> Origin | None:
+def origin_of(tensor: torch.Tensor) -> ViewOrigin | None:
     """Where a view comes from; None for a tensor of its own."""
-    origin: Origin | None = vars(tensor).get(_ORIGIN)
+    origin: ViewOrigin | None = vars(tensor).get(_ORIGIN)
     return origin
 
 
@@ -96,7 +96,7 @@ def without_memory(tensor: torch.Tensor) -> torch.Tensor:
 
 def set_origin(view: DTensor, base: DTensor, replay: Replay) -> None:
     """Make a tensor a view of another one."""
-    vars(view)[_ORIGIN] = Origin(base, replay, _contents(base))
+    vars(view)[_ORIGIN] = ViewOrigin(base, replay, _contents(base))
 
 
 def _contents(tensor: DTensor) -> tuple[int, int]:

@@ -6,11 +6,11 @@ from string import ascii_letters
 from torch.nn import functional
 
 from autoshard.runtime.global_tensors.letters import broadcast, numbered
-from autoshard.runtime.global_tensors.on_shards import Call, Letters, Rule, ShardedCall
+from autoshard.runtime.global_tensors.on_shards import Letters, Rule, ShardedCall, TorchCall
 from autoshard.runtime.global_tensors.placed import Placed
 
 
-def matmul(call: Call) -> ShardedCall | None:
+def matmul(call: TorchCall) -> ShardedCall | None:
     """The rule of matrix products; ranks that shard the contracted dim add their products."""
     left, right = call.argument(0, "input"), call.argument(1, "other", "mat2", "vec", "tensor")
     if not isinstance(left, Placed) or not isinstance(right, Placed):
@@ -36,7 +36,7 @@ def matmul(call: Call) -> ShardedCall | None:
     return ShardedCall(call.tensors, letters, call.compute, lambda *_: result, sums=True)
 
 
-def linear(call: Call) -> ShardedCall | None:
+def linear(call: TorchCall) -> ShardedCall | None:
     """The rule of `linear`; a bias would be added once per rank, so the inner dim is whole."""
     first, weight = call.argument(0, "input"), call.argument(1, "weight")
     bias = call.argument(2, "bias")
@@ -52,7 +52,7 @@ def linear(call: Call) -> ShardedCall | None:
     )
 
 
-def einsum(call: Call) -> ShardedCall | None:
+def einsum(call: TorchCall) -> ShardedCall | None:
     """The rule of `einsum`, of an equation whose letters stand once in each operand."""
     equation = call.argument(0, "equation")
     if not isinstance(equation, str) or "->" not in equation or "." in equation:
@@ -76,7 +76,7 @@ def einsum(call: Call) -> ShardedCall | None:
     return ShardedCall(tensors, letters, call.compute, lambda *_: tuple(result), sums=True)
 
 
-def embedding(call: Call) -> ShardedCall | None:
+def embedding(call: TorchCall) -> ShardedCall | None:
     """The rule of `embedding`: indices may be sharded, and the columns of the table."""
     if call.function is functional.embedding:
         indices, table = call.argument(0, "input"), call.argument(1, "weight")
@@ -93,7 +93,7 @@ def embedding(call: Call) -> ShardedCall | None:
     return ShardedCall(call.tensors, letters, call.compute, lambda *_: (*outer, "j"))
 
 
-def one_hot(call: Call) -> ShardedCall | None:
+def one_hot(call: TorchCall) -> ShardedCall | None:
     """The rule of `one_hot` with a number of classes that is given."""
     num_classes = call.argument(1, "num_classes", default=-1)
     if type(num_classes) is not int or num_classes < 0:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from autoshard.runtime.global_tensors.letters import broadcast, dims_of, numbered
-from autoshard.runtime.global_tensors.on_shards import Call, Letters, Rule, ShardedCall
+from autoshard.runtime.global_tensors.on_shards import Letters, Rule, ShardedCall, TorchCall
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -24,7 +24,7 @@ class AlongDims:
     position: int = 1
     default: int | None = None
 
-    def __call__(self, call: Call) -> ShardedCall | None:
+    def __call__(self, call: TorchCall) -> ShardedCall | None:
         """Find the dims of a call: results lack the dims, or have them unsharded."""
         tensors = call.tensors
         dims = call.argument(self.position, "dim", "dims", "axis", default=self.default)
@@ -48,7 +48,7 @@ class AlongDims:
 class LastDims:
     """The rule of functions that normalise the last dims, with optional weights of their shape."""
 
-    def __call__(self, call: Call) -> ShardedCall | None:
+    def __call__(self, call: TorchCall) -> ShardedCall | None:
         """Find the dims of a call: all but those of `normalized_shape`."""
         first, *weights = call.tensors
         normalized = call.argument(1, "normalized_shape")
@@ -60,7 +60,7 @@ class LastDims:
         return ShardedCall(call.tensors, [letters, *whole], call.compute, lambda *_: letters)
 
 
-def pairwise(call: Call) -> ShardedCall | None:
+def pairwise(call: TorchCall) -> ShardedCall | None:
     """The rule of `cosine_similarity`: tensors broadcast, and a dim of the result is reduced."""
     found = broadcast(call.tensors)
     if found is None:
@@ -75,7 +75,7 @@ def pairwise(call: Call) -> ShardedCall | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Reduction:
+class ReductionRule:
     """The rule of reductions that can reduce what ranks have reduced of their shards.
 
     Attributes:
@@ -85,11 +85,11 @@ class Reduction:
             so that it needs the full tensor.
     """
 
-    combine: Callable[[Call, torch.Tensor], torch.Tensor]
+    combine: Callable[[TorchCall, torch.Tensor], torch.Tensor]
     position: int = 1
     splits_ties: bool = False
 
-    def __call__(self, call: Call) -> ShardedCall | None:
+    def __call__(self, call: TorchCall) -> ShardedCall | None:
         """Find the dims of a call."""
         (tensor, *others), num_dims = call.tensors, len(call.tensors[0].shape)
         given = call.argument(self.position, "dim", "axis")
@@ -115,7 +115,7 @@ def _reduced_letters(num_dims: int, along: Collection[int], *, keeps: bool) -> L
     return letters if keeps else tuple(x for dim, x in enumerate(letters) if dim not in along)
 
 
-def norm(call: Call) -> ShardedCall | None:
+def norm(call: TorchCall) -> ShardedCall | None:
     """The rule of norms of vectors: the norm of the norms of shards."""
     order = call.argument(1, "p", "ord", default=2)
     is_general = "linalg_norm" in call.function.__name__  # of matrices, if it is given an order
@@ -125,18 +125,18 @@ def norm(call: Call) -> ShardedCall | None:
     if exponent == 0:  # a count without a gradient
         return AlongDims(2)(call)
 
-    def combine(_: Call, parts: torch.Tensor) -> torch.Tensor:
+    def combine(_: TorchCall, parts: torch.Tensor) -> torch.Tensor:
         combined: torch.Tensor = torch.linalg.vector_norm(parts, exponent, dim=0)
         return combined
 
-    return Reduction(combine, position=2)(call)
+    return ReductionRule(combine, position=2)(call)
 
 
-def flip(call: Call) -> ShardedCall | None:
+def flip(call: TorchCall) -> ShardedCall | None:
     """The rule of `flip`, whose dims may also be arguments of their own."""
     dims = call.argument(1, "dims")
     dims = call.args[1:] if isinstance(dims, int) else dims
-    return AlongDims()(Call(call.function, call.args[:1], {"dims": dims}))
+    return AlongDims()(TorchCall(call.function, call.args[:1], {"dims": dims}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +149,7 @@ class Truth:
 
     is_all: bool
 
-    def __call__(self, call: Call) -> ShardedCall | None:
+    def __call__(self, call: TorchCall) -> ShardedCall | None:
         """Find the dims of a call."""
         if call.argument(1, "dim", "axis") is not None:
             return AlongDims()(call)
@@ -160,7 +160,7 @@ class Truth:
         return Sum(of=lambda values: values != 0, then=lambda num: num > 0)(call)
 
 
-def extremum(call: Call) -> ShardedCall | None:
+def extremum(call: TorchCall) -> ShardedCall | None:
     """The rule of `max` and `min`: of elements of two tensors, or along a dim."""
     tensors = call.tensors
     if len(tensors) > 1:
@@ -171,7 +171,7 @@ def extremum(call: Call) -> ShardedCall | None:
     if call.argument(1, "dim") is not None:
         return AlongDims()(call)
     reduce = torch.amax if call.function.__name__.startswith("max") else torch.amin
-    return Reduction(lambda _, parts: reduce(parts, 0), splits_ties=True)(call)
+    return ReductionRule(lambda _, parts: reduce(parts, 0), splits_ties=True)(call)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +188,7 @@ class Sum:
     of: Callable[[torch.Tensor], torch.Tensor] | None = None
     then: Callable[[torch.Tensor], torch.Tensor] | None = None
 
-    def __call__(self, call: Call) -> ShardedCall | None:
+    def __call__(self, call: TorchCall) -> ShardedCall | None:
         """Find the dims of a call; the ranks that shard a summed dim add their sums."""
         (tensor, *others), num_dims = call.tensors, len(call.tensors[0].shape)
         given = call.argument(1, "dim", "axis")
@@ -244,10 +244,10 @@ ALONG: Mapping[str, Rule] = {
     **dict.fromkeys(["topk", "kthvalue"], AlongDims(position=2, default=-1)),
     "roll": AlongDims(position=2),
     **dict.fromkeys(["norm", "vector_norm", "linalg_norm", "linalg_vector_norm"], norm),
-    "amax": Reduction(lambda _, parts: parts.amax(0), splits_ties=True),
-    "amin": Reduction(lambda _, parts: parts.amin(0), splits_ties=True),
-    "logsumexp": Reduction(lambda _, parts: parts.logsumexp(0)),
-    "prod": Reduction(lambda _, parts: parts.prod(0)),
+    "amax": ReductionRule(lambda _, parts: parts.amax(0), splits_ties=True),
+    "amin": ReductionRule(lambda _, parts: parts.amin(0), splits_ties=True),
+    "logsumexp": ReductionRule(lambda _, parts: parts.logsumexp(0)),
+    "prod": ReductionRule(lambda _, parts: parts.prod(0)),
     "normalize": AlongDims(position=2, default=1),
     "cosine_similarity": pairwise,
     **dict.fromkeys(["layer_norm", "rms_norm"], LastDims()),

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 
 from autoshard.runtime.global_tensors.letters import dims_of, numbered
-from autoshard.runtime.global_tensors.on_shards import Call, Letters, Rule, ShardedCall
+from autoshard.runtime.global_tensors.on_shards import Letters, Rule, ShardedCall, TorchCall
 from autoshard.runtime.global_tensors.placed import Placed, Shape
 from autoshard.torch_private import pytree, shares_memory
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class ViewRule:
     """The rule of views.
 
     A dim keeps its letter if it has the same size and stride in a contiguous tensor as before. Of
@@ -29,7 +29,7 @@ class View:
     position: int = 0
     default: int = 0
 
-    def __call__(self, call: Call) -> ShardedCall | None:
+    def __call__(self, call: TorchCall) -> ShardedCall | None:
         """Find the dims of a call."""
         source = call.argument(0, "input", "self")
         changes_type = any(isinstance(x, torch.dtype) for x in (*call.args, *call.kwargs.values()))
@@ -62,14 +62,14 @@ class View:
 
         return ShardedCall(call.tensors, given, compute, lambda n, _: results[n], shapes)
 
-    def _whole(self, call: Call, num_dims: int) -> tuple[int, ...] | None:
+    def _whole(self, call: TorchCall, num_dims: int) -> tuple[int, ...] | None:
         """The dims that must be whole; None if the argument has none of the tensor's dims."""
         if not self.position:
             return ()
         return dims_of(call.argument(self.position, "dim", default=self.default), num_dims)
 
 
-def _on_meta(call: Call) -> list[torch.Tensor] | None:
+def _on_meta(call: TorchCall) -> list[torch.Tensor] | None:
     """The results on contiguous tensors without contents; None if one is no view of the first."""
     args, kwargs = pytree.tree_map_only(
         Placed,
@@ -124,12 +124,12 @@ def _resized(
     return local.expand(sizes) if expands else local.reshape(sizes)
 
 
-def index(call: Call) -> ShardedCall | None:
+def index(call: TorchCall) -> ShardedCall | None:
     """The rule of `x[...]`: numbers, slices, and one tensor or list of indices."""
     source, given = call.args
     entries = given if isinstance(given, tuple) else (given,)
     if all(_is_basic(entry) for entry in entries):
-        return View()(call)
+        return ViewRule()(call)
     advanced = [entry for entry in entries if isinstance(entry, Placed | list)]
     simple = all(entry in (slice(None), ...) for entry in entries if entry is not advanced[0])
     if not isinstance(source, Placed) or len(advanced) != 1 or not simple:
@@ -159,7 +159,7 @@ def _is_basic(entry: object) -> bool:
     return entry is None or entry is ... or type(entry) is int
 
 
-def index_select(call: Call) -> ShardedCall | None:
+def index_select(call: TorchCall) -> ShardedCall | None:
     """The rule of `index_select`: the dim of the indices is whole."""
     source, indices = call.argument(0, "input"), call.argument(2, "index")
     if not isinstance(source, Placed):
@@ -174,7 +174,7 @@ def index_select(call: Call) -> ShardedCall | None:
     return ShardedCall(call.tensors, found, call.compute, lambda *_: letters)
 
 
-def cat(call: Call) -> ShardedCall | None:
+def cat(call: TorchCall) -> ShardedCall | None:
     """The rule of `cat`: the dim along which tensors are joined is whole."""
     tensors, num_dims = call.tensors, len(call.tensors[0].shape)
     dims = dims_of(call.argument(1, "dim", "axis", default=0), num_dims)
@@ -184,7 +184,7 @@ def cat(call: Call) -> ShardedCall | None:
     return ShardedCall(tensors, [letters] * len(tensors), call.compute, lambda *_: letters)
 
 
-def stack(call: Call) -> ShardedCall | None:
+def stack(call: TorchCall) -> ShardedCall | None:
     """The rule of `stack`: the new dim is whole."""
     tensors, num_dims = call.tensors, len(call.tensors[0].shape)
     dims = dims_of(call.argument(1, "dim", default=0), num_dims + 1)
@@ -198,18 +198,18 @@ def stack(call: Call) -> ShardedCall | None:
 VIEWS: Mapping[str, Rule] = {
     **dict.fromkeys(
         ["T", "mT", "movedim", "moveaxis", "permute", "swapaxes", "swapdims", "t", "transpose"],
-        View(),
+        ViewRule(),
     ),
-    **dict.fromkeys(["slice", "unsqueeze"], View()),
+    **dict.fromkeys(["slice", "unsqueeze"], ViewRule()),
     **dict.fromkeys(
         ["_unsafe_view", "broadcast_to", "expand", "expand_as", "flatten", "ravel", "reshape"],
-        View(takes_sizes=True),
+        ViewRule(takes_sizes=True),
     ),
     **dict.fromkeys(
-        ["reshape_as", "squeeze", "unflatten", "view", "view_as"], View(takes_sizes=True)
+        ["reshape_as", "squeeze", "unflatten", "view", "view_as"], ViewRule(takes_sizes=True)
     ),
-    **dict.fromkeys(["narrow", "select", "unbind"], View(position=1)),
-    **dict.fromkeys(["chunk", "split", "split_with_sizes", "tensor_split"], View(position=2)),
+    **dict.fromkeys(["narrow", "select", "unbind"], ViewRule(position=1)),
+    **dict.fromkeys(["chunk", "split", "split_with_sizes", "tensor_split"], ViewRule(position=2)),
     "__getitem__": index,
     "index_select": index_select,
     **dict.fromkeys(["cat", "concat", "concatenate"], cat),

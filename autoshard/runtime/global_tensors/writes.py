@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from autoshard.errors import PlanError
 from autoshard.runtime.global_tensors.letters import broadcast
-from autoshard.runtime.global_tensors.on_shards import Call, Letters, ShardedCall
+from autoshard.runtime.global_tensors.on_shards import Letters, ShardedCall, TorchCall
 from autoshard.runtime.global_tensors.origins import is_used, root_of
 from autoshard.runtime.global_tensors.placed import Placed, Shape
 from autoshard.runtime.global_tensors.rules import attribute_of, is_elementwise_write
@@ -96,7 +96,7 @@ def check_unsaved(target: DTensor) -> None:
         )
 
 
-def write_on_shards(call: Call) -> ShardedCall | None:
+def write_on_shards(call: TorchCall) -> ShardedCall | None:
     """The new contents of the first argument; None if ranks lack something of what is written."""
     target = call.args[0] if call.args else None
     if not isinstance(target, Placed) or not target.is_sharded:
@@ -111,7 +111,7 @@ def write_on_shards(call: Call) -> ShardedCall | None:
     return _into(call, target, found[1], call.compute)
 
 
-def _item(call: Call, target: Placed) -> ShardedCall | None:
+def _item(call: TorchCall, target: Placed) -> ShardedCall | None:
     """The contents after `target[...] = value`, if no sharded dim is indexed."""
     _, entries, value = call.args
     if isinstance(entries, Placed) and entries.local.dtype is torch.bool:
@@ -121,7 +121,7 @@ def _item(call: Call, target: Placed) -> ShardedCall | None:
             return None
         found = broadcast(call.tensors)
         return found and _into(call, target, found[1], partial(_assign, call))
-    read = index(Call(torch.Tensor.__getitem__, (target, entries), {}))
+    read = index(TorchCall(torch.Tensor.__getitem__, (target, entries), {}))
     if read is None:
         return None
     place = next(n for n, x in enumerate(read.tensors) if x is target)
@@ -149,14 +149,14 @@ def _item_of(read: ShardedCall) -> tuple[Shape, Letters]:
     return tuple(item.shape), read.results(0, item)
 
 
-def _assign(call: Call, locals_: Sequence[torch.Tensor]) -> torch.Tensor:
+def _assign(call: TorchCall, locals_: Sequence[torch.Tensor]) -> torch.Tensor:
     """Run `target[...] = value` on a rank's parts."""
     call.compute(locals_)
     return next(x for x, t in zip(locals_, call.tensors, strict=True) if t is call.args[0])
 
 
 def _into(
-    call: Call,
+    call: TorchCall,
     target: Placed,
     letters: Sequence[Letters],
     compute: Callable[[Sequence[torch.Tensor]], torch.Tensor],

@@ -30,7 +30,7 @@ from autoshard.runtime.program.accumulation import (
     Reduce,
     active_accumulation,
 )
-from autoshard.runtime.program.instructions import Call, Instruction, Recompute, Reshard
+from autoshard.runtime.program.instructions import Instruction, Recompute, Reshard, RunOperator
 from autoshard.runtime.program.local_program import LocalProgram
 from autoshard.runtime.shards import local_shape
 from autoshard.torch_private import (
@@ -270,7 +270,7 @@ def gradients_to_copy(program: LocalProgram, inputs: Sequence[PlacedInput]) -> f
         # What a collective returns is new.
         if isinstance(instruction, Reshard) and not instruction.reduces:
             found.update(instruction.reads)
-        elif isinstance(instruction, Call):
+        elif isinstance(instruction, RunOperator):
             node = program.graph.nodes[program.graph.numbers[instruction.node]]
             factors = _FACTORS.get(node.operator, ())
             made = {_num_elements(shape) for shape in instruction.shapes}

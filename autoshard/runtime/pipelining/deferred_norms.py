@@ -27,7 +27,7 @@ _MOMENTUM = 0.1
 
 
 @dataclass
-class _Norm:
+class _BatchNorm:
     """A batch norm of a stage.
 
     Attributes:
@@ -122,7 +122,7 @@ class DeferredBatchNorms:
                 local_tensor(norm.tracked.get()).add_(1)
 
 
-def _norm(model: nn.Module, node: Node, targets: dict[str, str], graph: Graph) -> _Norm:
+def _norm(model: nn.Module, node: Node, targets: dict[str, str], graph: Graph) -> _BatchNorm:
     given, mean, variance = (node.argument(n) for n in ("input", "running_mean", "running_var"))
     assert isinstance(given, Ref)
     assert isinstance(mean, Ref)
@@ -132,7 +132,7 @@ def _norm(model: nn.Module, node: Node, targets: dict[str, str], graph: Graph) -
     assert isinstance(momentum, (int, float))
     owner = targets[mean.name].rpartition(".")[0]
     tracked = f"{owner}.num_batches_tracked".lstrip(".")
-    return _Norm(
+    return _BatchNorm(
         mean=ModuleAttribute.of(model, targets[mean.name]),
         variance=ModuleAttribute.of(model, targets[variance.name]),
         tracked=ModuleAttribute.of(model, tracked) if tracked in targets.values() else None,
@@ -141,7 +141,7 @@ def _norm(model: nn.Module, node: Node, targets: dict[str, str], graph: Graph) -
     )
 
 
-def _check_used_once(norms: Sequence[_Norm]) -> None:
+def _check_used_once(norms: Sequence[_BatchNorm]) -> None:
     modules = Counter(norm.mean.module for norm in norms)
     if any(number > 1 for number in modules.values()):
         module, number = modules.most_common(1)[0]

@@ -15,7 +15,7 @@ from autoshard.runtime.signature import check_literal
 from autoshard.torch_private import pytree
 
 
-class MicroBatches:
+class MicroBatchSplitter:
     """Divides the arguments of a step along the dims in which they are larger than planned.
 
     Args:

@@ -39,7 +39,7 @@ from autoshard.runtime.pipelining.model_part import (
 )
 from autoshard.runtime.pipelining.norms import clip_gradients
 from autoshard.runtime.pipelining.runner import PipelineRunner
-from autoshard.runtime.pipelining.stage import PlannedStage
+from autoshard.runtime.pipelining.stage import ScheduledStage
 from autoshard.runtime.pipelining.stage_forward import Checkpointing, StageForward
 from autoshard.runtime.pipelining.uninitialised import allocate
 from autoshard.runtime.planned_forward import RngStep
@@ -133,11 +133,11 @@ class Pipelined(NotPickled):
         """Number of stages of this rank."""
         return len(self._pipeline.stages)
 
-    def __getitem__(self, index: int) -> PlannedStage:
+    def __getitem__(self, index: int) -> ScheduledStage:
         """A stage of this rank."""
         return self._pipeline.stages[index]
 
-    def __iter__(self) -> Iterator[PlannedStage]:
+    def __iter__(self) -> Iterator[ScheduledStage]:
         """The stages of this rank."""
         return iter(self._pipeline.stages)
 

@@ -13,7 +13,7 @@ from autoshard.schedules.transfers import Slices, messages
 
 
 @dataclass(frozen=True, slots=True)
-class End:
+class TransferEnd:
     """One end of a transfer: the ranks of a stage, and how they store the tensor.
 
     Attributes:
@@ -37,7 +37,7 @@ class End:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ShardPart:
     """A part of this rank's shard that another rank has or wants.
 
     Attributes:
@@ -64,12 +64,14 @@ class Route:
 
     dtype: torch.dtype
     local_shape: tuple[int, ...] | None
-    sends: tuple[Part, ...]
-    receives: tuple[Part, ...]
+    sends: tuple[ShardPart, ...]
+    receives: tuple[ShardPart, ...]
     copies: tuple[tuple[Slices, Slices], ...]
 
     @classmethod
-    def of(cls, shape: tuple[int, ...], dtype: torch.dtype, source: End, target: End) -> "Route":
+    def of(
+        cls, shape: tuple[int, ...], dtype: torch.dtype, source: TransferEnd, target: TransferEnd
+    ) -> "Route":
         """The route of a tensor of a global shape from one end to another.
 
         Raises:
@@ -83,9 +85,9 @@ class Route:
             if sender == receiver == own and have is not None and want is not None:
                 copies.append((one.within(have), one.within(want)))
             elif sender == own and have is not None:
-                sends.append(Part(receiver, one.within(have)))
+                sends.append(ShardPart(receiver, one.within(have)))
             elif receiver == own and want is not None:
-                receives.append(Part(sender, one.within(want)))
+                receives.append(ShardPart(sender, one.within(want)))
         return cls(
             dtype=dtype,
             local_shape=None if want is None else tuple(x.stop - x.start for x in want),

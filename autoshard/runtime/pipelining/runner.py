@@ -20,11 +20,11 @@ from autoshard.runtime.checks.call_checks import check_no_transform, compare_ove
 from autoshard.runtime.pipelining.devices import StageDevices
 from autoshard.runtime.pipelining.differentiated import DifferentiatedParameters
 from autoshard.runtime.pipelining.losses import Losses, LossFunction
-from autoshard.runtime.pipelining.micro_batches import Join, MicroBatches, join_results
+from autoshard.runtime.pipelining.micro_batches import Join, MicroBatchSplitter, join_results
 from autoshard.runtime.pipelining.norms import join_stages
-from autoshard.runtime.pipelining.routes import End, Route
+from autoshard.runtime.pipelining.routes import Route, TransferEnd
 from autoshard.runtime.pipelining.schedules import SPLIT, last_backward, make_schedule
-from autoshard.runtime.pipelining.stage import Link, PlannedStage, Step
+from autoshard.runtime.pipelining.stage import CutValue, ScheduledStage, StageStep
 from autoshard.runtime.pipelining.stage_forward import Checkpointing, MicroBatch, StageForward
 from autoshard.runtime.pipelining.tied import TiedParameters
 from autoshard.runtime.pipelining.uninitialised import check_initialised
@@ -88,7 +88,7 @@ class PipelineRunner:
         self.steps = steps
         self._join = join
         self._checkpoint = checkpoint
-        self._batches = MicroBatches(plan.pipeline, signature, target_dim)
+        self._batches = MicroBatchSplitter(plan.pipeline, signature, target_dim)
         self.stages = _stages(model, plan, devices, forwards)
         self.is_training = plan.options.mode == "training"
         self._loss_position = -1
@@ -121,7 +121,7 @@ class PipelineRunner:
         return DifferentiatedParameters(self._plan)
 
     @property
-    def _last(self) -> PlannedStage | None:
+    def _last(self) -> ScheduledStage | None:
         """The last stage, if this rank has it."""
         return next((stage for stage in self.stages if stage.is_last), None)
 
@@ -250,14 +250,14 @@ class PipelineRunner:
         self._check_state(self._model)
         for stage in self.stages:
             names = stage.forward_program.argument_names
-            stage.step = Step(
+            stage.step = StageStep(
                 arguments=[[part[name] for name in names] for part in parts],
                 micro_batches=self._micro_batches(stage),
                 keeps_results=keeps,
             )
         return leaves
 
-    def _micro_batches(self, stage: PlannedStage) -> list[MicroBatch]:
+    def _micro_batches(self, stage: ScheduledStage) -> list[MicroBatch]:
         number, base = self._batches.number, self.steps.value
         reduced = last_backward(self._schedule, stage)
         return [
@@ -320,7 +320,7 @@ def _forget(parameters: Iterable[nn.Parameter]) -> None:
 
 def _stages(
     model: nn.Module, plan: Plan, devices: StageDevices, forwards: Sequence[StageForward]
-) -> list[PlannedStage]:
+) -> list[ScheduledStage]:
     """This rank's stages."""
     assert plan.pipeline is not None
     links = [
@@ -332,7 +332,7 @@ def _stages(
     for number, forward in zip(devices.own_stages, forwards, strict=True):
         sent = [o.name for o in forward.program.graph.outputs if o.sent]
         outgoing = {link.value: link for link in links[number]} if number < len(links) else {}
-        stage = PlannedStage(
+        stage = ScheduledStage(
             model,
             forward,
             index=number,
@@ -349,15 +349,15 @@ def _stages(
     return stages
 
 
-def _link(transfer: Transfer, plan: Plan, devices: StageDevices, number: int) -> Link:
+def _link(transfer: Transfer, plan: Plan, devices: StageDevices, number: int) -> CutValue:
     """The messages of a value that a stage sends to the next one."""
     dtype: torch.dtype = getattr(torch, transfer.dtype)
     source, target = (
-        End(devices.ranks[stage], tuple(devices.meshes[stage].shape), layout)
+        TransferEnd(devices.ranks[stage], tuple(devices.meshes[stage].shape), layout)
         for stage, layout in ((number, transfer.source), (number + 1, transfer.target))
     )
     back = plan.options.mode == "training" and transfer.has_gradient
-    return Link(
+    return CutValue(
         value=transfer.value,
         forward=Route.of(transfer.shape, dtype, source, target),
         gradient=Route.of(transfer.shape, dtype, target, source) if back else None,

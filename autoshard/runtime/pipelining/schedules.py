@@ -9,7 +9,7 @@ from torch.distributed.pipelining import schedules
 from autoshard.errors import PlanError
 from autoshard.plan.document import Pipeline
 from autoshard.runtime.pipelining.devices import StageDevices
-from autoshard.runtime.pipelining.stage import PlannedStage
+from autoshard.runtime.pipelining.stage import ScheduledStage
 from autoshard.torch_private import num_micro_batches, without_set_up
 
 Loss = Callable[[Any, torch.Tensor], torch.Tensor]
@@ -21,7 +21,7 @@ SPLIT = frozenset({"InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"})
 
 
 def make_schedule(
-    pipeline: Pipeline, devices: StageDevices, stages: Sequence[PlannedStage], loss: Loss | None
+    pipeline: Pipeline, devices: StageDevices, stages: Sequence[ScheduledStage], loss: Loss | None
 ) -> Any:
     """The schedule that runs the stages of this rank.
 
@@ -63,7 +63,7 @@ def make_schedule(
     return without_set_up(made)
 
 
-def last_backward(schedule: Any, stage: PlannedStage) -> int:
+def last_backward(schedule: Any, stage: ScheduledStage) -> int:
     """The micro-batch whose gradients of parameters come last on a stage.
 
     Args:

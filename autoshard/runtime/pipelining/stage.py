@@ -23,7 +23,7 @@ _VALUE, _GRADIENT = CONTENTS.index("value"), CONTENTS.index("gradient")
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class CutValue:
     """A value that crosses a cut.
 
     Attributes:
@@ -38,7 +38,7 @@ class Link:
 
 
 @dataclass
-class Step:
+class StageStep:
     """Work of a stage in one step of the schedule.
 
     Attributes:
@@ -74,7 +74,7 @@ class _Arriving:
         return [None if one is None else one.tensor() for one in self._incoming]
 
 
-class PlannedStage(StageBase):
+class ScheduledStage(StageBase):
     """Runs the program of a stage for the schedules of torch, and sends the planned messages.
 
     Args:
@@ -101,8 +101,8 @@ class PlannedStage(StageBase):
         index: int,
         num_stages: int,
         position: tuple[int, int],
-        incoming: Sequence[Link],
-        outgoing: Sequence[Link],
+        incoming: Sequence[CutValue],
+        outgoing: Sequence[CutValue],
         groups: Sequence[ProcessGroup],
         splits: bool,
     ) -> None:
@@ -115,7 +115,7 @@ class PlannedStage(StageBase):
             position=position,
         )
         self.forward_program = forward
-        self.step = Step()
+        self.step = StageStep()
         self._incoming, self._outgoing, self._groups = incoming, outgoing, groups
         self._sending: list[Messages] = []
         self._arriving: dict[int, _Arriving] = {}
@@ -312,7 +312,7 @@ class PlannedStage(StageBase):
         ]
         return [tensor for tensor, _ in pairs], [gradient for _, gradient in pairs]
 
-    def check_local(self, links: Sequence[Link]) -> None:
+    def check_local(self, links: Sequence[CutValue]) -> None:
         """Check that values which stay on this rank are stored alike by both stages.
 
         Raises:

@@ -10,13 +10,13 @@ from autoshard.errors import PlanError
 from autoshard.plan import PlacedInput, Plan
 from autoshard.runtime.global_tensors.dtensors import local_tensor
 from autoshard.runtime.pipelining.devices import StageDevices
-from autoshard.runtime.pipelining.routes import End, Route, exchange
+from autoshard.runtime.pipelining.routes import Route, TransferEnd, exchange
 from autoshard.runtime.recorder import CONTENTS, not_recorded
 
 _TAG = CONTENTS.index("tied gradient")
 
 
-class TiedParameter:
+class TiedCopies:
     """A parameter with copies on several pipeline ranks.
 
     Every rank with a copy receives the gradients of the other copies, and adds all of them in the
@@ -37,7 +37,7 @@ class TiedParameter:
         self._device = torch.device(devices.whole.device_type)
         self._group = devices.group
         ends = {
-            stage: End(devices.ranks[stage], tuple(devices.meshes[stage].shape), one.layout)
+            stage: TransferEnd(devices.ranks[stage], tuple(devices.meshes[stage].shape), one.layout)
             for stage, one in placed.items()
         }
         own = [stage for stage in placed if stage in devices.own_stages]
@@ -86,7 +86,7 @@ class TiedParameters:
         assert plan.pipeline is not None
         self._model = model
         self.all = [
-            TiedParameter(placed, devices)
+            TiedCopies(placed, devices)
             for tied in plan.pipeline.tied
             if len(placed := _distinct(plan, tied.target, tied.stages, devices)) > 1
         ]
@@ -110,7 +110,7 @@ class TiedParameters:
                 _add(self._parameter(tied), gradient)
 
     @torch.no_grad()
-    def _sum(self, parameter: nn.Parameter, tied: TiedParameter) -> None:
+    def _sum(self, parameter: nn.Parameter, tied: TiedCopies) -> None:
         if not parameter.requires_grad:
             return
         if parameter.grad is None:
@@ -141,7 +141,7 @@ class TiedParameters:
                     f"seed before the plan is applied"
                 )
 
-    def _parameter(self, tied: TiedParameter) -> nn.Parameter:
+    def _parameter(self, tied: TiedCopies) -> nn.Parameter:
         return self._model.get_parameter(tied.names[0])
 
     @property

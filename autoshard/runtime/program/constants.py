@@ -8,8 +8,7 @@ from torch import nn
 
 from autoshard.errors import PlanError
 from autoshard.graph import Graph
-from autoshard.graph.export.python_state.paths import Place as PythonPlace
-from autoshard.graph.export.python_state.paths import find_place, read_path
+from autoshard.graph.export.python_state.description.paths import PythonPlace, find_place, read_path
 from autoshard.layouts import Layout
 from autoshard.plan import PlacedInput, Stage
 from autoshard.runtime.program.local_node import Place

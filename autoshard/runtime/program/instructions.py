@@ -13,7 +13,7 @@ from typing import Any, Self
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from autoshard.plan.document import Use
+from autoshard.plan.stage import Use
 from autoshard.runtime.program.buckets import BucketOp, BucketSteps
 from autoshard.runtime.program.local_node import LocalKernel, Step
 from autoshard.runtime.program.regather import Regathers
@@ -24,7 +24,7 @@ Registers = list[Any]
 
 
 @dataclass(slots=True)
-class Execution:
+class ProgramRun:
     """One run of instructions.
 
     Attributes:
@@ -62,7 +62,7 @@ class Instruction(ABC):
     writes: tuple[int, ...] = ()
 
     @abstractmethod
-    def run(self, registers: Registers, execution: Execution) -> None:
+    def run(self, registers: Registers, execution: ProgramRun) -> None:
         """Run the instruction: read its inputs, free those that are read last, write its outputs.
 
         Args:
@@ -101,7 +101,7 @@ class Reshard(Instruction):
     regather: bool
     reduces: bool
 
-    def run(self, registers: Registers, execution: Execution) -> None:
+    def run(self, registers: Registers, execution: ProgramRun) -> None:
         """Run the steps."""
         tensor: torch.Tensor = self._take(registers).pop()
         sources = (tensor,) if self.regather else ()
@@ -124,7 +124,7 @@ class Begin(Instruction):
 
     steps: BucketSteps
 
-    def run(self, registers: Registers, execution: Execution) -> None:  # noqa: ARG002  the base's
+    def run(self, registers: Registers, execution: ProgramRun) -> None:  # noqa: ARG002  the base's
         """Start the first collective."""
         tensors = self._take(registers)
         if torch.compiler.is_compiling():
@@ -147,7 +147,7 @@ class End(Instruction):
     steps: BucketSteps
     regather: bool
 
-    def run(self, registers: Registers, execution: Execution) -> None:
+    def run(self, registers: Registers, execution: ProgramRun) -> None:
         """Wait for the first collective, run the others, and split the result."""
         (bucket,) = self._take(registers)
         if torch.compiler.is_compiling():
@@ -163,7 +163,7 @@ class End(Instruction):
 
 
 @dataclass(slots=True, kw_only=True)
-class Call(Instruction):
+class RunOperator(Instruction):
     """Run an operator.
 
     Attributes:
@@ -180,7 +180,7 @@ class Call(Instruction):
     reads_regathered: bool = False
     apart: tuple[int, ...] = ()
 
-    def run(self, registers: Registers, execution: Execution) -> None:
+    def run(self, registers: Registers, execution: ProgramRun) -> None:
         """Run the kernel."""
         tensors = [registers[slot] for slot in self.reads]
         for slot in self.last_reads:
@@ -250,7 +250,7 @@ class Recompute(Instruction):
             num_slots=max(inputs | written) + 1,
         )
 
-    def run(self, registers: Registers, execution: Execution) -> None:
+    def run(self, registers: Registers, execution: ProgramRun) -> None:
         """Run the instructions."""
         tensors = self._take(registers)
         if torch.compiler.is_compiling() or not execution.checkpoints:
@@ -271,12 +271,12 @@ class Recompute(Instruction):
         self._put(registers, outputs)
 
     def _run(
-        self, runs: Iterator[int], execution: Execution, *tensors: torch.Tensor
+        self, runs: Iterator[int], execution: ProgramRun, *tensors: torch.Tensor
     ) -> Sequence[torch.Tensor]:
         registers: Registers = [None] * self.num_slots
         for slot, tensor in zip(self.reads, tensors, strict=True):
             registers[slot] = tensor
-        inner = Execution(execution.step, Regathers(), execution.checks_shapes)
+        inner = ProgramRun(execution.step, Regathers(), execution.checks_shapes)
         execute(self.instructions, registers, inner, recomputing=next(runs) > 0)
         return tuple(registers[slot] for slot in self.targets)
 
@@ -284,7 +284,7 @@ class Recompute(Instruction):
 def execute(
     instructions: Iterable[Instruction],
     registers: Registers,
-    execution: Execution,
+    execution: ProgramRun,
     *,
     recomputing: bool = False,
 ) -> None:
@@ -317,7 +317,7 @@ def mark_apart(instructions: Iterable[Instruction], slots: Iterable[int]) -> Non
         if derived.isdisjoint(instruction.reads):
             continue
         derived.update(instruction.targets)
-        if isinstance(instruction, Call):
+        if isinstance(instruction, RunOperator):
             places = enumerate(instruction.reads)
             instruction.apart = tuple(place for place, slot in places if slot not in derived)
 

@@ -18,13 +18,13 @@ from autoshard.plan import Resharding, Stage
 from autoshard.runtime.program.buckets import BucketSteps
 from autoshard.runtime.program.instructions import (
     Begin,
-    Call,
     End,
-    Execution,
     Instruction,
+    ProgramRun,
     Recompute,
     Registers,
     Reshard,
+    RunOperator,
     execute,
     mark_apart,
     mark_last_reads,
@@ -133,7 +133,7 @@ class LocalProgram:
         # Shapes follow from those of the inputs, so they are compared in the first run only.
         checks = not self._has_run
         execute(
-            self.instructions, registers, Execution(step, Regathers(), checks, checkpoints, apart)
+            self.instructions, registers, ProgramRun(step, Regathers(), checks, checkpoints, apart)
         )
         self._has_run = True
         return self._results(registers)
@@ -141,7 +141,7 @@ class LocalProgram:
     def run_compiled(self, inputs: Sequence[torch.Tensor], step: Step) -> tuple[Any, ...]:
         """Run, as a compiler traces it. Arguments are those of a call."""
         registers = self.registers(inputs)
-        execute(self.instructions, registers, Execution(step, Regathers(), checks_shapes=False))
+        execute(self.instructions, registers, ProgramRun(step, Regathers(), checks_shapes=False))
         return self._results(registers)
 
     def _results(self, registers: Registers) -> tuple[Any, ...]:
@@ -208,9 +208,9 @@ class _Binder:
     def _bind(self, lowered: lowering.Instruction) -> Instruction:
         reads, targets = lowered.reads, lowered.targets
         match lowered:
-            case lowering.Call():
+            case lowering.LocalCall():
                 return self._call(lowered)
-            case lowering.Reshard():
+            case lowering.UnbucketedReshard():
                 return self._reshard(lowered)
             case lowering.Cast():
                 return self._cast(lowered)
@@ -242,7 +242,7 @@ class _Binder:
         moves = any(step.forward != Action.NOTHING for step in resharding.steps)
         return resharding.value in self._graph.converted and not moves
 
-    def _reshard(self, lowered: lowering.Reshard) -> Reshard:
+    def _reshard(self, lowered: lowering.UnbucketedReshard) -> Reshard:
         resharding, (slot,) = lowered.resharding, lowered.reads
         shape = self._graph.values[resharding.value].shape
         dtypes = self._element_types(resharding.value)
@@ -276,7 +276,7 @@ class _Binder:
             reduces=True,
         )
 
-    def _call(self, lowered: lowering.Call) -> Call:
+    def _call(self, lowered: lowering.LocalCall) -> RunOperator:
         node, placed = self._graph.nodes[lowered.number], lowered.placed
         inputs = tuple(Layout.parse(text) for text in placed.inputs)
         outputs = tuple(Layout.parse(text) for text in placed.outputs)
@@ -301,7 +301,7 @@ class _Binder:
             (None, None, *shape[2:]) if value in self._ragged else shape
             for value, shape in zip(node.outputs, local.output_shapes, strict=True)
         ]
-        return Call(
+        return RunOperator(
             node=node.name,
             reads=lowered.reads,
             targets=lowered.targets,

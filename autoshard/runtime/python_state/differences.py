@@ -3,11 +3,17 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from autoshard.graph.export.python_state.global_hooks import GLOBAL_HOOKS
-from autoshard.graph.export.python_state.paths import CHILDREN, HOOKS, Path, path_text
-from autoshard.graph.export.python_state.recorder import FORWARD, MODE
-from autoshard.graph.export.python_state.values import Value
-from autoshard.graph.export.python_state.wording import shown, shown_path
+from autoshard.graph.export.python_state.description.global_hooks import GLOBAL_HOOKS
+from autoshard.graph.export.python_state.description.paths import (
+    CHILDREN,
+    FORWARD,
+    HOOKS,
+    MODE,
+    Path,
+    path_text,
+)
+from autoshard.graph.export.python_state.description.values import Value
+from autoshard.graph.export.python_state.description.wording import shown, shown_path
 
 _MOST = 5
 _TENSOR: Value = {"tensor": True}

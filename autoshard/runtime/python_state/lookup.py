@@ -6,29 +6,29 @@ from typing import Any
 
 from torch import nn
 
-from autoshard.graph.export.python_state.code import code_digest
-from autoshard.graph.export.python_state.holders import identity
-from autoshard.graph.export.python_state.paths import (
+from autoshard.graph.export.python_state.description.paths import (
     CHILDREN,
+    FORWARD,
     HOOKS,
     Key,
     Path,
-    Place,
+    PythonPlace,
     find_place,
     instance_dict,
     is_of_model,
     name_of,
     read_path,
 )
-from autoshard.graph.export.python_state.queries import query_at
-from autoshard.graph.export.python_state.recorder import FORWARD
-from autoshard.graph.export.python_state.values import (
+from autoshard.graph.export.python_state.description.queries import query_at
+from autoshard.graph.export.python_state.description.values import (
     MISSING,
     Value,
     children_of,
     describe,
     hooks_of,
 )
+from autoshard.graph.export.python_state.user_code.code import code_digest
+from autoshard.graph.export.python_state.user_code.holders import identity
 
 Record = Mapping[Path, Value]
 
@@ -105,10 +105,12 @@ class Lookup:
         found = self._holder(path)
         return None if found is _NOWHERE else found
 
-    def place(self, path: Path) -> Place | None:
+    def place(self, path: Path) -> PythonPlace | None:
         """The place at a path, with the value that is there."""
         if not path or path == (FORWARD,):
-            return Place(self._own, FORWARD, self._own[FORWARD]) if path and self._own else None
+            return (
+                PythonPlace(self._own, FORWARD, self._own[FORWARD]) if path and self._own else None
+            )
         holder = self._holder(path[:-1])
         if isinstance(path[-1], Key) and path[-2] in HOOKS and isinstance(holder, dict):
             holder = list(holder.values())  # their keys differ between processes

@@ -11,19 +11,24 @@ from typing import Any
 from torch import nn
 
 from autoshard.graph import OPAQUE_MODULE, Graph, training_modules
-from autoshard.graph.export.python_state.code import code_digest, is_user_module
-from autoshard.graph.export.python_state.holders import MODULE_FIELDS, class_path
-from autoshard.graph.export.python_state.paths import (
+from autoshard.graph.export.python_state.description.paths import (
     CALLED,
     CHILDREN,
     HOOKS,
+    MODE,
     Path,
     find_place,
     instance_dict,
     name_of,
 )
-from autoshard.graph.export.python_state.recorder import MODE
-from autoshard.graph.export.python_state.values import Value, children_of, describe, hooks_of
+from autoshard.graph.export.python_state.description.values import (
+    Value,
+    children_of,
+    describe,
+    hooks_of,
+)
+from autoshard.graph.export.python_state.user_code.code import code_digest, is_user_module
+from autoshard.graph.export.python_state.user_code.holders import MODULE_FIELDS, class_path
 from autoshard.torch_private import BatchNormBase, DropoutBase
 
 _UNKNOWN = frozenset({"object", "tensor", "module", "random", "iterator", "context", "array"})

@@ -8,21 +8,25 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoshard.graph.export.python_state.global_hooks import GLOBAL_HOOKS, global_hooks, of_users
-from autoshard.graph.export.python_state.paths import (
+from autoshard.graph.export.python_state.description.global_hooks import (
+    GLOBAL_HOOKS,
+    global_hooks,
+    of_users,
+)
+from autoshard.graph.export.python_state.description.paths import (
     CALLED,
     CHILDREN,
+    FORWARD,
     HOOKS,
     Path,
-    Place,
+    PythonPlace,
     instance_dict,
     is_of_model,
     path_text,
     read_path,
 )
-from autoshard.graph.export.python_state.queries import query_at
-from autoshard.graph.export.python_state.recorder import FORWARD
-from autoshard.graph.export.python_state.values import Value, describe, hooks_of, same
+from autoshard.graph.export.python_state.description.queries import query_at
+from autoshard.graph.export.python_state.description.values import Value, describe, hooks_of, same
 from autoshard.runtime.python_state.lookup import Lookup, Record
 from autoshard.runtime.python_state.walk import Walk
 
@@ -165,11 +169,11 @@ class Snapshot:
         self.walk.add_call(in_class, in_class())
 
     @staticmethod
-    def _is_child(parent: nn.Module, place: Place) -> bool:
+    def _is_child(parent: nn.Module, place: PythonPlace) -> bool:
         own = instance_dict(parent)
         return place.key == CHILDREN or place.holder is own[CHILDREN]
 
-    def _add_class_attribute(self, place: Place) -> None:
+    def _add_class_attribute(self, place: PythonPlace) -> None:
         """Add an attribute of a class as all classes of modules and objects have it."""
         owner, name = place.owner, str(place.key)
         assert owner is not None

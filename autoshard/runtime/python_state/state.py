@@ -9,13 +9,19 @@ from torch import nn
 
 from autoshard.errors import PlanError
 from autoshard.graph import Graph
-from autoshard.graph.export.python_state.code import is_user_module
-from autoshard.graph.export.python_state.folding import unfold
-from autoshard.graph.export.python_state.global_hooks import GLOBAL_HOOKS
-from autoshard.graph.export.python_state.paths import CALLED, HOOKS, Path, read_path
-from autoshard.graph.export.python_state.recorder import FORWARD, MODE
-from autoshard.graph.export.python_state.values import Value, describe, same
-from autoshard.graph.export.python_state.wording import check_patterns, is_ignored
+from autoshard.graph.export.python_state.description.folding import unfold
+from autoshard.graph.export.python_state.description.global_hooks import GLOBAL_HOOKS
+from autoshard.graph.export.python_state.description.paths import (
+    CALLED,
+    FORWARD,
+    HOOKS,
+    MODE,
+    Path,
+    read_path,
+)
+from autoshard.graph.export.python_state.description.values import Value, describe, same
+from autoshard.graph.export.python_state.description.wording import check_patterns, is_ignored
+from autoshard.graph.export.python_state.user_code.code import is_user_module
 from autoshard.runtime.python_state.differences import Difference, explain
 from autoshard.runtime.python_state.lookup import Record
 from autoshard.runtime.python_state.reference import reference_record

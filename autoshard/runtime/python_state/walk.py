@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from autoshard.graph.export.python_state.paths import CHILDREN, HOOKS, instance_dict
-from autoshard.graph.export.python_state.values import value_in_context
+from autoshard.graph.export.python_state.description.paths import CHILDREN, HOOKS, instance_dict
+from autoshard.graph.export.python_state.description.values import value_in_context
 
 _COMPARED = (
     *(bool, int, float, complex, str, bytes, type(None), type),
@@ -32,7 +32,7 @@ _CHILDREN = itemgetter(CHILDREN)
 Get = Callable[[Any], Any]
 
 
-class _Group:
+class _ValueGroup:
     """Values that are found in the same way in several holders."""
 
     def __init__(self, get: Get) -> None:
@@ -59,18 +59,18 @@ class _Groups:
 
     def __init__(self, get: Callable[[Any], Get]) -> None:
         self._get = get
-        self._compared: dict[Any, _Group] = {}
-        self._identical: dict[Any, _Group] = {}
+        self._compared: dict[Any, _ValueGroup] = {}
+        self._identical: dict[Any, _ValueGroup] = {}
 
     def add(self, holder: Any, name: Any, value: Any) -> None:
         """Add a value; one that might not be comparable is compared by identity."""
         groups = self._compared if isinstance(value, _COMPARED) else self._identical
-        groups.setdefault(name, _Group(self._get(name))).add(holder, value)
+        groups.setdefault(name, _ValueGroup(self._get(name))).add(holder, value)
 
     def is_unchanged(self) -> bool:
         """True if all values are as they were."""
-        return all(map(_Group.is_equal, self._compared.values())) and all(
-            map(_Group.is_same, self._identical.values())
+        return all(map(_ValueGroup.is_equal, self._compared.values())) and all(
+            map(_ValueGroup.is_same, self._identical.values())
         )
 
 
@@ -80,11 +80,11 @@ class Walk:
     def __init__(self) -> None:
         self._items = _Groups(itemgetter)
         self._attributes = _Groups(attrgetter)
-        self._calls = _Group(lambda call: call())
-        self._classes = _Group(type)
+        self._calls = _ValueGroup(lambda call: call())
+        self._classes = _ValueGroup(type)
         self._absent: dict[str, dict[int, Mapping[str, Any]]] = {}
         self._hooks: list[Mapping[int, Any]] = []
-        self._children = _Group(_CHILDREN)
+        self._children = _ValueGroup(_CHILDREN)
         self._iterated: list[dict[str, Any]] = []
         self._iterated_children: list[Any] = []
         self._containers: dict[int, Any] = {}

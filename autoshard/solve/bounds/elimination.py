@@ -36,7 +36,7 @@ class BucketInput:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Bucket:
+class EliminationBucket:
     """The elimination of one variable into the table `output` over its neighbours."""
 
     variable: int
@@ -46,7 +46,9 @@ class Bucket:
     output: int
 
 
-def bucket_message(bucket: Bucket, cost: FloatArray, tables: Sequence[FloatArray]) -> FloatArray:
+def bucket_message(
+    bucket: EliminationBucket, cost: FloatArray, tables: Sequence[FloatArray]
+) -> FloatArray:
     """The least price of a bucket's variable and inputs, by the classes of its neighbours.
 
     Args:
@@ -69,7 +71,9 @@ def bucket_message(bucket: Bucket, cost: FloatArray, tables: Sequence[FloatArray
     return out
 
 
-def _broadcast_table(bucket: Bucket, seen: BucketInput, tables: Sequence[FloatArray]) -> FloatArray:
+def _broadcast_table(
+    bucket: EliminationBucket, seen: BucketInput, tables: Sequence[FloatArray]
+) -> FloatArray:
     """An input table by the classes of the bucket, with an axis for each of its variables."""
     table = tables[seen.factor].transpose(seen.order)
     table = table[np.ix_(*seen.picks)]
@@ -89,7 +93,7 @@ class _Factor:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Table:
+class JointTable:
     """Prices of the joint strategies of any number of variables.
 
     Attributes:
@@ -120,14 +124,14 @@ class Elimination:
     """
 
     def __init__(
-        self, network: Network, extra: Sequence[Table], effort: Effort = DEFAULT_EFFORT
+        self, network: Network, extra: Sequence[JointTable], effort: Effort = DEFAULT_EFFORT
     ) -> None:
         self._constant = network.constant
         self._effort = effort
         self._sizes = {v: len(x.cost) for v, x in network.variables.items()}
         self._factors: list[_Factor] = []
         self._given: list[FloatArray] = []
-        self._buckets: list[Bucket] = []
+        self._buckets: list[EliminationBucket] = []
         self.work = 0.0
         self.entries = 0
         for u, v, link in network.pairs():
@@ -147,7 +151,7 @@ class Elimination:
         *,
         most_work: float | None = None,
         keep: Collection[int] = (),
-        extra: Sequence[Table] = (),
+        extra: Sequence[JointTable] = (),
         effort: Effort = DEFAULT_EFFORT,
     ) -> "Elimination | None":
         """Find an order, cheapest variable first, and its tables; None if they would be too large.
@@ -216,7 +220,7 @@ class Elimination:
                 sizes[w] = min(sizes.get(w, 1) * size, self._sizes[w])
         return prod(sizes.values(), start=1.0)
 
-    def _bucket(self, v: int, inputs: list[int]) -> Bucket:
+    def _bucket(self, v: int, inputs: list[int]) -> EliminationBucket:
         joint: dict[int, IntArray] = {v: np.zeros(self._sizes[v], dtype=np.intp)}
         for f in inputs:
             factor = self._factors[f]
@@ -230,7 +234,7 @@ class Elimination:
             _Factor(around, tuple(joint[w] for w in around), tuple(sizes[w] for w in around))
         )
         shape = tuple(sizes[w] for w in scope)
-        return Bucket(v, joint[v], shape, seen, len(self._factors) - 1)
+        return EliminationBucket(v, joint[v], shape, seen, len(self._factors) - 1)
 
     def _seen_from(
         self,
@@ -355,7 +359,7 @@ class MinMarginals:
         network: Network,
         kept: Sequence[int],
         *,
-        extra: Sequence[Table] = (),
+        extra: Sequence[JointTable] = (),
         effort: Effort = DEFAULT_EFFORT,
     ) -> "MinMarginals | None":
         """Marginals of some variables; None if tables would be too large.

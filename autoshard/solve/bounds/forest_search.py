@@ -24,7 +24,7 @@ import numpy as np
 from scipy import sparse
 
 from autoshard.base.arrays import BoolArray, FloatArray, IntArray
-from autoshard.solve.network import Link, Network, UsageTable, component_labels
+from autoshard.solve.network import Network, NetworkLink, UsageTable, component_labels
 from autoshard.solve.programs.linear_program import integer_point
 from autoshard.solve.reduced_problem import ReducedProblem
 from autoshard.solve.settings import DEFAULT_EFFORT, Effort
@@ -176,7 +176,7 @@ class ForestSearch:
     def _load_links(self, network: Network) -> None:
         """Stack the matrices of links of one shape, one stack after the other."""
         place = {v: i for i, v in enumerate(self.variables)}
-        groups: dict[tuple[int, int], list[tuple[int, int, Link]]] = defaultdict(list)
+        groups: dict[tuple[int, int], list[tuple[int, int, NetworkLink]]] = defaultdict(list)
         for u, v, link in network.pairs():
             i, j = place[u], place[v]
             groups[int(self._sides[i]), int(self._sides[j])].append((i, j, link))
@@ -437,7 +437,7 @@ def _side(size: int) -> int:
     return next((side for side in _SIDES if side >= size), size)
 
 
-def _stacked(shape: tuple[int, int], links: Sequence[tuple[int, int, Link]]) -> FloatArray:
+def _stacked(shape: tuple[int, int], links: Sequence[tuple[int, int, NetworkLink]]) -> FloatArray:
     """Prices of some links by strategy, padded with inf to one shape, shape [G, S, T]."""
     stack = np.full((len(links), *shape), np.inf)
     for values, (_, _, link) in zip(stack, links, strict=True):

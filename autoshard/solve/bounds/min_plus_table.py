@@ -21,7 +21,7 @@ _CHUNK = 1 << 14
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Block:
+class _FiniteBlock:
     """The finite part of rows that are finite in the same columns, equal columns once.
 
     Attributes:
@@ -39,7 +39,7 @@ class _Block:
     values: FloatArray
 
     @classmethod
-    def of(cls, matrix: FloatArray, rows: IntArray, columns: IntArray) -> "_Block":
+    def of(cls, matrix: FloatArray, rows: IntArray, columns: IntArray) -> "_FiniteBlock":
         """The block of some rows and columns."""
         part = np.ascontiguousarray(matrix[np.ix_(rows, columns)].T)
         known: dict[bytes, int] = {}
@@ -117,7 +117,7 @@ class MinPlusTable:
         return (rows, columns), self._matrix[rows, columns]
 
     @cached_property
-    def _blocks(self) -> list[_Block]:
+    def _blocks(self) -> list[_FiniteBlock]:
         """The blocks of all rows with many finite entries."""
         rows, columns = map(np.flatnonzero, self._dense)
         if not len(columns):
@@ -127,6 +127,6 @@ class MinPlusTable:
         for row, mask in zip(rows.tolist(), finite, strict=True):
             groups.setdefault(mask.tobytes(), []).append(row)
         if len(groups) > _MOST_BLOCKS:
-            return [_Block.of(self._matrix, rows, columns)]
+            return [_FiniteBlock.of(self._matrix, rows, columns)]
         parts = ((np.array(g), columns[np.frombuffer(m, np.bool_)]) for m, g in groups.items())
-        return [_Block.of(self._matrix, *part) for part in parts if len(part[1])]
+        return [_FiniteBlock.of(self._matrix, *part) for part in parts if len(part[1])]

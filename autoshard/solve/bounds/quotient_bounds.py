@@ -31,7 +31,7 @@ _LESS_MOMENTUM = 0.3
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class View:
+class StrategyClasses:
     """Classes of the strategies of a node class with equal prices on an edge class.
 
     Attributes:
@@ -47,8 +47,8 @@ class View:
     starts: IntArray
 
     @classmethod
-    def of(cls, shown: IntArray) -> "View":
-        """The view of strategies by the row or column of each."""
+    def of(cls, shown: IntArray) -> "StrategyClasses":
+        """The classes of strategies with the given row or column each."""
         labels, classes = np.unique(shown, return_inverse=True)
         order = np.argsort(classes, kind="stable")
         starts = np.searchsorted(classes[order], np.arange(len(labels)))
@@ -73,7 +73,7 @@ class QuotientMessages:
         graph: the problem.
         costs: price of each strategy of a node of each node class, shape [S].
         values: the message of each port, shape [C].
-        views: classes of strategies at each port.
+        port_classes: classes of strategies at each port.
         bound: proven lower bound of all choices.
     """
 
@@ -82,12 +82,12 @@ class QuotientMessages:
     ) -> None:
         self.graph = graph
         self.costs = costs
-        self.views = _views(graph)
-        self.values = [np.zeros(len(view.labels)) for view in self.views]
+        self.port_classes = _port_classes(graph)
+        self.values = [np.zeros(len(one.labels)) for one in self.port_classes]
         self.bound = -float("inf")
         self._before: list[FloatArray] | None = None
         self._momentum = 1.0
-        self._tables = _tables(graph, self.views)
+        self._tables = _tables(graph, self.port_classes)
         self._order = sorted(
             range(len(graph.node_classes)), key=lambda p: graph.node_classes[p].nodes[0]
         )
@@ -137,7 +137,7 @@ class QuotientMessages:
         """Price of each strategy of a node of a node class, with its messages, shape [S]."""
         total = self.costs[node_class].copy()
         for port in self.graph.node_classes[node_class].ports:
-            total += self.graph.weight(port) * self.values[port][self.views[port].classes]
+            total += self.graph.weight(port) * self.values[port][self.port_classes[port].classes]
         return total
 
     def offered(self, port: int) -> FloatArray:
@@ -164,9 +164,9 @@ class QuotientMessages:
             self.graph.far_end(edge_class, is_source=x) for x in (is_source, not is_source)
         )
         states = np.full(table.num_states, np.inf)
-        states[self.views[far].labels] = beyond
+        states[self.port_classes[far].labels] = beyond
         states = table.backwards(states) if is_source else table.forwards(states)
-        return states[self.views[here].labels]
+        return states[self.port_classes[here].labels]
 
     def _pass(self, node_class: int, *, backward: bool) -> None:
         """Receive messages from the ports on one side; send equal shares to the other side."""
@@ -186,34 +186,36 @@ class QuotientMessages:
         prices -= self._least[node_class]
         for port in ports:
             if graph.ports[port].backward != backward:
-                spare = self.views[port].least(prices)
+                spare = self.port_classes[port].least(prices)
                 sent = share * np.where(np.isfinite(spare), spare, 0.0)
                 # Not in place: the messages before this sweep are kept.
                 self.values[port] = self.values[port] - sent
 
 
-def _views(graph: QuotientGraph) -> list[View]:
-    known: dict[int, View] = {}
-    views = []
+def _port_classes(graph: QuotientGraph) -> list[StrategyClasses]:
+    known: dict[int, StrategyClasses] = {}
+    port_classes = []
     for port in graph.ports:
         edge_class, is_source = port.edge_classes[0]
         edge = graph.edge_classes[edge_class].edge
         shown = edge.rows if is_source else edge.cols
         if id(shown) not in known:
-            known[id(shown)] = View.of(shown)
-        views.append(known[id(shown)])
-    return views
+            known[id(shown)] = StrategyClasses.of(shown)
+        port_classes.append(known[id(shown)])
+    return port_classes
 
 
-def _tables(graph: QuotientGraph, views: Sequence[View]) -> list[MinPlusTable | ShortestPathCost]:
+def _tables(
+    graph: QuotientGraph, port_classes: Sequence[StrategyClasses]
+) -> list[MinPlusTable | ShortestPathCost]:
     """Prices of each edge class by strategy classes of both ends, shape [C, D], or by state."""
     known: dict[tuple[int, int, int], MinPlusTable | ShortestPathCost] = {}
     tables = []
     for edge_class in graph.edge_classes:
         prices, rows, cols = (
             edge_class.edge.prices,
-            views[edge_class.source],
-            views[edge_class.target],
+            port_classes[edge_class.source],
+            port_classes[edge_class.target],
         )
         key, shape = (id(prices), id(rows), id(cols)), (len(rows.labels), len(cols.labels))
         if key not in known:
@@ -261,7 +263,7 @@ def strategy_bounds(messages: QuotientMessages) -> tuple[float, list[FloatArray]
         if used.isdisjoint(edge_class for edge_class, _ in port.edge_classes):
             left = messages.offered(number) - messages.values[number]
             left = messages.graph.weight(number) * left
-            above[port.node_class] += left[messages.views[number].classes]
+            above[port.node_class] += left[messages.port_classes[number].classes]
     return bound, [bound + above[p] for p in range(len(least))]
 
 
@@ -310,7 +312,7 @@ def _tree_marginals(messages: QuotientMessages, tree: list[_Branch]) -> dict[int
     for branch in reversed(tree[1:]):
         near, _ = _ports(messages, branch)
         up = _through_branch(messages, branch, prices[branch.node_class], up=True)
-        sent[branch.node_class] = up[messages.views[near].classes]
+        sent[branch.node_class] = up[messages.port_classes[near].classes]
         prices[branch.parent] += sent[branch.node_class]
     for branch in tree[1:]:
         _, far = _ports(messages, branch)
@@ -318,7 +320,7 @@ def _tree_marginals(messages: QuotientMessages, tree: list[_Branch]) -> dict[int
             rest = prices[branch.parent] - sent[branch.node_class]
         rest = np.where(np.isnan(rest), np.inf, rest)
         down = _through_branch(messages, branch, rest, up=False)
-        prices[branch.node_class] += down[messages.views[far].classes]
+        prices[branch.node_class] += down[messages.port_classes[far].classes]
     return prices
 
 
@@ -336,6 +338,6 @@ def _through_branch(
     here, there = _ports(messages, branch)
     if not up:
         here, there = there, here
-    beyond = messages.views[there].least(prices) - messages.values[there]
+    beyond = messages.port_classes[there].least(prices) - messages.values[there]
     is_source = branch.is_source == up
     return messages.through(branch.edge_class, beyond, is_source=is_source) - messages.values[here]

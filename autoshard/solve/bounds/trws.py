@@ -106,7 +106,7 @@ class Level:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _End:
+class _LinkEnd:
     """One end of a link: position of its variable, its messages, class of each strategy."""
 
     owner: int
@@ -145,7 +145,7 @@ class FlatNetwork:
         place = {v: i for i, v in enumerate(self.variables)}
         colour = np.zeros(len(place), dtype=np.intp)
         depth = np.zeros(len(place), dtype=np.intp)
-        ends: list[_End] = []
+        ends: list[_LinkEnd] = []
         values: list[FloatArray] = []
         first = 0
         for u in self.variables:
@@ -157,15 +157,15 @@ class FlatNetwork:
                 depth[place[v]] = max(depth[place[v]], depth[place[u]] + 1)
                 values.append(_padded(link.matrix.values))
                 rows, cols = values[-1].shape
-                ends.append(_End(place[u], first, rows, link.rows))
-                ends.append(_End(place[v], first + rows, cols, link.cols))
+                ends.append(_LinkEnd(place[u], first, rows, link.rows))
+                ends.append(_LinkEnd(place[v], first + rows, cols, link.cols))
                 first += rows + cols
         self.num_messages = first
         shown = self._load_ends(ends)
         self.levels = self._leveled(colour, ends, values, shown)
         self.ordered = self._leveled(depth, ends, values, shown)
 
-    def _load_ends(self, ends: list[_End]) -> IntArray:
+    def _load_ends(self, ends: list[_LinkEnd]) -> IntArray:
         """List the messages that strategies receive, by variable; return the offset of each end."""
         owners = np.array([end.owner for end in ends], dtype=np.intp)
         sizes = np.diff(self.starts)[owners]
@@ -180,7 +180,7 @@ class FlatNetwork:
         return shown
 
     def _leveled(
-        self, depth: IntArray, ends: list[_End], values: list[FloatArray], shown: IntArray
+        self, depth: IntArray, ends: list[_LinkEnd], values: list[FloatArray], shown: IntArray
     ) -> tuple[Level, ...]:
         # The weights of TRW-S: a variable's price is divided by its number of links to lower or to
         # higher levels, whichever is larger.
@@ -238,7 +238,7 @@ class FlatNetwork:
 
 def _stacked(
     members: list[int],
-    ends: list[_End],
+    ends: list[_LinkEnd],
     values: list[FloatArray],
     shown: IntArray,
     share: FloatArray,

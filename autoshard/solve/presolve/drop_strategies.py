@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 
 from autoshard.base.arrays import BoolArray, FloatArray, IntArray
-from autoshard.solve.network import Matrix, Network, Term, Variable, spread
+from autoshard.solve.network import Matrix, Network, NetworkVariable, Term, spread
 from autoshard.solve.presolve.base import Inverse, Worklist, nothing_to_undo
 from autoshard.solve.presolve.merge_variables import merged_terms
 from autoshard.solve.settings import DEFAULT_EFFORT, Effort
@@ -166,7 +166,7 @@ class SeparateTerms:
             terms = sorted(variable.terms, key=lambda term: term.first)
             if any(after.first < before.last for before, after in pairwise(terms)):
                 separate = tuple(_separated(terms))
-                network.replace(v, Variable(variable.labels, variable.cost, separate))
+                network.replace(v, NetworkVariable(variable.labels, variable.cost, separate))
         return nothing_to_undo
 
 
@@ -234,7 +234,7 @@ class _Terms:
         )
 
 
-def _users(network: Network) -> list[tuple[int, Variable]]:
+def _users(network: Network) -> list[tuple[int, NetworkVariable]]:
     return [(v, x) for v, x in network.variables.items() if x.terms]
 
 
@@ -258,7 +258,7 @@ def subtract_least(network: Network) -> None:
             for t, (least, most) in zip(variable.terms, bounds, strict=True)
             if most > least
         )
-        network.replace(v, Variable(variable.labels, variable.cost, left))
+        network.replace(v, NetworkVariable(variable.labels, variable.cost, left))
 
 
 def _drop_unfit(network: Network) -> bool:
@@ -319,11 +319,11 @@ def _drop_checkpoints(network: Network, needed: BoolArray) -> None:
     for v, variable in _users(network):
         moved = [Term(place[t.first], place[t.last], t.usage) for t in variable.terms]
         terms = merged_terms(tuple(t for t in moved if t.first < t.last))
-        network.replace(v, Variable(variable.labels, variable.cost, terms))
+        network.replace(v, NetworkVariable(variable.labels, variable.cost, terms))
     network.capacity = network.capacity[needed]
 
 
-def term_prices(variable: Variable, prices: FloatArray) -> FloatArray:
+def term_prices(variable: NetworkVariable, prices: FloatArray) -> FloatArray:
     """Price of the usage of each strategy, shape [S], at prices per checkpoint, shape [T]."""
     total = np.zeros(len(variable.cost))
     for term in variable.terms:

@@ -12,11 +12,11 @@ import numpy as np
 
 from autoshard.base.arrays import FloatArray, IntArray
 from autoshard.solve.network import (
-    Link,
     Matrix,
     Network,
+    NetworkLink,
+    NetworkVariable,
     Term,
-    Variable,
     fingerprint,
     joint_classes,
 )
@@ -45,7 +45,7 @@ class NormalizeLinks:
 
     def __init__(self) -> None:
         self._forms: dict[bytes, _NormalForm] = {}
-        self._seen: dict[tuple[int, int], Link] = {}
+        self._seen: dict[tuple[int, int], NetworkLink] = {}
 
     def apply(self, network: Network) -> Inverse:
         """Simplify every link that is not in normal form."""
@@ -54,7 +54,7 @@ class NormalizeLinks:
                 self.simplify(network, u, v, link)
         return nothing_to_undo
 
-    def simplify(self, network: Network, u: int, v: int, link: Link) -> None:
+    def simplify(self, network: Network, u: int, v: int, link: NetworkLink) -> None:
         """Bring one link into normal form, or remove it."""
         used_rows, rows = _compressed(link.rows, len(link.matrix.values))
         used_cols, cols = _compressed(link.cols, link.matrix.values.shape[1])
@@ -66,7 +66,7 @@ class NormalizeLinks:
         if form.matrix.values.size == 1:
             network.disconnect(u, v)
             return
-        new = Link(form.matrix, form.row_class[rows], form.col_class[cols])
+        new = NetworkLink(form.matrix, form.row_class[rows], form.col_class[cols])
         if new.matrix.key != link.matrix.key:
             network.put(u, v, new)
         self._seen[u, v] = network.links[u][v]
@@ -147,7 +147,7 @@ def _merge_group(network: Network, group: tuple[int, ...]) -> Inverse:
             network.disconnect(head, v)
         old, new = network.variables[head], network.variables[v]
         terms = merged_terms((*old.terms, *new.terms))
-        network.replace(head, Variable(old.labels, old.cost + new.cost, terms))
+        network.replace(head, NetworkVariable(old.labels, old.cost + new.cost, terms))
         for w, link in network.links[v].items():
             network.connect(head, w, link)
         network.remove(v)
@@ -207,14 +207,14 @@ def _tidy(network: Network, leaders: Iterable[int]) -> None:
         if u in network.variables:
             variable = network.variables[u]
             terms = merged_terms(variable.terms)
-            network.replace(u, Variable(variable.labels, variable.cost, terms))
+            network.replace(u, NetworkVariable(variable.labels, variable.cost, terms))
 
 
-def _forbids(link: Link) -> bool:
+def _forbids(link: NetworkLink) -> bool:
     return bool(np.isinf(link.matrix.values).any())
 
 
-def _followed(link: Link) -> IntArray | None:
+def _followed(link: NetworkLink) -> IntArray | None:
     """The position of the target that each strategy of the source determines, shape [S].
 
     None if some strategy of the source allows several positions of the target, or none.
@@ -240,9 +240,9 @@ def _merge_follower(
     moved = tuple(Term(t.first, t.last, t.usage[follows]) for t in follower.terms)
     cost = leader.cost + follower.cost[follows] + paid
     network.disconnect(u, v)
-    network.replace(u, Variable(leader.labels, cost, (*leader.terms, *moved)))
+    network.replace(u, NetworkVariable(leader.labels, cost, (*leader.terms, *moved)))
     for w, other in network.links[v].items():
-        network.connect(u, w, Link(other.matrix, other.rows[follows], other.cols))
+        network.connect(u, w, NetworkLink(other.matrix, other.rows[follows], other.cols))
         if _forbids(network.links[u][w]):
             queue.update([(u, w)])
     network.remove(v)
@@ -358,12 +358,12 @@ class EliminateNeighbours:
             network.add_cost(w, prices.min(axis=0)[link.cols])
         else:
             (u, left), (w, right) = around
-            product = Link(self._product(cost, left, right), left.cols, right.cols)
+            product = NetworkLink(self._product(cost, left, right), left.cols, right.cols)
             network.connect(u, w, product)
             low, high = min(u, w), max(u, w)
             self._links.simplify(network, low, high, network.links[low][high])
 
-    def _product(self, cost: FloatArray, left: Link, right: Link) -> Matrix:
+    def _product(self, cost: FloatArray, left: NetworkLink, right: NetworkLink) -> Matrix:
         """Least price over a variable by columns of its two links, shape [C, D]."""
         key = fingerprint(
             cost.tobytes(),

@@ -23,7 +23,7 @@ from autoshard.base.arrays import BoolArray, FloatArray, IntArray
 from autoshard.solve.bounds.path_costs import ShortestPathCost
 from autoshard.solve.bounds.quotient_bounds import QuotientMessages, strategy_bounds
 from autoshard.solve.bounds.quotient_graph import QuotientGraph
-from autoshard.solve.problem import Edge, Node, Problem
+from autoshard.solve.problem import Edge, Problem, ProblemNode
 from autoshard.solve.runs import (
     SAME,
     RunOutcome,
@@ -77,7 +77,7 @@ def restrict(
     for v, node in enumerate(problem.nodes):
         cost = shared.part(node.cost if costs is None else costs[v], kept[v])
         usage = shared.part(node.usage, kept[v])
-        nodes.append(Node(cost, usage, node.interval, node.name))
+        nodes.append(ProblemNode(cost, usage, node.interval, node.name))
     edges = tuple(shared.edge(edge, kept) for edge in problem.edges)
     return RestrictedProblem(Problem(tuple(nodes), edges, repeats=problem.repeats), kept)
 

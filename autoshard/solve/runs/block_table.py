@@ -23,7 +23,7 @@ from autoshard.solve.block_cache import (
 )
 from autoshard.solve.bounds.elimination import Elimination, Evaluation
 from autoshard.solve.bounds.path_costs import ShortestPathCost
-from autoshard.solve.network import Matrix, Network, Variable, component_labels, components
+from autoshard.solve.network import Matrix, Network, NetworkVariable, component_labels, components
 from autoshard.solve.presolve import (
     DropDominated,
     EliminateNeighbours,
@@ -371,7 +371,7 @@ class BlockTable:
         for v, number in self._place.items():
             labels = np.arange(self._block.num_strategies(v))
             cost = self._costs.get(v, np.zeros(len(labels)))
-            network.add(number, Variable(labels, cost))
+            network.add(number, NetworkVariable(labels, cost))
         self._connect(network)
         for v, mask in component.items():
             network.keep(self._place[v], mask)

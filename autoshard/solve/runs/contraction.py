@@ -12,7 +12,7 @@ import numpy as np
 from autoshard.base.arrays import FloatArray, IntArray
 from autoshard.solve.block_cache import KeyValueStore, SolvedBlock
 from autoshard.solve.bounds.elimination import Elimination
-from autoshard.solve.network import Network, Variable
+from autoshard.solve.network import Network, NetworkVariable
 from autoshard.solve.presolve import Inverse, sequence
 from autoshard.solve.problem import Problem
 from autoshard.solve.runs.block_table import (
@@ -219,7 +219,7 @@ class ContractedProblem:
         network = Network()
         for v in self._stay:
             cost = np.zeros_like(costs[v]) if v in self._boundary else costs[v]
-            network.add(v, Variable(np.arange(len(cost)), cost))
+            network.add(v, NetworkVariable(np.arange(len(cost)), cost))
         network.connect_all(self._edges)
         return network, reduce_around(network, self._seen, self._known, effort=self._effort)
 

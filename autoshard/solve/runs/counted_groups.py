@@ -14,8 +14,8 @@ from math import prod
 import numpy as np
 
 from autoshard.base.arrays import BoolArray, FloatArray, IntArray
-from autoshard.solve.bounds.elimination import MinMarginals, Table
-from autoshard.solve.network import Network, Variable
+from autoshard.solve.bounds.elimination import JointTable, MinMarginals
+from autoshard.solve.network import Network, NetworkVariable
 from autoshard.solve.presolve import Inverse
 from autoshard.solve.runs.block_table import BlockTable
 from autoshard.solve.runs.run_tables import (
@@ -33,7 +33,7 @@ _COUNTED = 1
 
 
 @dataclass(frozen=True, eq=False)
-class _Group:
+class _GroupPrices:
     """Prices of one group from state to state, [M, N, N] for M states of the shared nodes.
 
     Attributes:
@@ -45,7 +45,7 @@ class _Group:
     prices: tuple[FloatArray, FloatArray]
 
     @classmethod
-    def of(cls, table: BlockTable) -> "_Group":
+    def of(cls, table: BlockTable) -> "_GroupPrices":
         parts = table.by_component()
         inside = parts.pop(_COUNTED)
         return cls(table, (table.as_batch(np.minimum.reduce(parts)), table.as_batch(inside)))
@@ -97,7 +97,7 @@ class CountedRun:
 
     def __init__(self, tables: RunTables, variable: int, is_open: BoolArray) -> None:
         self.variable, self._is_open, self._first = variable, is_open, tables[0][0]
-        self._parts = [(_Group.of(table), number) for table, number in tables]
+        self._parts = [(_GroupPrices.of(table), number) for table, number in tables]
         self._groups = [group for group, number in self._parts for _ in range(number)]
         self.num_groups = len(self._groups)
 
@@ -108,7 +108,7 @@ class CountedRun:
         states = prod(first.shape[: len(first.run.boundary)])
         return float(num_products) * states**3 * int(is_open.sum())
 
-    def table(self) -> Table:
+    def table(self) -> JointTable:
         """The least price of all groups; the last axis is the number of counted groups."""
         first, run = self._first, self._first.run
         parts: list[_Counts] = []
@@ -119,7 +119,7 @@ class CountedRun:
         values[:, self._is_open] = powers
         shape = (*first.shape, len(powers))
         scope = (*run.before, *run.last_boundary, *first.shared_nodes, self.variable)
-        return Table(scope, np.moveaxis(values, (2, 3, 1, 0), (0, 1, 2, 3)).reshape(shape))
+        return JointTable(scope, np.moveaxis(values, (2, 3, 1, 0), (0, 1, 2, 3)).reshape(shape))
 
     def write(self, picks: Mapping[int, int], choice: IntArray) -> None:
         """Write the choices of every group, given those around the run and the number counted."""
@@ -228,13 +228,13 @@ class _Counted:
     counted: Mapping[int, CountedRun]
 
     def minimum(
-        self, joined: Sequence[Table], least_of_others: float, work: float
+        self, joined: Sequence[JointTable], least_of_others: float, work: float
     ) -> CountedMinimum | None:
         """The least prices; None if the tables would be too large."""
         network = self.outside.network.copy()
         for run in self.counted.values():
             numbers = np.arange(run.num_groups + 1)
-            network.add(run.variable, Variable(numbers, np.zeros(len(numbers))))
+            network.add(run.variable, NetworkVariable(numbers, np.zeros(len(numbers))))
         keep = [run.variable for run in self.counted.values()]
         found = MinMarginals.of_network(network, keep, extra=joined, effort=self.outside.effort)
         if found is None:

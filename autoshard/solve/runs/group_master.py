@@ -89,7 +89,7 @@ class _Cut:
     states: frozenset[_State]
 
 
-class _Rows:
+class _ProgramRows:
     """The rows of an integer program, added one by one."""
 
     def __init__(self) -> None:
@@ -296,8 +296,8 @@ class _Program:
             time_limit=max(state.remaining, 1e-3),
         )
 
-    def _rows(self) -> _Rows:
-        rows = _Rows()
+    def _rows(self) -> _ProgramRows:
+        rows = _ProgramRows()
         rows.add(((r, 1.0) for r in range(len(self.rests))), 1.0, 1.0)
         for segment, first in self._counts.items():
             number = float(segment.last - segment.first)
@@ -343,7 +343,7 @@ class _Program:
         if not last:
             yield self._between[i, j + 1, s], -1.0
 
-    def _add_usage(self, rows: _Rows) -> None:
+    def _add_usage(self, rows: _ProgramRows) -> None:
         """Add a row for the limit at each time."""
         if not self._times:
             return

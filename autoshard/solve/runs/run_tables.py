@@ -9,7 +9,7 @@ from typing import TypeVar
 import numpy as np
 
 from autoshard.base.arrays import FloatArray, IntArray
-from autoshard.solve.bounds.elimination import Table
+from autoshard.solve.bounds.elimination import JointTable
 from autoshard.solve.presolve import min_plus
 from autoshard.solve.runs.block_table import BlockTable
 from autoshard.solve.runs.find import Run
@@ -78,13 +78,13 @@ def alike_groups(run: Run, costs: Sequence[FloatArray]) -> tuple[tuple[int, int]
     return (min(1, len(groups) - 2), len(groups) - 1), (len(groups) - 1, 1)
 
 
-def joined_table(tables: RunTables) -> Table:
+def joined_table(tables: RunTables) -> JointTable:
     """The least price of all groups of a run, by strategies before it, at its end, and shared."""
     table = tables[0][0]
     run = table.run
     powers = [power(part.as_batch(), number, batched_min_plus) for part, number in tables]
     values = np.moveaxis(reduce(batched_min_plus, powers), 0, 2).reshape(table.shape)
-    return Table((*run.before, *run.last_boundary, *table.shared_nodes), values)
+    return JointTable((*run.before, *run.last_boundary, *table.shared_nodes), values)
 
 
 @dataclass(frozen=True)

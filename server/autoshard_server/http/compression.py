@@ -44,7 +44,7 @@ class BodyLimit:
     def __init__(self, app: ASGIApp, *, settings: Settings) -> None:
         self._app = app
         self._settings = settings
-        self._memory = _Memory(settings.max_bodies_bytes)
+        self._memory = _MemoryLimit(settings.max_bodies_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection (ASGI)."""
@@ -65,7 +65,7 @@ class BodyLimit:
             body.release()
 
 
-class _Memory:
+class _MemoryLimit:
     """The memory of all bodies together.
 
     Args:
@@ -92,7 +92,7 @@ class _Memory:
 
 class _Body:
     def __init__(
-        self, receive: Receive, headers: Headers, settings: Settings, memory: _Memory
+        self, receive: Receive, headers: Headers, settings: Settings, memory: _MemoryLimit
     ) -> None:
         self._receive = receive
         self._limit = settings.max_body_bytes

@@ -8,8 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from autoshard.plan import Plan
 from autoshard.planner import Explanation
 from autoshard.report import Coverage
-from autoshard.requests.results import JobProgress, MeshSearch, Validation
-from autoshard_server.store.artifacts import PlanEntry
+from autoshard.requests.results import JobProgress, MeshSearch, PlanEntry, Validation
 from autoshard_server.store.audit import AuditEvent
 from autoshard_server.store.jobs import Job, JobKind, JobState, known_kind
 from autoshard_server.store.topologies import StoredTopologyEntry
@@ -23,10 +22,12 @@ class FieldProblem(BaseModel):
     detail: str
 
 
-class Problem(BaseModel):
+class ProblemDetails(BaseModel):
     """Problem details (RFC 9457)."""
 
-    model_config = ConfigDict(extra="allow")
+    # Names the schema in the specification, after which generated clients name their type.
+    __qualname__ = "Problem"
+    model_config = ConfigDict(extra="allow", title=__qualname__)
 
     type: str = Field(
         description="kind of problem: its section of the page /problems of the service"
@@ -65,7 +66,7 @@ class JobEntry(BaseModel):
     finished_at: datetime | None = None
     attempts: int = Field(ge=0, description="number of starts")
     metadata: JobProgress
-    error: Problem | None = None
+    error: ProblemDetails | None = None
 
     @classmethod
     def of(cls, job: Job) -> Self:
@@ -84,7 +85,7 @@ class JobEntry(BaseModel):
             finished_at=job.finished_at,
             attempts=job.attempts,
             metadata=JobProgress.model_validate(progress),
-            error=None if job.error is None else Problem.model_validate(job.error),
+            error=None if job.error is None else ProblemDetails.model_validate(job.error),
         )
 
 

@@ -33,13 +33,13 @@ _QUICK_BYTES = 4096
 """JSON that is validated at once; that of usual requests is shorter."""
 
 
-class _Segment(StringConvertor):
+class _PathSegment(StringConvertor):
     """One segment of a path, without a custom method (AIP-136) after it."""
 
     regex = "[^/:]+"
 
 
-register_url_convertor("segment", _Segment())
+register_url_convertor("segment", _PathSegment())
 
 
 def _service(request: Request) -> Service:

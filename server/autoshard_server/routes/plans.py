@@ -45,7 +45,7 @@ from autoshard_server.requests import (
     CreatePlanRequest,
     LookUpPlanRequest,
     PlanQuery,
-    PlanRequest,
+    PlanRequestBody,
     explanation_task,
     topology_name,
 )
@@ -325,7 +325,7 @@ async def trace_plan(
 
 
 async def _query(
-    service: Service, caller: Caller, submitted: PlanRequest, sha256: str
+    service: Service, caller: Caller, submitted: PlanRequestBody, sha256: str
 ) -> PlanQuery:
     """The query of a request, with its digest; made in a thread if that may take long."""
     topology = await service.stored_topology(caller.project, topology_name(submitted.mesh))

@@ -170,7 +170,7 @@ class ForkedChild:
         return bool(poll.poll(timeout))
 
 
-class _ForkServer:
+class _ForkServerProcess:
     """Starts the fork server of this process when it is first needed, and again if it died."""
 
     def __init__(self) -> None:
@@ -230,7 +230,7 @@ class _ForkServer:
         self._process = self._control = None
 
 
-_fork_server = _ForkServer()
+_fork_server = _ForkServerProcess()
 atexit.register(_fork_server.close)
 
 

@@ -99,7 +99,7 @@ class SolverHealth:
         self._lost += 1
 
 
-class _Role(Enum):
+class _WorkerRole(Enum):
     """The jobs that a worker claims."""
 
     GENERAL = auto()
@@ -124,13 +124,13 @@ class Workers:
         self._jobs = stores.jobs
         self._executor = executor
         self._settings = settings
-        self._submitted = {role: Semaphore(0) for role in _Role}
+        self._submitted = {role: Semaphore(0) for role in _WorkerRole}
         self._stopping = Event()
         self._deadline = float("inf")
         name = uuid4().hex
         roles = {f"{name}-{i}": role for i, role in enumerate(_roles(settings))}
         self._health = {name: SolverHealth() for name in roles}
-        self._free = {name for name, role in roles.items() if role is _Role.GENERAL}
+        self._free = {name for name, role in roles.items() if role is _WorkerRole.GENERAL}
         self._threads = [
             Thread(target=self._work, args=(name, role), name=name, daemon=True)
             for name, role in roles.items()
@@ -176,7 +176,7 @@ class Workers:
         for thread in self._threads:
             thread.join()
 
-    def _work(self, owner: str, role: _Role) -> None:
+    def _work(self, owner: str, role: _WorkerRole) -> None:
         health = self._health[owner]
         solver: Solver | None = None
         preferred = JobClass.QUICK
@@ -209,11 +209,11 @@ class Workers:
         if solver is not None:
             solver.stop()
 
-    def _claim(self, owner: str, role: _Role, preferred: JobClass) -> Claim | None:
-        if role is _Role.QUICK:
+    def _claim(self, owner: str, role: _WorkerRole, preferred: JobClass) -> Claim | None:
+        if role is _WorkerRole.QUICK:
             return self._jobs.claim(owner, (JobClass.QUICK,))
         classes = (preferred, *(other for other in JobClass if other is not preferred))
-        if role is _Role.RESERVE:
+        if role is _WorkerRole.RESERVE:
             return None if self._free else self._jobs.claim(owner, classes, idle_projects_only=True)
         self._free.add(owner)
         claim = self._jobs.claim(owner, classes)
@@ -375,14 +375,14 @@ class Workers:
         self._stores.plans.refresh(is_over=is_over)
 
 
-def _roles(settings: Settings) -> list[_Role]:
+def _roles(settings: Settings) -> list[_WorkerRole]:
     """The roles of a process's workers; without general ones there are none."""
     if not settings.num_workers:
         return []
     return [
-        *[_Role.GENERAL] * settings.num_workers,
-        *[_Role.QUICK] * settings.num_quick_workers,
-        *[_Role.RESERVE] * settings.num_reserve_workers,
+        *[_WorkerRole.GENERAL] * settings.num_workers,
+        *[_WorkerRole.QUICK] * settings.num_quick_workers,
+        *[_WorkerRole.RESERVE] * settings.num_reserve_workers,
     ]
 
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
-from pydantic import Field
 from sqlalchemy import (
     ColumnElement,
     Connection,
@@ -22,7 +21,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.exc import IntegrityError
 
-from autoshard.requests import results
+from autoshard.requests.results import PlanEntry
 from autoshard_server.projects import stored_namespace
 from autoshard_server.store.tables import Cursor, newest_first, plans, unindexed_plans
 from autoshard_solver_cache import (
@@ -89,15 +88,6 @@ class GraphStore:
     def delete(self, project: str, digest: str) -> bool:
         """Delete a project's graph; False if there is none."""
         return self._cache.delete(stored_namespace(project, GRAPHS), digest)
-
-
-class PlanEntry(results.PlanEntry):
-    """A plan in a list, as the service describes it."""
-
-    size: int = Field(ge=0, description="bytes of the document")
-    bound: float | None = Field(description="proven lower bound on a step, seconds")
-    num_nodes: int
-    num_parameters: int
 
 
 class PlanIndex:

@@ -31,11 +31,7 @@ from uuid import uuid4
 
 from sqlalchemy import (
     ColumnElement,
-    Connection,
     Engine,
-    RowMapping,
-    ScalarSelect,
-    Update,
     delete,
     func,
     insert,
@@ -49,6 +45,17 @@ from autoshard_server.projects import DEFAULT_PROJECT
 from autoshard_server.store.audit import AuditAction, insert_event, log_event
 from autoshard_server.store.expiry import delete_expired
 from autoshard_server.store.fair_order import FairOrder, QueuedJobs
+from autoshard_server.store.job_rows import (
+    JOB_COLUMNS,
+    add_state_event,
+    delete_events,
+    find_job,
+    insert_job_event,
+    is_leased_by,
+    job_of_row,
+    request_id_of,
+    transition,
+)
 from autoshard_server.store.jobs import (
     TRANSITIONS,
     Claim,
@@ -58,7 +65,7 @@ from autoshard_server.store.jobs import (
     JobEvent,
     JobKind,
     JobState,
-    JobStatus,
+    PolledJob,
 )
 from autoshard_server.store.leases import Leases
 from autoshard_server.store.quotas import (
@@ -80,7 +87,6 @@ from autoshard_solver_cache import never, reader
 
 _log = logging.getLogger(__name__)
 
-_SUMMARY = tuple(_jobs.c[name] for name in Job.__slots__)
 
 _CLAIMED = (
     *("id", "kind", "plan_id", "project", "attempts", "request", "graph", "context"),
@@ -186,14 +192,14 @@ class JobStore:
         while True:
             try:
                 with self._engine.begin() as connection:
-                    found = _find(connection, of_result)
+                    found = find_job(connection, of_result)
                     if found is not None:
                         return found
                     check_limits(connection, project, caller, limits, len(packed))
                     connection.execute(insert(_jobs).values(row | {"number": last}))
-                    _add_event(connection, row["id"], JobState.QUEUED)
+                    add_state_event(connection, row["id"], JobState.QUEUED)
                     insert_event(connection, project, AuditAction.CREATE, resource, **by)
-                    inserted = _find(connection, _jobs.c.id == row["id"])
+                    inserted = find_job(connection, _jobs.c.id == row["id"])
             except IntegrityError:
                 # A concurrent writer inserted it first.
                 continue
@@ -218,7 +224,7 @@ class JobStore:
     def get(self, job_id: str) -> Job | None:
         """A job, or None if it never existed or was purged."""
         with self._reader.begin() as connection:
-            return _find(connection, _jobs.c.id == job_id)
+            return find_job(connection, _jobs.c.id == job_id)
 
     def page(
         self,
@@ -238,7 +244,7 @@ class JobStore:
             states: only jobs in one of these; in any if left out.
             limit: largest number to return.
         """
-        query = newest_first(select(*_SUMMARY), _jobs, after).limit(limit)
+        query = newest_first(select(*JOB_COLUMNS), _jobs, after).limit(limit)
         query = query.where(_jobs.c.project == project)
         if caller is not None:
             query = query.where(_jobs.c.caller == caller)
@@ -247,7 +253,7 @@ class JobStore:
             # One query each: for several states, databases would sort all of their jobs.
             for state in set(states or JobState):
                 of_state = query.where(_jobs.c.state == state)
-                found += (_job(row) for row in connection.execute(of_state).mappings())
+                found += (job_of_row(row) for row in connection.execute(of_state).mappings())
         found = sorted(found, key=lambda job: (job.created_at, job.id), reverse=True)[:limit]
         more = len(found) == limit
         return found, Cursor(found[-1].created_at, found[-1].id) if more else None
@@ -275,19 +281,19 @@ class JobStore:
             rows = connection.execute(query).mappings().all()
         return [JobEvent.model_validate({**row, "data": json.loads(row["data"])}) for row in rows]
 
-    def statuses(self, job_ids: Sequence[str]) -> dict[str, JobStatus]:
+    def statuses(self, job_ids: Sequence[str]) -> dict[str, PolledJob]:
         """The states of jobs, and the numbers of their last events; without unknown jobs."""
         last = (
             select(func.coalesce(func.max(job_events.c.number), 0))
             .where(job_events.c.job_id == _jobs.c.id)
             .scalar_subquery()
         )
-        found: dict[str, JobStatus] = {}
+        found: dict[str, PolledJob] = {}
         with self._reader.begin() as connection:
             for first in range(0, len(job_ids), _BATCH):
                 of_jobs = _jobs.c.id.in_(job_ids[first : first + _BATCH])
                 rows = connection.execute(select(_jobs.c.id, _jobs.c.state, last).where(of_jobs))
-                found |= {key: JobStatus(JobState(state), number) for key, state, number in rows}
+                found |= {key: PolledJob(JobState(state), number) for key, state, number in rows}
         return found
 
     def result(self, job_id: str) -> bytes | None:
@@ -336,16 +342,16 @@ class JobStore:
         if progress is not None:
             values["progress"] = json.dumps(progress)
         with self._engine.begin() as connection:
-            statement = update(_jobs).where(_is_leased(claim)).values(values)
+            statement = update(_jobs).where(is_leased_by(claim)).values(values)
             renewed = connection.execute(statement).rowcount == 1
             if renewed and progress is not None:
-                _insert_event(connection, claim.id, EventKind.PROGRESS, progress)
+                insert_job_event(connection, claim.id, EventKind.PROGRESS, progress)
             return renewed
 
     def is_leased(self, claim: Claim) -> bool:
         """True if the worker still has the lease of the job."""
         with self._reader.begin() as connection:
-            return bool(connection.execute(select(_jobs.c.id).where(_is_leased(claim))).all())
+            return bool(connection.execute(select(_jobs.c.id).where(is_leased_by(claim))).all())
 
     def succeed(self, claim: Claim, result: bytes | None) -> bool:
         """Finish a job.
@@ -358,15 +364,19 @@ class JobStore:
             false if the lease has ended.
         """
         if result is None:
-            return self._finish(claim.id, JobState.SUCCEEDED, _is_leased(claim))
+            return self._finish(claim.id, JobState.SUCCEEDED, is_leased_by(claim))
         packed = zlib.compress(result)
         return self._finish(
-            claim.id, JobState.SUCCEEDED, _is_leased(claim), result=packed, stored_bytes=len(packed)
+            claim.id,
+            JobState.SUCCEEDED,
+            is_leased_by(claim),
+            result=packed,
+            stored_bytes=len(packed),
         )
 
     def fail(self, claim: Claim, problem: Mapping[str, Any]) -> bool:
         """Finish a job with problem details; False if the lease has ended."""
-        return self._finish(claim.id, JobState.FAILED, _is_leased(claim), problem)
+        return self._finish(claim.id, JobState.FAILED, is_leased_by(claim), problem)
 
     def retry(self, claim: Claim, problem: Mapping[str, Any]) -> bool:
         """Requeue a job whose solver died, or fail it after too many attempts.
@@ -375,7 +385,7 @@ class JobStore:
             false if the lease has ended.
         """
         again = _jobs.c.attempts < self._max_attempts
-        return self._requeue(claim.id, _is_leased(claim) & again) or self.fail(claim, problem)
+        return self._requeue(claim.id, is_leased_by(claim) & again) or self.fail(claim, problem)
 
     def cancel(self, job_id: str) -> bool:
         """Cancel a queued or running job; False if it is finished or unknown."""
@@ -395,7 +405,7 @@ class JobStore:
 
     def release(self, claim: Claim) -> bool:
         """Requeue a job without counting the attempt."""
-        return self._requeue(claim.id, _is_leased(claim), attempts=_jobs.c.attempts - 1)
+        return self._requeue(claim.id, is_leased_by(claim), attempts=_jobs.c.attempts - 1)
 
     def recover(self) -> int:
         """Requeue or fail the jobs of dead workers; return their number.
@@ -418,7 +428,7 @@ class JobStore:
         """
         end, before = _jobs.c.finished_at, time.time() - older_than
         return delete_expired(
-            self._engine, _jobs, end, before, is_over=is_over, first=_delete_events
+            self._engine, _jobs, end, before, is_over=is_over, first=delete_events
         )
 
     def _active(self) -> tuple[_Queued, _Running]:
@@ -462,7 +472,7 @@ class JobStore:
         )
         now = time.time()
         statement = (
-            _transition(JobState.RUNNING, JobState.QUEUED, where=_jobs.c.id == oldest)
+            transition(JobState.RUNNING, JobState.QUEUED, where=_jobs.c.id == oldest)
             .values(
                 owner=owner,
                 beat=_jobs.c.beat + 1,
@@ -475,7 +485,7 @@ class JobStore:
             row = connection.execute(statement).mappings().one_or_none()
             if row is None:
                 return None
-            _add_event(connection, row["id"], JobState.RUNNING, attempt=row["attempts"])
+            add_state_event(connection, row["id"], JobState.RUNNING, attempt=row["attempts"])
         return Claim(
             id=row["id"],
             kind=row["kind"],
@@ -519,11 +529,11 @@ class JobStore:
         return count
 
     def _requeue(self, job_id: str, where: ColumnElement[bool], **values: Any) -> bool:
-        statement = _transition(JobState.QUEUED, JobState.RUNNING, where=where)
+        statement = transition(JobState.QUEUED, JobState.RUNNING, where=where)
         with self._engine.begin() as connection:
             requeued = connection.execute(statement.values(owner=None, **values)).rowcount == 1
             if requeued:
-                _add_event(connection, job_id, JobState.QUEUED)
+                add_state_event(connection, job_id, JobState.QUEUED)
             return requeued
 
     def _finish(
@@ -540,72 +550,12 @@ class JobStore:
         values["finished_at"] = time.time()
         with self._engine.begin() as connection:
             if error is not None:
-                error = {**error, **_request_id(connection, job_id)}
+                error = {**error, **request_id_of(connection, job_id)}
                 values["error"] = json.dumps(error)
-            statement = _transition(target, *sources, where=where).values(values)
+            statement = transition(target, *sources, where=where).values(values)
             finished = connection.execute(statement).rowcount == 1
             if finished:
-                _add_event(
+                add_state_event(
                     connection, job_id, target, **({} if error is None else {"error": error})
                 )
             return finished
-
-
-def _delete_events(connection: Connection, of_jobs: ColumnElement[bool]) -> None:
-    # With the query in the statement, PostgreSQL may read all events.
-    ids = connection.execute(select(_jobs.c.id).where(of_jobs)).scalars().all()
-    connection.execute(delete(job_events).where(job_events.c.job_id.in_(ids)))
-
-
-def _add_event(connection: Connection, job_id: str, state: JobState, **more: Any) -> None:
-    _insert_event(connection, job_id, EventKind.STATE, {"state": state, **more})
-
-
-def _insert_event(
-    connection: Connection, job_id: str, kind: EventKind, data: Mapping[str, Any]
-) -> None:
-    """Insert the next event of a job, in the transaction that has just updated its row.
-
-    The update locks the row, so no two events can have the same number.
-    """
-    number: ScalarSelect[int] = (
-        select(func.coalesce(func.max(job_events.c.number), 0) + 1)
-        .where(job_events.c.job_id == job_id)
-        .scalar_subquery()
-    )
-    values = {"kind": kind, "created_at": time.time(), "data": json.dumps(data)}
-    connection.execute(insert(job_events).values(job_id=job_id, number=number, **values))
-
-
-def _transition(target: JobState, *sources: JobState, where: ColumnElement[bool]) -> Update:
-    """An UPDATE from any of the sources to the target."""
-    if not all(target in TRANSITIONS[source] for source in sources):
-        raise AssertionError(f"there is no transition from {sources} to {target}")
-    return update(_jobs).where(where, _jobs.c.state.in_(sources)).values(state=target)
-
-
-def _is_leased(claim: Claim) -> ColumnElement[bool]:
-    """The worker still has the lease: the job was neither cancelled nor claimed by another one."""
-    leased = (_jobs.c.owner == claim.owner) & (_jobs.c.state == JobState.RUNNING)
-    return (_jobs.c.id == claim.id) & leased
-
-
-def _find(connection: Connection, where: ColumnElement[bool]) -> Job | None:
-    row = connection.execute(select(*_SUMMARY).where(where)).mappings().one_or_none()
-    return None if row is None else _job(row)
-
-
-def _request_id(connection: Connection, job_id: str) -> dict[str, str]:
-    """The member `request_id` of the problem of a job: the id of the request that submitted it."""
-    context = connection.execute(select(_jobs.c.context).where(_jobs.c.id == job_id)).scalar()
-    found = json.loads(context or "{}").get("request_id")
-    return {} if found is None else {"request_id": found}
-
-
-def _job(row: RowMapping) -> Job:
-    parsed = {
-        "state": JobState(row["state"]),
-        "progress": json.loads(row["progress"] or "{}"),
-        "error": json.loads(row["error"] or "null"),
-    }
-    return Job(**{**row, **parsed})

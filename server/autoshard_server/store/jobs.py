@@ -115,7 +115,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class JobStatus:
+class PolledJob:
     """State of a job, and the number of its last event.
 
     Attributes:

@@ -11,7 +11,7 @@ from support.shared_folder import shared_folder
 
 from autoshard.costs import Category
 from autoshard.errors import MeshError
-from autoshard.measure.calibration import FULL, QUICK, Calibration, Progress, calibrate
+from autoshard.measure.calibration import FULL, QUICK, Calibration, CalibrationProgress, calibrate
 from autoshard.mesh import get_topology, make_mesh
 from autoshard.mesh.topology import INNER, MEASURABLE
 
@@ -35,7 +35,7 @@ def as_torchrun(per_node: int, num_ranks: int = NUM_RANKS) -> None:
 
 def one_node() -> None:
     as_torchrun(NUM_RANKS)
-    told: list[Progress] = []
+    told: list[CalibrationProgress] = []
     found = calibrate(effort=FEW, report=told.append)
     (link,) = found.topology.levels
     assert link.size is None

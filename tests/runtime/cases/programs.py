@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from autoshard.errors import PlanError
 from autoshard.plan import Plan
 from autoshard.runtime import LocalProgram, parallelize
-from autoshard.runtime.program.instructions import Execution, execute
+from autoshard.runtime.program.instructions import ProgramRun, execute
 from autoshard.runtime.program.regather import Regathers
 
 
@@ -242,7 +242,7 @@ def check_registers_are_freed(_hand: HandPlan, plan: Plan) -> None:
     inputs = [torch.ones(placed.local_shape) for placed in stage.inputs]
     for number in range(len(program.instructions) + 1):
         registers = program.registers(inputs)
-        execute(program.instructions[:number], registers, Execution(0, Regathers()))
+        execute(program.instructions[:number], registers, ProgramRun(0, Regathers()))
         later = program.instructions[number:]
         made = {slot for instruction in later for slot in instruction.targets}
         read = {slot for instruction in later for slot in instruction.reads}

@@ -1,26 +1,41 @@
 """Python state that forward reads, changed after the export: refused, or right by another plan."""
 
-import dataclasses
 import random
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
-from types import MethodType, SimpleNamespace
+from types import MethodType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from runtime.cases.habits import assert_same
+from runtime.cases.python_state_models import (
+    FEATURES,
+    HIDDEN,
+    Asking,
+    Between,
+    Config,
+    Counter,
+    Counting,
+    Dropping,
+    Holding,
+    Net,
+    Tempered,
+    curve,
+    frozen_norm,
+    modes_without_effect,
+    set_global,
+)
 from runtime.cases.updated_buffers import MESHES
 from support.comparison import device_mesh, whole
 from support.meshes import slow_devices
 from support.models import graph_of
 from torch import nn
 from torch.nn import functional
-from torch.nn.utils import parametrizations
 from torch.optim.swa_utils import update_bn
 
 from autoshard.errors import ExportError, PlanError
@@ -29,7 +44,6 @@ from autoshard.plan import Plan, PlanOptions
 from autoshard.planner import make_plan
 from autoshard.runtime import parallelize
 
-FEATURES, HIDDEN = 16, 32
 Change = Callable[[nn.Module], object]
 
 PINS = {
@@ -38,99 +52,10 @@ PINS = {
 }
 """By mesh; the batch and the weights are sharded."""
 
-FACTOR = 1.0
-
 
 def batch(seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(8, FEATURES, generator=generator, dtype=torch.float64)
-
-
-class Net(nn.Module):
-    """Two linear layers, with what a subclass does between them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(FEATURES, HIDDEN)
-        self.down = nn.Linear(HIDDEN, FEATURES)
-
-    def middle(self, h: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(h)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.middle(self.up(x))).square().mean()
-
-
-class Between(Net):
-    """Has modules between the layers."""
-
-    def __init__(self, *modules: nn.Module) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(*modules)
-
-    def middle(self, h: torch.Tensor) -> torch.Tensor:
-        return self.inner(h)
-
-
-@dataclasses.dataclass
-class Config:
-    tau: float = 1.0
-    unread: float = 1.0
-
-
-class Holding(Net):
-    """Reads many kinds of state."""
-
-    limit = 4.0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tau, self.unread = 2.0, 1.0
-        self.aux = False
-        self.activation: Callable[[torch.Tensor], torch.Tensor] = torch.tanh
-        self.register_buffer("shift", None)
-        self.scales, self.names = [1.0, 2.0], {"a": 1.0}
-        self.config, self.options = Config(), SimpleNamespace(power=1.0, unread=1)
-        self.epoch = 0
-        self.curve, self.second = curve(1.0), curve(1.0)
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def middle(self, h: torch.Tensor) -> torch.Tensor:
-        h = self.activation(h / self.tau).clamp(max=self.limit) * FACTOR
-        if self.aux:
-            h = h + h.square()
-        if self.shift is not None:
-            h = h + self.shift
-        h = h * sum(self.scales) * self.names["a"] * self.config.tau
-        h = self.second(self.curve(h)) * self.options.power
-        return h if self.epoch < 2 else h * 0.5
-
-
-def curve(slope: float) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda h: functional.leaky_relu(h, slope)
-
-
-class Asking(Net):
-    """Asks for a mode itself."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.how = how
-
-    def middle(self, h: torch.Tensor) -> torch.Tensor:
-        if self.how == "training":
-            return h * 3 if self.training else h
-        if self.how == "dropout":
-            return functional.dropout(h, 0.5, self.training)
-        return h * 3 if torch.is_grad_enabled() else h
-
-
-def frozen_norm() -> nn.Module:
-    model = Between(nn.BatchNorm1d(HIDDEN))
-    model.inner[0].eval()
-    return model
 
 
 def doubled(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -143,10 +68,6 @@ def halved(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 def patch(model: nn.Module) -> None:
     model.up.forward = MethodType(doubled, model.up)
-
-
-def set_global(_: nn.Module, value: float = 5.0) -> None:
-    globals()["FACTOR"] = value
 
 
 @dataclass
@@ -310,19 +231,6 @@ class OwnForward(Changed):
         assert_same(planned(batch()).detach(), self.model()(batch()).detach() * 3, "wrapped")
 
 
-class Tempered(Net):
-    """Reads numbers from buffers, which a loop may change."""
-
-    def __init__(self, tau: torch.Tensor | None = None, shift: torch.Tensor | None = None) -> None:
-        super().__init__()
-        self.register_buffer("tau", tau)
-        self.register_buffer("shift", shift)
-
-    def middle(self, h: torch.Tensor) -> torch.Tensor:
-        h = torch.tanh(h if self.tau is None else h / self.tau)
-        return h if self.shift is None else h + self.shift
-
-
 @dataclass
 class Followed(Changed):
     """What an error advises, which each call follows."""
@@ -336,47 +244,6 @@ class Followed(Changed):
         for model in (planned, reference):
             self.change(model)
         self.compare(planned, reference)
-
-
-class Counting(Net):
-    """Counts its calls in a number, or in a buffer."""
-
-    def __init__(self, *, in_buffer: bool = False) -> None:
-        super().__init__()
-        if in_buffer:
-            self.register_buffer("calls", torch.zeros((), dtype=torch.float64))
-        else:
-            self.calls = 0
-
-    def middle(self, h: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        return torch.tanh(h) * self.calls
-
-
-class Counter(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
-    def forward(self, h: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        return h * self.calls
-
-
-class Dropping(Net):
-    """Leaves a layer out at random, or as an argument says."""
-
-    def __init__(self, draw: Callable[[], float] = random.random) -> None:
-        super().__init__()
-        self.draw = draw
-
-    def forward(self, x: torch.Tensor, keep: torch.Tensor | None = None) -> torch.Tensor:
-        h = self.up(x)
-        if keep is not None:
-            h = torch.where(keep, torch.tanh(h), h)
-        elif self.draw() < 0.5:
-            h = torch.tanh(h)
-        return self.down(h).square().mean()
 
 
 def dropped(number: int) -> dict[str, Any]:
@@ -430,12 +297,6 @@ class RefusedExport:
             found = planned(**self.arguments(number))
             expected = reference(batch() if "keep" in self.arguments(number) else batch(number))
             assert_same(found.detach(), expected.detach(), f"call {number}")
-
-
-def modes_without_effect() -> nn.Module:
-    norm = nn.BatchNorm1d(HIDDEN, track_running_stats=False)
-    linear = parametrizations.weight_norm(nn.Linear(HIDDEN, HIDDEN))
-    return Between(nn.Dropout(0.0), norm, linear, nn.Tanh())
 
 
 def harmless(model: nn.Module) -> None:
@@ -622,7 +483,9 @@ def changes_of(mesh: str) -> dict[str, Callable[[], None]]:
             lambda _: setattr(Holding, "limit", 4.0),
         ),
         "a global": holding(
-            set_global, r"python_state\.FACTOR', which is 5\.0", partial(set_global, value=1.0)
+            set_global,
+            r"python_state_models\.FACTOR', which is 5\.0",
+            partial(set_global, value=1.0),
         ),
         "code of a class": holding(edited, r"the code of 'Holding\.middle' is not", restored),
         "forward of an inner module": changed(

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from support.devices import DEVICE
 
-from autoshard.runtime.pipelining.routes import End, Route, exchange
+from autoshard.runtime.pipelining.routes import Route, TransferEnd, exchange
 from autoshard.runtime.recorder import CONTENTS
 
 SHAPE = (4, 6, 5)
@@ -30,8 +30,10 @@ class Sent:
         whole = torch.arange(prod(SHAPE), device=DEVICE).view(SHAPE).float()
         size = prod(self.source[1])
         ends = [
-            End(tuple(range(size)), self.source[1], self.source[0]),
-            End(tuple(range(size, size + prod(self.target[1]))), self.target[1], self.target[0]),
+            TransferEnd(tuple(range(size)), self.source[1], self.source[0]),
+            TransferEnd(
+                tuple(range(size, size + prod(self.target[1]))), self.target[1], self.target[0]
+            ),
         ]
         rank, group = dist.get_rank(), dist.group.WORLD
         assert group is not None

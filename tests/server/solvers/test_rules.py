@@ -21,7 +21,7 @@ from autoshard.mesh import make_mesh
 from autoshard.plan import Plan, PlanOptions
 from autoshard.planner import plan_id
 from autoshard_server import ThreadExecutor
-from autoshard_server.requests import PlanQuery, PlanRequest
+from autoshard_server.requests import PlanQuery, PlanRequestBody
 from autoshard_server.settings import Settings
 from autoshard_server.solvers.solving import solve
 
@@ -268,7 +268,7 @@ def test_an_id_says_what_would_find_rules_where_there_are_none(
 
 
 def test_a_question_says_what_would_find_rules(monkeypatch: pytest.MonkeyPatch) -> None:
-    request = PlanRequest.model_validate_json('{"mesh": {"shape": [4]}}')
+    request = PlanRequestBody.model_validate_json('{"mesh": {"shape": [4]}}')
     before = PlanQuery(request, "0" * 64, Settings()).digest
     assert PlanQuery(request, "0" * 64, Settings()).digest == before
     monkeypatch.setattr("autoshard_server.requests.RULES_VERSION", RULES_VERSION + 1)

@@ -4,12 +4,11 @@ An export runs forward once, and what it read of numbers, flags, functions and m
 the program. In: a copy of the model that `torch.export` traces. Out: a mapping of JSON, the
 `record`, which plan documents carry.
 
-* `paths` names the places that hold values, and looks them up without running code;
-* `values` describes values as JSON;
-* `code` tells whose code a function is, and makes digests of it;
-* `executed_lines` finds the globals, free variables and queries of the lines that ran;
-* `recorder` puts the reads together;
-* `effects` finds the modes that make a difference;
-* `changes` finds what forward itself changed or drew;
-* `folding` writes equal layers once.
+* `description` names the places that hold values, and describes values as JSON;
+* `user_code` tells whose code a function is, which of its lines ran, and what they name;
+* `recording` puts the reads together, and finds what forward itself changed or drew;
+* `modes` finds the modes that make a difference;
+* `record` makes the mapping of all that.
+
+It imports the packages below `graph`, and `export.tracing` to run modules on the meta device.
 """

@@ -4,13 +4,13 @@ from collections.abc import Collection
 
 from torch import nn
 
-from autoshard.graph.export.python_state.changes import Change
-from autoshard.graph.export.python_state.effects import Effects
-from autoshard.graph.export.python_state.folding import fold
-from autoshard.graph.export.python_state.paths import path_text
-from autoshard.graph.export.python_state.recorder import Recorder
-from autoshard.graph.export.python_state.values import Value
-from autoshard.graph.export.python_state.wording import is_ignored
+from autoshard.graph.export.python_state.description.folding import fold
+from autoshard.graph.export.python_state.description.paths import path_text
+from autoshard.graph.export.python_state.description.values import Value
+from autoshard.graph.export.python_state.description.wording import is_ignored
+from autoshard.graph.export.python_state.modes.effects import Effects
+from autoshard.graph.export.python_state.recording.changes import StateChange
+from autoshard.graph.export.python_state.recording.recorder import Recorder
 
 _NOT_COMPARED = ("random", "iterator")
 """Kinds of values that only forward itself could change in a way that matters."""
@@ -39,7 +39,7 @@ def record_of(
         changes.check(what, ignored)
     sources = [path for path in recorder.sources() if not is_ignored(path, ignored)]
     if sources and not effects.is_repeatable():
-        changes.found += [Change(path, None, None) for path in sources]
+        changes.found += [StateChange(path, None, None) for path in sources]
         changes.check(what, ignored)
     effects.add()
     recorder.finish()

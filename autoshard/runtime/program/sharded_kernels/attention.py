@@ -52,7 +52,7 @@ def bind_attention(local: LocalNode) -> LocalKernel | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Block:
+class _AttentionBlock:
     """A block of queries and the keys visible to them, as slices of the rank's shards."""
 
     rows: slice
@@ -83,7 +83,7 @@ class _Attention(ShardedKernel):
     is_causal: bool
     statistics: Statistics
 
-    def blocks(self, query: torch.Tensor, key: torch.Tensor) -> Iterator[_Block]:
+    def blocks(self, query: torch.Tensor, key: torch.Tensor) -> Iterator[_AttentionBlock]:
         """Blocks of the queries that attend to at least one of the rank's keys."""
         num_rows, num_columns = query.shape[-2], key.shape[-2]
         per_row = query.shape[:-2].numel() * num_columns
@@ -92,10 +92,14 @@ class _Attention(ShardedKernel):
             end = min(first + length, num_rows)
             seen = min(num_columns, end + self.lead) if self.is_causal else num_columns
             if seen > 0:
-                yield _Block(slice(first, end), slice(0, seen))
+                yield _AttentionBlock(slice(first, end), slice(0, seen))
 
     def scores(
-        self, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, block: _Block
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        mask: torch.Tensor | None,
+        block: _AttentionBlock,
     ) -> torch.Tensor:
         """Scores of a block, in at least float32, -inf for masked keys."""
         queries = query[..., block.rows, :]

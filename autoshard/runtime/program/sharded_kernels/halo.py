@@ -333,7 +333,7 @@ def _trim(window: Window, dim: int, length: int, edges: tuple[int, int]) -> _Tri
 
 
 @dataclass(frozen=True, slots=True)
-class _Pool(ShardedKernel):
+class _HaloPool(ShardedKernel):
     """Pooling of a shard over two or three dims.
 
     Attributes:
@@ -364,7 +364,7 @@ class _Pool(ShardedKernel):
 
 
 @dataclass(frozen=True, slots=True)
-class _AvgPool(_Pool):
+class _AvgPool(_HaloPool):
     """Average pooling of a shard.
 
     Attributes:
@@ -382,7 +382,7 @@ class _AvgPool(_Pool):
 
     def backward(self, ctx: Any, gradient: torch.Tensor) -> Gradients:
         """The gradient of the shard."""
-        return _Pool.backward(self, ctx, self._scaled(gradient))
+        return _HaloPool.backward(self, ctx, self._scaled(gradient))
 
     def _scaled(self, tensor: torch.Tensor) -> torch.Tensor:
         for scale in self.scales:
@@ -412,7 +412,7 @@ def bind_pool(local: LocalNode) -> LocalKernel | None:
     return run
 
 
-def _pool(local: LocalNode, halo: _Halo, windows: Sequence[Window], *, is_mean: bool) -> _Pool:
+def _pool(local: LocalNode, halo: _Halo, windows: Sequence[Window], *, is_mean: bool) -> _HaloPool:
     node, rank = local.node, len(windows)
     kernel = [1 + (w.extent - 1) // w.dilation for w in windows]
     strides = [w.stride for w in windows]
@@ -426,7 +426,7 @@ def _pool(local: LocalNode, halo: _Halo, windows: Sequence[Window], *, is_mean: 
     aten = torch.ops.aten
     operators = getattr(aten, packet).default, getattr(aten, f"{packet}_backward").default
     if not is_mean:
-        return _Pool(halo, operators, (kernel, strides, paddings, dilations, ceil))
+        return _HaloPool(halo, operators, (kernel, strides, paddings, dilations, ceil))
     counts = bool(node.argument("count_include_pad", True))
     divisor = node.argument("divisor_override")
     settings = (kernel, strides, paddings, ceil, counts, divisor)

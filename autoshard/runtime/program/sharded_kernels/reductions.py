@@ -144,7 +144,7 @@ class _LogSumExp(_AlongDims):
         return ((scores - result).exp_().mul_(gradient),)
 
 
-class _Norm(_AlongDims):
+class _EuclideanNorm(_AlongDims):
     """The Euclidean norm."""
 
     def forward(self, ctx: Any, values: torch.Tensor) -> torch.Tensor:
@@ -263,7 +263,7 @@ _REDUCTIONS: Mapping[str, Callable[[LocalNode, tuple[int, ...], Statistics], Sha
     "amin": _extreme,
     "var": _variance,
     "std": _variance,
-    "linalg_vector_norm": lambda _, dims, statistics: _Norm(dims, statistics),
+    "linalg_vector_norm": lambda _, dims, statistics: _EuclideanNorm(dims, statistics),
     "logsumexp": lambda _, dims, statistics: _LogSumExp(dims, statistics),
 }
 """Kernels by ATen operator name without overload."""

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from autoshard.graph.export.python_state.code import is_user_code
+from autoshard.graph.export.python_state.user_code.code import is_user_code
 
 FreeVariables = Mapping[str, Any]
 """Values of the free variables of a function, by their names."""
@@ -26,7 +26,7 @@ Chain = tuple[str, ...]
 
 
 @dataclass(slots=True)
-class Names:
+class ReferencedNames:
     """Names that a line, or several ones, refer to.
 
     Attributes:
@@ -46,7 +46,7 @@ class Names:
         """True where attributes may be read of a class, as in `type(self).tau`."""
         return ("type",) in self.chains or "__class__" in self.mentioned or "cls" in self.locals
 
-    def update(self, other: "Names") -> None:
+    def update(self, other: "ReferencedNames") -> None:
         """Add those of another line."""
         self.chains |= other.chains
         self.free |= other.free
@@ -60,9 +60,9 @@ IMPORT = "import"
 """First name of what is imported in a function: a keyword, which no global is called."""
 
 
-def names_by_line(code: CodeType) -> Mapping[int, Names]:
+def names_by_line(code: CodeType) -> Mapping[int, ReferencedNames]:
     """The names that each line of a function refers to."""
-    found: dict[int, Names] = defaultdict(Names)
+    found: dict[int, ReferencedNames] = defaultdict(ReferencedNames)
     chain: Chain = ()
     for step in dis.get_instructions(code):
         line = step.positions.lineno if step.positions else None
@@ -89,7 +89,7 @@ def _next_chain(step: dis.Instruction, chain: Chain) -> Chain:
     return chain if is_import or step.opname == "PUSH_NULL" else ()
 
 
-def _add_names(step: dis.Instruction, code: CodeType, names: Names) -> None:
+def _add_names(step: dis.Instruction, code: CodeType, names: ReferencedNames) -> None:
     if step.opname in _ATTRIBUTE:
         names.mentioned.add(step.argval)
     elif "DEREF" in step.opname and step.argval in code.co_freevars:
@@ -212,9 +212,9 @@ class ExecutedLines:
             with self.paused():
                 self._on_torch(func, args, kwargs, result)
 
-    def names(self, code: CodeType) -> Names:
+    def names(self, code: CodeType) -> ReferencedNames:
         """The names that those lines of a function refer to that ran."""
-        by_line, found = names_by_line(code), Names()
+        by_line, found = names_by_line(code), ReferencedNames()
         for line in self._lines[id(code)][1]:
             if line in by_line:
                 found.update(by_line[line])

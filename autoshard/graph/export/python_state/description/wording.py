@@ -5,8 +5,14 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from autoshard.errors import ArgumentTypeError
-from autoshard.graph.export.python_state.paths import CALLED, CHILDREN, Path, is_of_model, path_text
-from autoshard.graph.export.python_state.values import Value
+from autoshard.graph.export.python_state.description.paths import (
+    CALLED,
+    CHILDREN,
+    Path,
+    is_of_model,
+    path_text,
+)
+from autoshard.graph.export.python_state.description.values import Value
 
 _LONGEST = 200
 _HIDDEN = ("__code__", "__closure__", "__defaults__", "__kwdefaults__")

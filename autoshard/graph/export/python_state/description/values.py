@@ -23,7 +23,7 @@ import torch
 from pydantic import JsonValue
 from torch import nn
 
-from autoshard.graph.export.python_state.paths import CHILDREN, instance_dict, name_of
+from autoshard.graph.export.python_state.description.paths import CHILDREN, instance_dict, name_of
 from autoshard.torch_private import OpOverload, OpOverloadPacket
 
 Value = JsonValue

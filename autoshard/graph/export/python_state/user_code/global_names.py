@@ -5,13 +5,13 @@ from collections.abc import Collection, Iterator
 from types import FunctionType, ModuleType
 from typing import Any
 
-from autoshard.graph.export.python_state.code import is_user_module
-from autoshard.graph.export.python_state.executed_lines import IMPORT, Chain
-from autoshard.graph.export.python_state.holders import class_path
-from autoshard.graph.export.python_state.paths import Path, Place, find_place
+from autoshard.graph.export.python_state.description.paths import Path, PythonPlace, find_place
+from autoshard.graph.export.python_state.user_code.code import is_user_module
+from autoshard.graph.export.python_state.user_code.executed_lines import IMPORT, Chain
+from autoshard.graph.export.python_state.user_code.holders import class_path
 
 
-def resolve(chain: Chain, namespace: dict[str, Any]) -> Iterator[tuple[Path, Place]]:
+def resolve(chain: Chain, namespace: dict[str, Any]) -> Iterator[tuple[Path, PythonPlace]]:
     """The places of a global and of the attributes that follow it.
 
     What follows an object is left to `Recorder`, which sees its reads.
@@ -73,9 +73,9 @@ def namespaces(
                     yield kind, class_path(kind)
 
 
-def _place(holder: Any, name: str) -> Place | None:
+def _place(holder: Any, name: str) -> PythonPlace | None:
     if isinstance(holder, dict):
-        return Place(holder, name, holder[name]) if name in holder else None
+        return PythonPlace(holder, name, holder[name]) if name in holder else None
     return None if holder is None else find_place(holder, name)
 
 

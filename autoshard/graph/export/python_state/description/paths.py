@@ -30,6 +30,10 @@ CALLED = "()"
 """Part after the path of a module that forward calls as a module, so that its hooks run."""
 CHILDREN = "_modules"
 """Part after the path of a module over all of whose children forward iterates."""
+FORWARD = "forward"
+"""Part after the path of a module whose own `forward` runs."""
+MODE = "training"
+"""Part after the path of a module that reads its mode."""
 HOOKS = ("_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks")
 
 _ROOT = re.compile(r"[\w.]+:(?:[^:\[\"]+:)?")
@@ -86,7 +90,7 @@ def name_of(named: Any) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class PythonPlace:
     """Where a value is.
 
     Attributes:
@@ -103,7 +107,7 @@ class Place:
     is_item: bool = True
     owner: type | None = None
 
-    def now(self) -> "Place | None":
+    def now(self) -> "PythonPlace | None":
         """The place with what is there now; None if nothing is."""
         if self.is_item:
             return _element(self.holder, self.key)
@@ -131,7 +135,7 @@ class _Closure:
     function: FunctionType
 
 
-def find_place(holder: Any, part: str | Key) -> Place | None:
+def find_place(holder: Any, part: str | Key) -> PythonPlace | None:
     """The place of a part of a holder; None if it has none."""
     if isinstance(part, Key):
         return _element(holder, part.key)
@@ -147,55 +151,55 @@ _TRANSPARENT = ("builtins", "functools")
 """Modules of types such as functions, properties and partials, whose attributes are plain."""
 
 
-def _item(holder: Mapping[Any, Any], key: Any) -> Place | None:
-    return Place(holder, key, holder[key]) if key in holder else None
+def _item(holder: Mapping[Any, Any], key: Any) -> PythonPlace | None:
+    return PythonPlace(holder, key, holder[key]) if key in holder else None
 
 
-def _attribute(holder: Any, name: str) -> Place | None:
+def _attribute(holder: Any, name: str) -> PythonPlace | None:
     try:
-        return Place(holder, name, getattr(holder, name), is_item=False)
+        return PythonPlace(holder, name, getattr(holder, name), is_item=False)
     except (AttributeError, ValueError):
         return None
 
 
-def _element(holder: Any, key: Any) -> Place | None:
+def _element(holder: Any, key: Any) -> PythonPlace | None:
     if isinstance(holder, dict):
         return _item(holder, key)
     if isinstance(holder, (list, tuple, deque)) and isinstance(key, int) and key < len(holder):
-        return Place(holder, key, holder[key])
+        return PythonPlace(holder, key, holder[key])
     return None
 
 
-def _python_module_attribute(module: ModuleType, name: str) -> Place | None:
+def _python_module_attribute(module: ModuleType, name: str) -> PythonPlace | None:
     return _item(vars(module), name)
 
 
-def _function_attribute(function: FunctionType, name: str) -> Place | None:
+def _function_attribute(function: FunctionType, name: str) -> PythonPlace | None:
     if name == "__closure__":
-        return Place(function, name, _Closure(function), is_item=False)
+        return PythonPlace(function, name, _Closure(function), is_item=False)
     return _attribute(function, name)
 
 
-def _tensor_attribute(tensor: torch.Tensor, name: str) -> Place | None:
+def _tensor_attribute(tensor: torch.Tensor, name: str) -> PythonPlace | None:
     return _attribute(tensor, name) if name == "requires_grad" else None
 
 
-def _free_variable(closure: _Closure, name: str) -> Place | None:
+def _free_variable(closure: _Closure, name: str) -> PythonPlace | None:
     function = closure.function
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
     return _attribute(cells[name], "cell_contents") if name in cells else None
 
 
-def _class_attribute(kind: type, name: str) -> Place | None:
+def _class_attribute(kind: type, name: str) -> PythonPlace | None:
     for owner in kind.__mro__:
         if name in vars(owner):
             raw = vars(owner)[name]
             value = raw.__func__ if isinstance(raw, (classmethod, staticmethod)) else raw
-            return Place(owner, name, value, is_item=False, owner=owner)
+            return PythonPlace(owner, name, value, is_item=False, owner=owner)
     return None
 
 
-def _module_attribute(module: nn.Module, name: str) -> Place | None:
+def _module_attribute(module: nn.Module, name: str) -> PythonPlace | None:
     own = instance_dict(module)
     in_class = _class_attribute(type(module), name)
     if in_class is not None and isinstance(in_class.value, property):
@@ -203,11 +207,11 @@ def _module_attribute(module: nn.Module, name: str) -> Place | None:
     registered = (own.get(kind) or {} for kind in ("_parameters", "_buffers", "_modules"))
     for holder in (own, *registered):
         if name in holder:
-            return Place(holder, name, holder[name])
+            return PythonPlace(holder, name, holder[name])
     return in_class
 
 
-def _object_attribute(holder: Any, name: str) -> Place | None:
+def _object_attribute(holder: Any, name: str) -> PythonPlace | None:
     own = instance_dict(holder)
     # Configs of transformers read some attributes under other names.
     name = (getattr(type(holder), "attribute_map", None) or {}).get(name, name)
@@ -219,7 +223,7 @@ def _object_attribute(holder: Any, name: str) -> Place | None:
     return _item(own, name) or in_class
 
 
-_FINDERS: Mapping[type, Callable[[Any, str], Place | None]] = {
+_FINDERS: Mapping[type, Callable[[Any, str], PythonPlace | None]] = {
     ModuleType: _python_module_attribute,
     type: _class_attribute,
     FunctionType: _function_attribute,

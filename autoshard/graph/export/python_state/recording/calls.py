@@ -36,7 +36,7 @@ def _size(size: Any) -> int:
 
 
 @dataclass(frozen=True)
-class Call:
+class ModuleCall:
     """The arguments of a call.
 
     Attributes:
@@ -50,7 +50,7 @@ class Call:
     key: tuple[Any, ...]
 
     @classmethod
-    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Call":
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "ModuleCall":
         """Describe the arguments of a call."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
         described = tuple(map(_described, leaves))

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from autoshard.graph.export.python_state.paths import Key, Path
+from autoshard.graph.export.python_state.description.paths import Key, Path
 
 GRAD_MODE: Path = ("torch:", "is_grad_enabled()")
 INFERENCE_MODE: Path = ("torch:", "is_inference_mode_enabled()")

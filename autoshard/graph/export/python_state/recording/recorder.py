@@ -18,50 +18,57 @@ import torch
 from torch import nn
 
 from autoshard.base.collection import collection_paused
-from autoshard.graph.export.python_state.calls import Call
-from autoshard.graph.export.python_state.changes import Changes
-from autoshard.graph.export.python_state.code import code_digest, is_installed, is_user_code
-from autoshard.graph.export.python_state.executed_lines import ExecutedLines, Names, names_by_line
-from autoshard.graph.export.python_state.global_names import namespaces, resolve
-from autoshard.graph.export.python_state.holders import (
-    MODULE_FIELDS,
-    Holders,
-    class_path,
-    function_parts,
-    identity,
-)
-from autoshard.graph.export.python_state.patching import own_attribute, patched, restore
-from autoshard.graph.export.python_state.paths import (
+from autoshard.graph.export.python_state.description.paths import (
     CALLED,
     CHILDREN,
+    FORWARD,
     HOOKS,
+    MODE,
     Key,
     Path,
-    Place,
+    PythonPlace,
     elements,
     find_place,
     instance_dict,
     name_of,
     path_text,
 )
-from autoshard.graph.export.python_state.queries import (
+from autoshard.graph.export.python_state.description.queries import (
     DEFAULT_DTYPE,
     GRAD_MODE,
     environment,
     query_of,
 )
-from autoshard.graph.export.python_state.sources import sources_of
-from autoshard.graph.export.python_state.values import (
+from autoshard.graph.export.python_state.description.values import (
     MISSING,
     Value,
     children_of,
     describe,
     hooks_of,
 )
+from autoshard.graph.export.python_state.recording.calls import ModuleCall
+from autoshard.graph.export.python_state.recording.changes import Changes
+from autoshard.graph.export.python_state.recording.patching import own_attribute, patched, restore
+from autoshard.graph.export.python_state.user_code.code import (
+    code_digest,
+    is_installed,
+    is_user_code,
+)
+from autoshard.graph.export.python_state.user_code.executed_lines import (
+    ExecutedLines,
+    ReferencedNames,
+    names_by_line,
+)
+from autoshard.graph.export.python_state.user_code.global_names import namespaces, resolve
+from autoshard.graph.export.python_state.user_code.holders import (
+    MODULE_FIELDS,
+    Holders,
+    class_path,
+    function_parts,
+    identity,
+)
+from autoshard.graph.export.python_state.user_code.sources import sources_of
 from autoshard.torch_private import pytree
-
-MODE = "training"
-FORWARD = "forward"
 
 
 @dataclass(slots=True)
@@ -74,7 +81,7 @@ class ModeReads:
     """
 
     modes: set[Path] = field(default_factory=set)
-    calls: list[Call] = field(default_factory=list)
+    calls: list[ModuleCall] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +98,7 @@ class RecordedReads:
 
 
 @dataclass(frozen=True, slots=True)
-class _Running:
+class _RunningModule:
     """A module that is being called."""
 
     module: nn.Module
@@ -116,7 +123,7 @@ class Recorder:
         changes: what forward changed.
     """
 
-    call: Call
+    call: ModuleCall
 
     def __init__(
         self,
@@ -135,7 +142,7 @@ class Recorder:
         self._kinds_of_objects: set[type] = set()
         self._watched: dict[type, Any] = {}
         self._unwatched: list[tuple[Any, Path]] = []
-        self._running: list[_Running] = []
+        self._running: list[_RunningModule] = []
         self._queries: dict[tuple[int, int], list[Path]] = {}
         self._globals: dict[int, dict[str, Any]] = {}
         self._thread = 0
@@ -210,11 +217,11 @@ class Recorder:
             known = self._holders.find(module)
             if known is None or threading.get_ident() != self._thread:
                 return plain(module, *args, **kwargs)
-            running = _Running(*known, args, kwargs)
+            running = _RunningModule(*known, args, kwargs)
             if self._running:
                 return self._call(plain, module, running)
             if self._replayed is None:
-                self.call = Call.of(args, kwargs)
+                self.call = ModuleCall.of(args, kwargs)
             inside = [
                 (holder, path)
                 for holder, path in self._holders
@@ -227,7 +234,7 @@ class Recorder:
 
         return call
 
-    def _call(self, plain: Callable[..., Any], module: nn.Module, running: _Running) -> Any:
+    def _call(self, plain: Callable[..., Any], module: nn.Module, running: _RunningModule) -> Any:
         self._running.append(running)
         try:
             with self._lines.paused():
@@ -326,9 +333,9 @@ class Recorder:
         fields = instance_dict(own)
         for name, value in tuple(fields.items()):
             if not (isinstance(own, nn.Module) and name in (*MODULE_FIELDS, MODE)):
-                self._record((*path, name), Place(fields, name, value))
+                self._record((*path, name), PythonPlace(fields, name, value))
 
-    def _record(self, path: Path, place: Place) -> None:
+    def _record(self, path: Path, place: PythonPlace) -> None:
         """Record the value at a path, and make known what it refers to."""
         if path in self.reads or path in self.changes.written_first:
             return
@@ -341,7 +348,7 @@ class Recorder:
         if isinstance(value, (list, tuple, dict)):
             for key, element in elements(value):
                 if self._holders.find(element) is not None:
-                    self._record((*path, key), Place(value, key.key, element))
+                    self._record((*path, key), PythonPlace(value, key.key, element))
 
     def described(self, path: Path, value: Any) -> Value:
         """The description of the value at a path."""
@@ -374,7 +381,7 @@ class Recorder:
     def _keep_class(self, kind: type) -> None:
         for name, value in tuple(vars(kind).items()):
             if _is_data(name, value):
-                place = Place(kind, name, value, is_item=False, owner=kind)
+                place = PythonPlace(kind, name, value, is_item=False, owner=kind)
                 self.changes.keep((*class_path(kind), name), place)
 
     # Modes
@@ -392,7 +399,7 @@ class Recorder:
             return
         reads = self.modes.setdefault(running[-1].path, ModeReads())
         reads.modes.add(mode)
-        call = Call.of(running[-1].args, running[-1].kwargs)
+        call = ModuleCall.of(running[-1].args, running[-1].kwargs)
         if call not in reads.calls:
             reads.calls.append(call)
 
@@ -464,10 +471,10 @@ class Recorder:
         for holder, path in self._unwatched:
             fields = instance_dict(holder)
             for name in sorted(mentioned & fields.keys()):
-                self._record((*path, name), Place(fields, name, fields[name]))
+                self._record((*path, name), PythonPlace(fields, name, fields[name]))
         self._finish_classes(of_classes)
 
-    def _finish_globals(self, code: CodeType, names: Names) -> None:
+    def _finish_globals(self, code: CodeType, names: ReferencedNames) -> None:
         namespace = self._globals[id(code)]
         for chain in sorted(names.chains):
             for path, place in resolve(chain, namespace):
@@ -485,7 +492,7 @@ class Recorder:
         for kind in self._holders.classes:
             for name in sorted(vars(kind).keys() & mentioned):
                 if _is_data(name, vars(kind)[name]):
-                    place = Place(kind, name, vars(kind)[name], is_item=False, owner=kind)
+                    place = PythonPlace(kind, name, vars(kind)[name], is_item=False, owner=kind)
                     self._record((*class_path(kind), name), place)
 
     def _finish_function(self, function: FunctionType, path: Path, free: Collection[str]) -> None:

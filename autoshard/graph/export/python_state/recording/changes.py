@@ -13,18 +13,15 @@ import torch
 from torch import nn
 
 from autoshard.errors import ExportError
-from autoshard.graph.export.python_state.code import is_installed_module
-from autoshard.graph.export.python_state.holders import MODULE_FIELDS
-from autoshard.graph.export.python_state.paths import (
+from autoshard.graph.export.python_state.description.paths import (
     HOOKS,
     Path,
-    Place,
+    PythonPlace,
     instance_dict,
     is_of_model,
     path_text,
 )
-from autoshard.graph.export.python_state.sources import is_source
-from autoshard.graph.export.python_state.values import (
+from autoshard.graph.export.python_state.description.values import (
     MISSING,
     Value,
     describe,
@@ -32,7 +29,10 @@ from autoshard.graph.export.python_state.values import (
     is_advancing,
     same_random_state,
 )
-from autoshard.graph.export.python_state.wording import is_ignored, shown, shown_path
+from autoshard.graph.export.python_state.description.wording import is_ignored, shown, shown_path
+from autoshard.graph.export.python_state.user_code.code import is_installed_module
+from autoshard.graph.export.python_state.user_code.holders import MODULE_FIELDS
+from autoshard.graph.export.python_state.user_code.sources import is_source
 
 _RANDOM: dict[Path, tuple[Callable[[], Any], Callable[[Any], None]]] = {
     ("random:",): (random.getstate, random.setstate),
@@ -43,7 +43,7 @@ _MOST = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class StateChange:
     """A value that is another one after forward.
 
     Attributes:
@@ -83,13 +83,13 @@ class _Kept:
         owner: class of the object that has it; None for globals and classes.
     """
 
-    place: Place
+    place: PythonPlace
     described: Value
     contents: Any
     owner: type | None = None
 
     @classmethod
-    def of(cls, place: Place, described: Value, owner: type | None = None) -> "_Kept":
+    def of(cls, place: PythonPlace, described: Value, owner: type | None = None) -> "_Kept":
         """Keep the value at a place."""
         return cls(place, described, _copied(place.value), owner)
 
@@ -108,7 +108,7 @@ class Changes:
     """
 
     def __init__(self) -> None:
-        self.found: list[Change] = []
+        self.found: list[StateChange] = []
         self.written_first: set[Path] = set()
         self._kept: dict[Path, _Kept] = {}
         self._registered: dict[Path, _Kept] = {}
@@ -124,15 +124,15 @@ class Changes:
                 renewed.keep(path, place)
         return renewed
 
-    def keep(self, path: Path, place: Place, owner: type | None = None) -> None:
+    def keep(self, path: Path, place: PythonPlace, owner: type | None = None) -> None:
         """Keep a value, to be compared afterwards."""
         if path in self._kept or path in self._registered:
             return
         self._kept[path] = _Kept.of(place, describe(place.value), owner)
         if is_advancing(place.value):
-            self.found.append(Change(path, {"iterator": True}, None))
+            self.found.append(StateChange(path, {"iterator": True}, None))
 
-    def is_other(self, path: Path, place: Place) -> bool:
+    def is_other(self, path: Path, place: PythonPlace) -> bool:
         """True if the value at a path is not the kept one."""
         kept = self._kept.get(path)
         return (
@@ -148,14 +148,14 @@ class Changes:
         self._watched.append((holder, path, names))
         for name in names:
             if not is_advancing(own[name]):
-                self.keep((*path, name), Place(own, name, own[name]), type(holder))
+                self.keep((*path, name), PythonPlace(own, name, own[name]), type(holder))
         if isinstance(holder, nn.Module):
             for registered in (own.get("_buffers", {}), own.get("_modules", {})):
                 for name, value in registered.items():
-                    place = Place(registered, name, value)
+                    place = PythonPlace(registered, name, value)
                     self._registered[*path, name] = _Kept.of(place, describe(value), type(holder))
             for name in HOOKS if path else ():
-                place = Place(own, name, own[name])
+                place = PythonPlace(own, name, own[name])
                 self._registered[*path, name] = _Kept.of(place, hooks_of(own[name]))
 
     @contextmanager
@@ -176,7 +176,7 @@ class Changes:
         finally:
             for path, (get, put) in _RANDOM.items():
                 if not same_random_state(get(), states[path]):
-                    self.found.append(Change(path, None, None))
+                    self.found.append(StateChange(path, None, None))
                     put(states[path])
             self._compare_names()
             self._compare_values(reads)
@@ -188,7 +188,7 @@ class Changes:
             for name in set(_names(holder)) - names:
                 value = own[name]
                 if not isinstance(getattr(type(holder), name, None), cached_property):
-                    after = _Kept.of(Place(own, name, value), describe(value), type(holder))
+                    after = _Kept.of(PythonPlace(own, name, value), describe(value), type(holder))
                     self._add((*path, name), MISSING, after)
                 del own[name]
 
@@ -226,7 +226,7 @@ class Changes:
         is_lazy = is_hook or (is_installed and _TENSOR not in (before, after.described))
         if is_installed and after.owner is not None:
             is_lazy = is_lazy and not after.owner.__module__.startswith("torch.")
-        self.found.append(Change(path, before, after.described, is_lazy))
+        self.found.append(StateChange(path, before, after.described, is_lazy))
         self._after.append(after)
 
     @property

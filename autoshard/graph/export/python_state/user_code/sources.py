@@ -9,8 +9,8 @@ from collections.abc import Collection, Iterator
 from types import ModuleType
 from typing import Any
 
-from autoshard.graph.export.python_state.executed_lines import IMPORT, Chain
-from autoshard.graph.export.python_state.paths import Path, find_place
+from autoshard.graph.export.python_state.description.paths import Path, find_place
+from autoshard.graph.export.python_state.user_code.executed_lines import IMPORT, Chain
 
 _MODULES = ("datetime", "numpy.random", "random", "secrets", "time", "uuid")
 

@@ -11,7 +11,7 @@ from types import CodeType
 import numpy as np
 import torch
 
-from autoshard.graph.export.python_state.values import Value
+from autoshard.graph.export.python_state.description.values import Value
 
 _PYTHON = tuple(
     {str(Path(sysconfig.get_path(name)).resolve()) for name in ("stdlib", "platstdlib")}
@@ -21,7 +21,7 @@ _INSTALLED = ("site-packages", "dist-packages")
 _OTHERS = (
     str(Path(torch.__file__).parent),
     str(Path(np.__file__).parent),
-    str(Path(__file__).parents[3]),
+    str(Path(__file__).parents[4]),
 )
 _GENERATED = ("<frozen", "<eval_with_key>", "torch/")
 _LIBRARIES = frozenset({"autoshard", "mpmath", "numpy", "sympy", "torch"})

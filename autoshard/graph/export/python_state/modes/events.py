@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoshard.graph.export.python_state.calls import Call
-from autoshard.graph.export.python_state.holders import identity
-from autoshard.graph.export.python_state.patching import patched
-from autoshard.graph.export.python_state.paths import Path
-from autoshard.graph.export.python_state.queries import CONTEXTS
-from autoshard.graph.export.python_state.recorder import Recorder
+from autoshard.graph.export.python_state.description.paths import Path
+from autoshard.graph.export.python_state.description.queries import CONTEXTS
+from autoshard.graph.export.python_state.recording.calls import ModuleCall
+from autoshard.graph.export.python_state.recording.patching import patched
+from autoshard.graph.export.python_state.recording.recorder import Recorder
+from autoshard.graph.export.python_state.user_code.holders import identity
 from autoshard.graph.export.tracing import OnMeta
 from autoshard.torch_private import FakeTensorMode, TorchDispatchMode, pytree
 
@@ -76,7 +76,7 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch h
 
 
 def events_of_call(
-    recorder: Recorder, module: nn.Module, call: Call, contexts: Mapping[Path, bool]
+    recorder: Recorder, module: nn.Module, call: ModuleCall, contexts: Mapping[Path, bool]
 ) -> Events:
     """The events of a call of a module.
 

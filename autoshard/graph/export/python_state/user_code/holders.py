@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoshard.graph.export.python_state.code import is_user_module
-from autoshard.graph.export.python_state.executed_lines import FreeVariables
-from autoshard.graph.export.python_state.paths import (
+from autoshard.graph.export.python_state.description.paths import (
     Path,
-    Place,
+    PythonPlace,
     elements,
     find_place,
     instance_dict,
     name_of,
 )
+from autoshard.graph.export.python_state.user_code.code import is_user_module
+from autoshard.graph.export.python_state.user_code.executed_lines import FreeVariables
 
 MODULE_FIELDS = frozenset(vars(nn.Module())) - {"training"}
 """Attributes of modules by which torch itself works."""
@@ -172,7 +172,7 @@ def _is_of(function: FunctionType, closure: FreeVariables) -> bool:
     )
 
 
-def function_parts(function: FunctionType) -> Iterator[tuple[tuple[str, ...], Place]]:
+def function_parts(function: FunctionType) -> Iterator[tuple[tuple[str, ...], PythonPlace]]:
     """Defaults of arguments and free variables of a function, with the parts of their paths."""
     for name in ("__defaults__", "__kwdefaults__"):
         place = find_place(function, name)

@@ -14,18 +14,19 @@ from typing import Any
 
 from torch import nn
 
-from autoshard.graph.export.python_state.calls import Call
-from autoshard.graph.export.python_state.events import Events, events_of_call
-from autoshard.graph.export.python_state.paths import (
+from autoshard.graph.export.python_state.description.paths import (
     CALLED,
+    MODE,
     Path,
     find_place,
     instance_dict,
     path_text,
 )
-from autoshard.graph.export.python_state.queries import CONTEXTS, QUERIES
-from autoshard.graph.export.python_state.recorder import MODE, ModeReads, Recorder
-from autoshard.graph.export.python_state.values import MISSING, Value, describe
+from autoshard.graph.export.python_state.description.queries import CONTEXTS, QUERIES
+from autoshard.graph.export.python_state.description.values import MISSING, Value, describe
+from autoshard.graph.export.python_state.modes.events import Events, events_of_call
+from autoshard.graph.export.python_state.recording.calls import ModuleCall
+from autoshard.graph.export.python_state.recording.recorder import ModeReads, Recorder
 
 _MOST_MODES = 3
 """Maximum number of modes of a module of which all combinations are tried."""
@@ -37,7 +38,7 @@ Reads = Mapping[Path, Value]
 
 
 @dataclass(frozen=True)
-class _Question:
+class _ModeQuestion:
     """The question that a result answers; paths begin at the module.
 
     Attributes:
@@ -49,14 +50,14 @@ class _Question:
     """
 
     kind: type
-    call: Call
+    call: ModuleCall
     modes: frozenset[Path]
     reads: Reads
     tensors: Sequence[object]
 
 
 @dataclass(frozen=True)
-class _Answer:
+class _ModeAnswer:
     """A result.
 
     Attributes:
@@ -78,7 +79,7 @@ class Effects:
 
     def __init__(self, recorder: Recorder, model: nn.Module) -> None:
         self._recorder, self._model = recorder, model
-        self._known: list[tuple[_Question, _Answer]] = []
+        self._known: list[tuple[_ModeQuestion, _ModeAnswer]] = []
 
     def add(self) -> None:
         """Add the modes that make a difference to what was read.
@@ -114,7 +115,7 @@ class Effects:
         found = reads.modes - modes
         module = self._model.get_submodule(path_text(path))
         for call in tuple(reads.calls):
-            question = _Question(
+            question = _ModeQuestion(
                 kind=type(module),
                 call=call,
                 modes=frozenset(_relative(mode, path) for mode in modes),
@@ -138,7 +139,7 @@ class Effects:
                 self._recorder.reads.setdefault(_absolute(name, path), value)
         return found
 
-    def _known_answer(self, question: _Question, path: Path) -> _Answer | None:
+    def _known_answer(self, question: _ModeQuestion, path: Path) -> _ModeAnswer | None:
         """The result for a module that is alike, also in what it reads in other modes."""
         for known, answer in self._known:
             if known == question and all(
@@ -149,7 +150,9 @@ class Effects:
                 return answer
         return None
 
-    def _answer(self, module: nn.Module, path: Path, call: Call, modes: set[Path]) -> _Answer:
+    def _answer(
+        self, module: nn.Module, path: Path, call: ModuleCall, modes: set[Path]
+    ) -> _ModeAnswer:
         before = self._recorder.state()
         events: list[Events | None] = []
         while len(modes) <= _MOST_MODES:
@@ -169,12 +172,14 @@ class Effects:
         if found == modes:
             self._recorder.restore(before)
         extra = {n: x for n, x in self._recorder.reads.items() if n not in before.reads}
-        return _Answer(
+        return _ModeAnswer(
             frozenset(_relative(mode, path) for mode in found),
             {_relative(name, path): value for name, value in extra.items()},
         )
 
-    def _events(self, module: nn.Module, call: Call, modes: Mapping[Path, bool]) -> Events | None:
+    def _events(
+        self, module: nn.Module, call: ModuleCall, modes: Mapping[Path, bool]
+    ) -> Events | None:
         """The events of the module in some modes; None if it fails."""
         owners = {
             mode: instance_dict(self._model.get_submodule(path_text(mode[:-1])))

@@ -6,8 +6,8 @@ from typing import Any
 from torch.nn.modules import module as torch_module
 
 from autoshard.errors import ExportError
-from autoshard.graph.export.python_state.paths import HOOKS, path_text
-from autoshard.graph.export.python_state.wording import is_ignored
+from autoshard.graph.export.python_state.description.paths import HOOKS, path_text
+from autoshard.graph.export.python_state.description.wording import is_ignored
 
 GLOBAL_HOOKS = f"{torch_module.__name__}:"
 """First part of the paths of these hooks."""
