@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         AttentionKernel,
         ExecutionMode,
         RuntimeOptions,
+        described_profiles,
         runtime_profiles,
     )
     from autoshard.plan.options.solver import SolverOptions
@@ -82,6 +83,7 @@ __all__ = [
     "TrainingOptions",
     "Weight",
     "declared",
+    "described_profiles",
     "option_groups",
     "runtime_profiles",
     "to_options",

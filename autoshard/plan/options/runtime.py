@@ -215,9 +215,14 @@ class RuntimeOptions(OptionGroup):
         return tuple(name for name in cls.model_fields if name not in _OWN_FIELDS)
 
 
-@cache
 def runtime_profiles() -> Mapping[str, Mapping[str, Any]]:
     """The fields that each known runtime other than autoshard sets, by its name."""
+    return {name: profile["sets"] for name, profile in described_profiles().items()}
+
+
+@cache
+def described_profiles() -> Mapping[str, Mapping[str, Any]]:
+    """The profile of each runtime: a sentence about it, its source, and the fields that it sets."""
     text = files("autoshard.plan.options").joinpath("runtime_profiles.json").read_text("utf-8")
-    profiles: Mapping[str, Any] = json.loads(text)
-    return {name: profile["sets"] for name, profile in profiles.items()}
+    found: Mapping[str, Mapping[str, Any]] = json.loads(text)
+    return found
