@@ -20,7 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from benchmarks.document import caption, commit, replace_table
+from benchmarks.document import caption, commit, write_table
 from benchmarks.interrupted_saves.subjects import FORMER, NEW, NUM_RANKS, SUBJECTS
 from benchmarks.interrupted_saves.trials import FAULTS, Call, Trial, formers, prepare, trials
 
@@ -57,9 +57,7 @@ def main() -> int:
     if options.write:
         lines = ",\n".join(map(json.dumps, kept))
         _RESULT.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
-        text = _DOCUMENT.read_text(encoding="utf-8")
-        changed = replace_table(text, "interrupted saves", f"{head}\n\n{summary}")
-        _DOCUMENT.write_text(changed, encoding="utf-8")
+        write_table(_DOCUMENT, "interrupted saves", f"{head}\n\n{summary}")
     return int(len(done) < options.count or any(trial.wrong for trial in done))
 
 
