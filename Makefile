@@ -125,8 +125,8 @@ audit: $(INSTALLED)  ## Look the pinned versions up in the advisories (needs the
 zoo: $(INSTALLED)  ## Plan the model families at their published sizes, into docs/zoo.md
 	$(BIN)/python -m benchmarks.zoo
 
-zoo-ranks: $(INSTALLED)  ## Run small models of all families on 4 and 8 ranks, into docs/zoo.md
-	$(BIN)/python -m benchmarks.zoo --ranks 8 4
+zoo-ranks: $(INSTALLED)  ## Run small models of all families on 4 and 8 ranks
+	for precision in float64 float32; do AUTOSHARD_EVERY_FAMILY=1 $(BIN)/python -m pytest -m '' -k $$precision tests/zoo/test_zoo_on_4_ranks.py tests/zoo/test_zoo_on_8_ranks.py || failed=1; done; exit $${failed:-0}
 
 published: $(INSTALLED)  ## Predict published training runs, into docs/predictions.md
 	$(BIN)/python -m benchmarks.published --document docs/predictions.md --details benchmarks/results --accuracy

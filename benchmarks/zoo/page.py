@@ -7,7 +7,6 @@ from itertools import groupby
 from benchmarks.planning import UNLIMITED, Result
 from benchmarks.tables import rows
 from benchmarks.zoo.families import FAMILIES
-from benchmarks.zoo.ranks import RankOutcome
 
 MESHES = ((8,), (2, 4))
 MODES = ("training", "inference")
@@ -109,37 +108,6 @@ def _why(result: Result) -> str:
         named = (f"`{use['operator']}` {use['time_whole'] / total:.1%}" for use in dear)
         return f"replicated on every rank: {', '.join(named)}"
     return f"gap {result.gap:.2%}" if result.gap is not None else "nothing is proven"
-
-
-def ranks_table(outcomes: Sequence[RankOutcome]) -> str:
-    """A row per precision and number of ranks, with the families that failed."""
-    columns = sorted({outcome.column for outcome in outcomes})
-    lines = []
-    for column in columns:
-        found = [outcome for outcome in outcomes if outcome.column == column]
-        failed = [outcome.family for outcome in found if outcome.error]
-        equal = str(len(found) - len(failed))
-        lines.append((column, str(len(found)), equal, ", ".join(failed) or "-"))
-    return rows(("case", "families", "equal", "failed"), lines)
-
-
-def ranks_rows(outcomes: Sequence[RankOutcome]) -> str:
-    """A row per family, a column per precision and number of ranks; then the failures."""
-    columns = sorted({outcome.column for outcome in outcomes})
-    families = dict.fromkeys(outcome.family for outcome in outcomes)
-    known = {(outcome.family, outcome.column): outcome.error for outcome in outcomes}
-    table = rows(
-        ("family", *columns),
-        ([family, *(_word(known.get((family, c))) for c in columns)] for family in families),
-    )
-    lines = [f"- {outcome}" for outcome in outcomes if outcome.error]
-    codes = sorted({outcome.code for outcome in outcomes})
-    parts = [table, *filter(None, ["\n".join(lines)]), f"Code: {', '.join(codes)}."]
-    return "\n\n".join(parts)
-
-
-def _word(error: str | None) -> str:
-    return "" if error is None else "**failed**" if error else "equal"
 
 
 def _column(result: Result) -> str:

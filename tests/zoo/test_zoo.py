@@ -7,9 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.zoo.page import ranks_rows, ranks_table
-from benchmarks.zoo.ranks import RankOutcome
-
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "zoo.md"
 
@@ -53,29 +50,3 @@ def test_a_case_that_failed_is_named_and_one_that_is_done_is_not_repeated(
     table = table_of(page, "planned")
     assert "| 8, training | 1 | 1 | 1 | 1 | 1 |" in table
     assert "1 of 93 families measured. In 1 families all" in table
-    assert table_of(page, "ranks") == table_of(PAGE, "ranks")
-
-
-def test_what_failed_on_ranks_is_named() -> None:
-    outcomes = [
-        RankOutcome("dit", "float32", 4, "", "1234"),
-        RankOutcome("dit", "float64", 8, "ValueError: not equal", "1234"),
-    ]
-    rows = ranks_rows(outcomes)
-    assert "| dit | equal | **failed** |" in rows
-    assert "- dit float64 on 8: ValueError: not equal" in rows
-    table = ranks_table(outcomes)
-    assert "| float32 on 4 | 1 | 1 | - |" in table
-    assert "| float64 on 8 | 1 | 0 | dit |" in table
-
-
-@pytest.mark.long
-@pytest.mark.ranks
-def test_families_run_on_ranks_once(page: Path, tmp_path: Path) -> None:
-    arguments = ("--ranks", "4", "--precisions", "float32", "--families", "lstm")
-    places = ("--folder", tmp_path, "--document", page, "--details", tmp_path)
-    assert zoo(*arguments, *places) == "lstm float32 on 4: equal\n"
-    assert "| lstm | equal |" in (tmp_path / "zoo_ranks.md").read_text(encoding="utf-8")
-    assert "| float32 on 4 | 1 | 1 | - |" in table_of(page, "ranks")
-    assert table_of(page, "planned") == table_of(PAGE, "planned")
-    assert not zoo(*arguments, *places)
