@@ -195,22 +195,23 @@ def _worst(mesh: tuple[int, ...], mode: str, results: Sequence[Result]) -> tuple
 def pipelines(settings: Settings, _: Selection) -> str:
     """Pipelines of large models, without and with cached blocks."""
     header = ("case", "cold, s", "cached, s", "pipeline", "step", "idle", "memory", "gap")
-    lines = []
+    lines, results = [], []
     for title, (model, axes, options) in _PIPELINES.items():
         given = {"stages": "auto", **options}
         case = Case(model, tuple(axes.values()), axes=tuple(axes), options=given)
         cold, warm = (_measure(replace(case, cached=c), settings) for c in (False, True))
         lines.append((title, *_pipeline_cells(cold, warm)))
-    return rows(header, lines)
+        results.append(cold)
+    return f"{rows(header, lines)}\n\n{_notes(results)}".rstrip()
 
 
 def _pipeline_cells(cold: Result, warm: Result) -> tuple[str, ...]:
     if not (cold.runs and warm.runs):
-        return ("-", "-", cold.note or warm.note, *["-"] * 4)
+        return ("-", "-", "**failed**", *["-"] * 4)
     times = (f"{result.seconds('total'):.1f}" for result in (cold, warm))
     made = cold.last["pipeline"]
     if made is None:
-        return (*times, "one stage" if cold.found else cold.note, *["-"] * 4)
+        return (*times, "one stage" if cold.found else "no plan", *["-"] * 4)
     axes = " x ".join(f"{name} {size}" for name, size in made["axes"].items())
     return (
         *times,
