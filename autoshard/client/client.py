@@ -397,6 +397,23 @@ class AsyncClient(ClientBase):
             compute=lambda made: exports.export_plan(made, target, min_expressed=min_expressed),
         )
 
+    async def summarise(self, plan: Plan | str) -> str:
+        """Summarise a plan as text of at most 30 lines: parallelism, step time, memory, costs.
+
+        Args:
+            plan: the id of a plan, or a plan, which is summarised in this process.
+
+        Raises:
+            RequestRejectedError: there is no such plan.
+            ServiceUnavailableError: the service does not answer.
+        """
+        return await self._compute_from_plans(
+            plan,
+            kind=str,
+            make_request=lambda plan_id: get(f"{PLANS}/{plan_id}/summary"),
+            compute=lambda made: report.summarise(made, width=80) + "\n",
+        )
+
     async def trace(self, plan: Plan | str) -> str:
         """Trace one predicted step of a plan, as JSON for Perfetto or chrome://tracing.
 
@@ -549,6 +566,7 @@ class Client(ClientBase):
     explain = _blocking(AsyncClient.explain)
     compare = _blocking(AsyncClient.compare)
     export = _blocking(AsyncClient.export)
+    summarise = _blocking(AsyncClient.summarise)
     trace = _blocking(AsyncClient.trace)
     list_plans = _blocking(AsyncClient.list_plans)
     list_jobs = _blocking(AsyncClient.list_jobs)

@@ -75,12 +75,17 @@ def _export(request: Mapping[str, Any], plan: bytes, _settings: Settings) -> byt
     return text.encode()
 
 
+def _summarise(_request: Mapping[str, Any], plan: bytes, _settings: Settings) -> bytes:
+    """The summary of a plan, or why there is none."""
+    return f"{report.summarise(Plan.from_json(plan), width=80)}\n".encode()
+
+
 def _trace(_request: Mapping[str, Any], plan: bytes, _settings: Settings) -> bytes:
     """The trace of a step under a plan."""
     return report.plan_trace(Plan.from_json(plan)).encode()
 
 
-ParserTask = Literal["describe_graph", "check_search", "compare", "export", "trace"]
+ParserTask = Literal["describe_graph", "check_search", "compare", "export", "summarise", "trace"]
 """Task of a parser process."""
 
 _TASKS: Mapping[ParserTask, Callable[[Mapping[str, Any], bytes, Settings], bytes]] = {
@@ -88,6 +93,7 @@ _TASKS: Mapping[ParserTask, Callable[[Mapping[str, Any], bytes, Settings], bytes
     "check_search": _check_search,
     "compare": _compare,
     "export": _export,
+    "summarise": _summarise,
     "trace": _trace,
 }
 
