@@ -4,7 +4,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar, Unpack, cast
 
-from autoshard import exports, planner, pricing, report
+from autoshard import exports, planner, report
 from autoshard.base.arguments import Count, Seconds, Share, check_methods
 from autoshard.client.base import ClientBase
 from autoshard.client.remote import PLANS
@@ -429,7 +429,7 @@ class AsyncClient(ClientBase):
             plan,
             kind=str,
             make_request=lambda plan_id: get(f"{PLANS}/{plan_id}/trace"),
-            compute=lambda made: pricing.chrome_trace(pricing.simulate(made)),
+            compute=report.plan_trace,
         )
 
     async def list_plans(
