@@ -13,7 +13,7 @@ from autoshard.plan.options import (
     SkipReplicated,
 )
 
-_ELSEWHERE = {
+_ELSEWHERE: Mapping[type[OptionGroup], tuple[str, ...]] = {
     MemoryOptions: (
         "reshard_after_forward",
         "regather_activations",
