@@ -1,4 +1,4 @@
-"""Stored graphs, and the requests that name one by digest."""
+"""Stored graphs, the requests that name one by digest, and what is computed from their plans."""
 
 import hashlib
 import json
