@@ -4,7 +4,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar, Unpack, cast
 
-from autoshard import exports, planner, pricing, report
+from autoshard import exports, planner, report
 from autoshard.base.arguments import Count, Seconds, Share, check_methods
 from autoshard.client.base import ClientBase
 from autoshard.client.remote import PLANS
@@ -397,6 +397,23 @@ class AsyncClient(ClientBase):
             compute=lambda made: exports.export_plan(made, target, min_expressed=min_expressed),
         )
 
+    async def summarise(self, plan: Plan | str) -> str:
+        """Summarise a plan as text of at most 30 lines: parallelism, step time, memory, costs.
+
+        Args:
+            plan: the id of a plan, or a plan, which is summarised in this process.
+
+        Raises:
+            RequestRejectedError: there is no such plan.
+            ServiceUnavailableError: the service does not answer.
+        """
+        return await self._compute_from_plans(
+            plan,
+            kind=str,
+            make_request=lambda plan_id: get(f"{PLANS}/{plan_id}/summary"),
+            compute=lambda made: report.summarise(made, width=80) + "\n",
+        )
+
     async def trace(self, plan: Plan | str) -> str:
         """Trace one predicted step of a plan, as JSON for Perfetto or chrome://tracing.
 
@@ -412,7 +429,7 @@ class AsyncClient(ClientBase):
             plan,
             kind=str,
             make_request=lambda plan_id: get(f"{PLANS}/{plan_id}/trace"),
-            compute=lambda made: pricing.chrome_trace(pricing.simulate(made)),
+            compute=report.plan_trace,
         )
 
     async def list_plans(
@@ -549,6 +566,7 @@ class Client(ClientBase):
     explain = _blocking(AsyncClient.explain)
     compare = _blocking(AsyncClient.compare)
     export = _blocking(AsyncClient.export)
+    summarise = _blocking(AsyncClient.summarise)
     trace = _blocking(AsyncClient.trace)
     list_plans = _blocking(AsyncClient.list_plans)
     list_jobs = _blocking(AsyncClient.list_jobs)

@@ -6,6 +6,7 @@ from autoshard.constraints.batch import batch_constraints
 from autoshard.constraints.constraints import (
     ChoiceId,
     Constraint,
+    Dim,
     PlanConstraints,
     ShardingConstraint,
 )
@@ -36,6 +37,8 @@ def plan_constraints(graph: Graph, mesh: Mesh, options: PlanOptions) -> PlanCons
         axis = _axis(axes, options.constraints.batch_axis, "batch_axis")
         batch = batch_constraints(graph, axes, axis)
         found.append(Constraint(option_label("batch_axis", options.constraints.batch_axis), batch))
+    if options.constraints.unsharded_below:
+        found.append(_unsharded(graph, axes, options.constraints.unsharded_below))
     if options.constraints.skip_fully_replicated:
         wanted = _axes_to_fill(axes, options.constraints.skip_fully_replicated)
         found.append(
@@ -84,6 +87,16 @@ def _forbidden(graph: Graph, axes: NontrivialAxes, options: PlanOptions) -> Iter
         else:
             others = [value for value in graph.values if value not in weights]
             yield Constraint(label, inside=found, values=dict.fromkeys(others, found))
+
+
+def _unsharded(graph: Graph, axes: NontrivialAxes, limit: int) -> Constraint:
+    """The constraint that no axis shards parameters of fewer elements than a limit."""
+    nothing = (frozenset[Dim](),) * len(axes.sizes)
+    whole = ShardingConstraint(allowed=nothing, required=nothing)
+    small = (p.name for p in graph.parameters if graph.values[p.name].numel < limit)
+    return Constraint(
+        option_label("unsharded_below", limit), {("input", name): whole for name in small}
+    )
 
 
 def _axis(axes: NontrivialAxes, name: str, option: str) -> int | None:

@@ -39,6 +39,10 @@ _FOREACH_PASSES = {
 """Reads and writes of the updated values, of the gradient, and of one state tensor with its
 temporaries, by PyTorch's foreach implementations; of other optimizers as by one fused pass."""
 
+_CLIPPING_PASSES = 3
+"""Reads and writes of the gradient by `clip_grad_norm_`: its norm, then a product in place, which
+runs even if nothing is clipped."""
+
 _GRADIENT_READS = {Optimizer.ADAFACTOR: 2}
 """Number of passes over the gradient if more than one: statistics, then the update."""
 
@@ -55,12 +59,14 @@ class OptimizerSpec:
             optimizer updates.
         foreach: True if each operation of the update is a pass over all parameters, as with
             `foreach=True` in PyTorch, instead of one pass for all (`fused=True`).
+        clips: True if gradients are scaled to a norm before the update.
     """
 
     name: Optimizer = Optimizer.ADAMW
     state_dtype: DType | None = None
     master_weights: bool = False
     foreach: bool = False
+    clips: bool = False
 
     @classmethod
     def named(cls, name: str) -> "OptimizerSpec":
@@ -113,7 +119,8 @@ def optimizer_time(
     written (Adam reads p, g, m, v and writes p, m, v). With master weights, the master copy is read
     and written, and the parameter is only written. Foreach implementations read and write the
     same tensors several times (torch/optim/adam.py). Kernel launches are not counted: foreach and
-    fused optimizers update all parameters in a few kernels.
+    fused optimizers update all parameters in a few kernels. Clipping by norm is part of the update;
+    its all-reduce of one number is not counted.
 
     Args:
         optimizer: the optimizer.
@@ -130,6 +137,6 @@ def optimizer_time(
     default = 2, _GRADIENT_READS.get(optimizer.name, 1), 2 * states
     passes = _FOREACH_PASSES.get(optimizer.name, default) if optimizer.foreach else default
     values = passes[0] * (master or parameter) + copies
-    gradient = passes[1] * parameter
+    gradient = (passes[1] + (_CLIPPING_PASSES if optimizer.clips else 0)) * parameter
     state = passes[2] * optimizer.state_nbytes(shape, dtype) / states
     return (values + gradient + state) / device.stream_bandwidth

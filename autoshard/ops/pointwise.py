@@ -71,6 +71,15 @@ def _like_self(call: Call) -> OperatorRule:
     return space.rule([dims, other], [dims], linear=[{0}])
 
 
+def _gated(call: Call) -> OperatorRule:
+    """One half of a dim times the sigmoid of the other half: a rank has the same part of both."""
+    dim = call.dim("dim", -1)
+    space = IndexSpace(call)
+    dims = space.free_dims(call.outputs[0].shape)
+    halves = (*space.fixed(2), *dims[dim])
+    return space.rule([(*dims[:dim], halves, *dims[dim + 1 :])], [dims])
+
+
 def _is_no_cast(call: Call, _: int = 0) -> bool:
     return same_dtype(call, 0) and not call.flag("copy")
 
@@ -196,6 +205,7 @@ _SPECS = (
         saves="self",
         examples="gelu.default: self[b,s,h] -> [b,s,h]",
     ),
+    OperatorSpec("glu", _gated, saves="self", examples="glu.default: self[b,(2 h)] -> [b,h]"),
     OperatorSpec(
         "special_entr",
         pointwise,

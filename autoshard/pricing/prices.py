@@ -80,6 +80,7 @@ def optimizer_of(options: PlanOptions) -> OptimizerSpec:
         else DType(options.training.state_dtype),
         master_weights=options.training.master_weights,
         foreach=options.runtime.foreach_optimizer,
+        clips=options.training.clip_gradients,
     )
 
 

@@ -5,7 +5,7 @@ import numpy as np
 from autoshard.base.arrays import BoolArray, FloatArray
 from autoshard.solve.network import Network, NetworkVariable
 from autoshard.solve.presolve.base import Worklist
-from autoshard.solve.presolve.drop_strategies import term_prices
+from autoshard.solve.presolve.usage_limits import term_prices
 from autoshard.solve.settings import DEFAULT_EFFORT, Effort
 
 _MAX_VISITS = 50

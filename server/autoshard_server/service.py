@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from threading import Lock
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -33,13 +33,16 @@ from autoshard_server.rate_limits import Quota, rate_limit_headers
 from autoshard_server.requests import GraphDescription, PlanQuery, SearchRequest, Task
 from autoshard_server.settings import Settings
 from autoshard_server.solvers.executor import Executor
-from autoshard_server.solvers.parsers import Parsers, ParserTask
+from autoshard_server.solvers.parsers import Parsers
 from autoshard_server.solvers.workers import Workers
 from autoshard_server.store.audit import AuditAction
 from autoshard_server.store.database import Stores, check_schema
 from autoshard_server.store.jobs import Job, JobKind, known_kind
 from autoshard_server.telemetry import trace_context
 from autoshard_solver_cache import StoreUnavailableError
+
+if TYPE_CHECKING:
+    from autoshard_server.solvers.parsing import ParserTask
 
 _log = structlog.get_logger(__name__)
 
@@ -266,7 +269,7 @@ class Service:
             JobKind.SEARCH, payload=None, graph_sha256=submitted.graph_sha256, **json.loads(found)
         )
 
-    async def parse(self, task: ParserTask, request: Mapping[str, Any], payload: bytes) -> bytes:
+    async def parse(self, task: "ParserTask", request: Mapping[str, Any], payload: bytes) -> bytes:
         """Do a task in a parser process, as soon as one is free.
 
         Raises:

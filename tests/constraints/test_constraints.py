@@ -31,6 +31,7 @@ from autoshard.graph import Graph, Origin
 from autoshard.layouts import Layout
 from autoshard.mesh import Mesh, make_mesh
 from autoshard.plan import Pins, Plan, PlanOptions
+from autoshard.plan.options.restrictions import restrictions
 from autoshard.planner import make_plan
 
 LLAMA = partial(llama, layers=1)
@@ -305,6 +306,24 @@ def test_the_batch_is_followed_through_views() -> None:
     assert (0, 2) in origins.of_call(attention, Origin.INPUT)
 
 
+def test_small_parameters_stay_whole(planned: Planner) -> None:
+    graph = small_graph(gpt2)
+    pins = Pins(parameters={"*": "S(*),S(*)"})
+    every = inputs(planned(graph, SLOW_2X2, pins=pins))
+    sizes = {p.target: graph.values[p.name].numel for p in graph.parameters}
+    assert all("S" in every[name] for name in sizes)
+    limit = sizes["transformer.wpe.weight"]
+    large = Pins(parameters={name: "S(*),*" for name, size in sizes.items() if size >= limit})
+    plan = planned(graph, SLOW_2X2, pins=large, unsharded_below=limit)
+    found = inputs(plan)
+    assert {name for name in sizes if "S" not in found[name]} == {
+        name for name, size in sizes.items() if size < limit
+    }
+    assert f"unsharded_below {limit}" in restrictions(plan.options)
+    conflict = make_plan(graph, SLOW_2X2, PlanOptions(pins=pins, unsharded_below=limit))
+    assert f"unsharded_below {limit}" in str(conflict.reason)
+
+
 def test_no_heavy_operator_does_all_work_everywhere(planned: Planner) -> None:
     graph = small_graph(LLAMA)
     mesh = make_mesh((2, 2))
@@ -404,6 +423,7 @@ DISOBEYED: dict[str, tuple[dict[str, Any], str]] = {
     "batch": ({"batch_axis": "axis0"}, "does not obey the batch_axis"),
     "pattern": ({"algo": "megatron"}, "does not obey the algo"),
     "any dim": ({"pins": {"parameters": {"*": "*,S(*)"}}}, "to '*,S(*)'"),
+    "small parameters": ({"unsharded_below": 1 << 30}, "does not obey the unsharded_below"),
     "shared work": ({"skip_fully_replicated": ["axis1"]}, "skip_fully_replicated 'axis1'"),
 }
 

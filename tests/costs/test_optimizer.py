@@ -1,9 +1,13 @@
 from collections.abc import Callable
+from math import prod
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.models import Planner, mlp
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoshard.costs import Optimizer, OptimizerSpec, optimizer_time
 from autoshard.errors import OptionError
@@ -82,6 +86,9 @@ def test_without_an_optimizer_there_are_no_master_weights() -> None:
         ),
         (OptimizerSpec(Optimizer.SGD_MOMENTUM, foreach=True), DType.FLOAT32, 32),
         (OptimizerSpec(Optimizer.SGD, foreach=True), DType.FLOAT32, 12),
+        # Clipping reads g for the norm, then reads and writes it.
+        (OptimizerSpec(Optimizer.SGD, clips=True), DType.FLOAT32, 12 + 12),
+        (OptimizerSpec(Optimizer.ADAMW, clips=True), DType.BFLOAT16, 14 + 6),
         # Read p, g twice, 2 * 10 statistics of 100 elements; write p and the statistics.
         (OptimizerSpec(Optimizer.ADAFACTOR), DType.FLOAT32, 16 + 2 * 4 * 0.2),
     ],
@@ -91,6 +98,41 @@ def test_updates_are_bound_by_memory(
 ) -> None:
     found = optimizer_time(spec, (10, 10), dtype, DEVICE)
     assert found == pytest.approx(100 * bytes_per_element / 1000.0)
+
+
+def test_clipping_passes_over_gradients_twice() -> None:
+    """Once for the norm, once for a product in place, although nothing has to be clipped."""
+    gradient = torch.full((5, 7), 1e-3)
+    parameter = torch.nn.Parameter(torch.ones(5, 7))
+    parameter.grad = gradient
+    with Touching(gradient) as touching:
+        torch.nn.utils.clip_grad_norm_([parameter], max_norm=1.0)
+    assert touching.operators == ["aten::_foreach_norm", "aten::_foreach_mul_"]
+
+
+class Touching(TorchDispatchMode):
+    """Records the operators that get a tensor, but for those that only look at its type."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__()
+        self.tensor = tensor
+        self.operators: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tensors = torch.utils._pytree.tree_leaves((args, kwargs))
+        if any(x is self.tensor for x in tensors):
+            self.operators.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_plans_price_clipping_where_it_is_asked_for(planned: Planner) -> None:
+    free, clipping = (
+        planned(mlp(), (2,), algo="ddp", clip_gradients=clips) for clips in (False, True)
+    )
+    (stage,) = clipping.stages
+    nbytes = sum(prod(p.local_shape) * 4 for p in stage.parameters)
+    added = clipping.costs.optimizer - free.costs.optimizer
+    assert added == pytest.approx(3 * nbytes / clipping.mesh.topology.device.stream_bandwidth)
 
 
 @given(

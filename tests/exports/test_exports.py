@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from support.meshes import slow_devices
 from support.models import Case, gpt2, graph_of, llama, meta, mlp, small_graph
 from torch import nn
@@ -527,3 +528,53 @@ def test_a_document_without_a_plan_is_no_export() -> None:
     plan = make_plan(small_graph(wide_mlp), slow_devices(a=2), options)
     with pytest.raises(PlanError, match="no plan to export"):
         export_plan(plan, "json")
+
+
+@pytest.mark.parametrize(
+    ("options", "axes", "wanted"),
+    [
+        ({"algo": "ddp"}, {"dp": 4}, {"multi_gpu": True, "use_fsdp": False}),
+        ({"algo": "fsdp2"}, {"dp": 4}, {"use_fsdp": True, "use_parallelism_config": False}),
+        (
+            {"algo": "hsdp"},
+            {"far": 2, "near": 2},
+            {
+                "use_fsdp": True,
+                "use_parallelism_config": True,
+                "parallelism_config_dp_replicate_size": 2,
+                "parallelism_config_dp_shard_size": 2,
+            },
+        ),
+        (
+            {
+                "algo": "fsdp2",
+                "reshard_after_forward": "always",
+                "activation_checkpointing": "always",
+            },
+            {"dp": 4},
+            {"fsdp_reshard_after_forward": True, "fsdp_activation_checkpointing": True},
+        ),
+    ],
+)
+def test_accelerate_reads_its_settings(
+    options: dict[str, Any], axes: dict[str, int], wanted: dict[str, Any], tmp_path: Path
+) -> None:
+    plan = make_plan(small_graph(llama), slow_devices(**axes), PlanOptions(**options))
+    path = tmp_path / "accelerate.yaml"
+    path.write_text(export_plan(plan, "accelerate", min_expressed=0))
+    parsed = launch_command_parser().parse_args(["--config_file", str(path), "train.py"])
+    found, _, _ = _validate_launch_command(parsed)
+    assert found.num_processes == 4
+    assert {name: getattr(found, name) for name in wanted} == wanted
+    if found.use_fsdp:
+        assert found.fsdp_version == 2
+    # Settings that say nothing else express all of such a plan.
+    assert expressed_share(plan, "accelerate").share == 1.0
+
+
+def test_accelerate_leaves_out_other_axes(data_and_tensor: Plan) -> None:
+    text = export_plan(data_and_tensor, "accelerate", min_expressed=0)
+    assert "parallelism over tp, whose ranks are left out" in text
+    assert "num_processes: 2\n" in text
+    with pytest.raises(PlanError, match="accelerate"):
+        export_plan(data_and_tensor, "accelerate")

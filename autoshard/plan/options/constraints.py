@@ -5,7 +5,8 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from autoshard.base.arguments import Flag
+from autoshard.base.arguments import Flag, Whole
+from autoshard.base.integers import MAX_INT32
 from autoshard.plan.options.group import Declared, FrozenOptions, OptionGroup, Pattern
 
 Family = Literal["ddp", "fsdp2", "hsdp", "megatron", "megatron-sp"]
@@ -161,6 +162,16 @@ class ConstraintOptions(OptionGroup):
         description=(
             "name of the data-parallel axis, the only one that shards the batch: dim 0 of user "
             "inputs, and the dims that derive from it."
+        ),
+    )
+    unsharded_below: Annotated[Whole, Declared(metavar="ELEMENTS")] = Field(
+        default=0,
+        ge=0,
+        le=MAX_INT32,
+        description=(
+            "parameters with fewer elements than this are stored whole on every rank, as by "
+            "DeepSpeed below stage3_param_persistence_threshold: a gather of a few bytes takes as "
+            "long as a message. 0: none has to be."
         ),
     )
     skip_fully_replicated: Annotated[

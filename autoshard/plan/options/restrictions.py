@@ -1,27 +1,39 @@
 """The options that rule out plans, in the words of messages and certificates."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
-from autoshard.plan.options import ForbiddenCollective, Pins, PlanOptions, SkipReplicated
+from autoshard.plan.options import (
+    ConstraintOptions,
+    ForbiddenCollective,
+    MemoryOptions,
+    OptionGroup,
+    Pins,
+    PipelineOptions,
+    PlanOptions,
+    SkipReplicated,
+)
+
+_ELSEWHERE: Mapping[type[OptionGroup], tuple[str, ...]] = {
+    MemoryOptions: (
+        "reshard_after_forward",
+        "regather_activations",
+        "activation_checkpointing",
+        "checkpointed_modules",
+    ),
+    PipelineOptions: ("cuts", "balance", "schedule", "stages_per_rank"),
+}
+"""The options outside of `ConstraintOptions` that rule out plans."""
+
+
+def _defaults(group: type[OptionGroup], names: Iterable[str]) -> dict[str, object]:
+    return {group.keyword(name): group.model_fields[name].default for name in names}
+
 
 _FREE: Mapping[str, object] = {
-    "reshard_after_forward": "auto",
-    "regather_activations": False,
-    "activation_checkpointing": "auto",
-    "checkpointed_modules": (),
-    "cuts": (),
-    "balance": None,
-    "schedule": "auto",
-    "stages_per_rank": "auto",
-    "pins": Pins(),
-    "forbid": (),
-    "batch_axis": None,
-    "skip_fully_replicated": False,
-    "algo": "optimal",
-    "distributed_optimizer": False,
-    "exportable_to": None,
+    **{k: v for group, names in _ELSEWHERE.items() for k, v in _defaults(group, names).items()},
+    **_defaults(ConstraintOptions, ConstraintOptions.model_fields),
 }
-"""The options that rule out plans, with the value that rules out none."""
+"""The options that rule out plans, with the value that rules out none: their default."""
 
 _KINDS = {
     "input": "inputs",

@@ -34,6 +34,14 @@ class TrainingOptions(OptionGroup):
         default=None,
         description="element type of the optimizer state; the type of the updated values if null.",
     )
+    clip_gradients: Flag = Field(
+        default=False,
+        description=(
+            "whether gradients are clipped by their norm before the optimizer's step, as by "
+            "`torch.nn.utils.clip_grad_norm_`; then every gradient is read twice and written once "
+            "more."
+        ),
+    )
     accumulation_dtype: StateDType | None = Field(
         default=None,
         description=(

@@ -2,6 +2,12 @@
 
 The interface follows the reductions of cvxpy (`apply`, `invert`, chains). Unlike in cvxpy, a
 network is edited in place, because reductions are applied thousands of times.
+
+In: a `Network`. Out: a smaller one, and the inverse, which completes its choice.
+
+* `merge_variables` removes variables and simplifies links;
+* `drop_strategies` drops strategies;
+* `usage_limits` simplifies usage and its limits.
 """
 
 from autoshard.solve.presolve.base import Inverse, Presolve, Reduction, nothing_to_undo, sequence
@@ -9,8 +15,6 @@ from autoshard.solve.presolve.drop_strategies import (
     DropDominated,
     EnforceArcConsistency,
     Losses,
-    SeparateTerms,
-    SimplifyLimits,
 )
 from autoshard.solve.presolve.merge_variables import (
     EliminateNeighbours,
@@ -20,6 +24,7 @@ from autoshard.solve.presolve.merge_variables import (
     SubstituteVariables,
     min_plus,
 )
+from autoshard.solve.presolve.usage_limits import SeparateTerms, SimplifyLimits
 from autoshard.solve.settings import DEFAULT_EFFORT, Effort
 
 

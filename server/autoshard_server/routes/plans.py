@@ -1,4 +1,4 @@
-"""Routes of plans: create, look up, list, read, delete, explain, compare, export, trace."""
+"""Routes of plans: create, look up, list, read, delete, explain, compare, export, sum up, trace."""
 
 import hashlib
 from functools import partial
@@ -62,6 +62,7 @@ from autoshard_server.store.jobs import JobKind
 router = APIRouter(tags=["plans"])
 
 _MAX_EXPLANATION = 600.0
+_TEXT = "text/plain"
 
 _TRACE = {
     "type": "object",
@@ -322,6 +323,33 @@ async def trace_plan(
     text = await service.parse("trace", {}, await _cached_plan(service, caller, plan_id))
     # The plan never changes, but another release may trace it differently.
     return tagged_response(request, text, hashlib.sha256(text).hexdigest(), cache=REVALIDATE)
+
+
+@router.get(
+    "/v1/plans/{plan_id:segment}/summary",
+    response_class=Response,
+    **describe(
+        *(ProblemType.NOT_FOUND, ProblemType.REQUEST, ProblemType.LIMIT),
+        headers=("If-None-Match",),
+        answers={
+            200: ("The summary: at most 30 lines.", "ETag", "Cache-Control"),
+            304: ("The caller has this summary.",),
+        },
+        content={_TEXT: {"schema": {"type": "string"}}},
+    ),
+)
+async def summarise_plan(
+    plan_id: PlanId, request: Request, service: ServiceParameter, caller: Reader
+) -> Response:
+    """Summarise a plan in plain text, as `autoshard show` does.
+
+    Its parallelism in words, step time and memory, the largest costs, and the certificate; or why
+    there is no plan.
+    """
+    text = await service.parse("summarise", {}, await _cached_plan(service, caller, plan_id))
+    # The plan never changes, but another release may summarise it differently.
+    tag = hashlib.sha256(text).hexdigest()
+    return tagged_response(request, text, tag, _TEXT, cache=REVALIDATE)
 
 
 async def _query(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from autoshard_server.problems import ProblemType, limit_error, problem_of, server_error_of
 from autoshard_server.settings import Settings
@@ -14,8 +14,8 @@ from autoshard_server.solvers.children import Child, fork
 from autoshard_server.solvers.executor import MemoryLimit, ProcessSolver
 from autoshard_server.solvers.messages import Died, Failed, Solved, SolverInput
 
-ParserTask = Literal["describe_graph", "check_search", "compare", "export", "trace"]
-"""Task of a parser process."""
+if TYPE_CHECKING:  # only the processes import what reads graphs and plans
+    from autoshard_server.solvers.parsing import ParserTask
 
 
 class Parsers:
@@ -42,7 +42,7 @@ class Parsers:
             while True:
                 self._spare.get_nowait().stop()
 
-    def run(self, task: ParserTask, request: Mapping[str, Any], payload: bytes) -> bytes:
+    def run(self, task: "ParserTask", request: Mapping[str, Any], payload: bytes) -> bytes:
         """Do a task; blocks until it is done.
 
         Args:

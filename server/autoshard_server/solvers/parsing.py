@@ -1,11 +1,12 @@
 """The parser process: reads one graph or plan for the process that responds to requests.
 
-Documents that a caller has made can take much time and memory to read; here both are limited.
+Documents that a caller has made can take much time and memory to read; here both are limited. What
+a route computes from a plan is a task of it: a function, in `_TASKS`.
 """
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
@@ -27,7 +28,6 @@ from autoshard_server.requests import (
 from autoshard_server.settings import Settings
 from autoshard_server.solvers.child_program import Report, run_job
 from autoshard_server.solvers.messages import Solved, SolverInput
-from autoshard_server.solvers.parsers import ParserTask
 
 _SETTINGS = {
     "archive_bytes": "max_body_bytes",
@@ -75,16 +75,25 @@ def _export(request: Mapping[str, Any], plan: bytes, _settings: Settings) -> byt
     return text.encode()
 
 
+def _summarise(_request: Mapping[str, Any], plan: bytes, _settings: Settings) -> bytes:
+    """The summary of a plan, or why there is none."""
+    return f"{report.summarise(Plan.from_json(plan), width=80)}\n".encode()
+
+
 def _trace(_request: Mapping[str, Any], plan: bytes, _settings: Settings) -> bytes:
     """The trace of a step under a plan."""
     return report.plan_trace(Plan.from_json(plan)).encode()
 
+
+ParserTask = Literal["describe_graph", "check_search", "compare", "export", "summarise", "trace"]
+"""Task of a parser process."""
 
 _TASKS: Mapping[ParserTask, Callable[[Mapping[str, Any], bytes, Settings], bytes]] = {
     "describe_graph": _describe_graph,
     "check_search": _check_search,
     "compare": _compare,
     "export": _export,
+    "summarise": _summarise,
     "trace": _trace,
 }
 

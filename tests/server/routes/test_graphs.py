@@ -1,4 +1,4 @@
-"""Stored graphs, and the requests that name one by digest."""
+"""Stored graphs, the requests that name one by digest, and what is computed from their plans."""
 
 import hashlib
 import json
@@ -15,6 +15,7 @@ from autoshard.mesh import make_mesh
 from autoshard.plan import Plan, PlanOptions
 from autoshard.planner import candidate_meshes, make_plan, problem_size
 from autoshard.pricing import chrome_trace, simulate
+from autoshard.report import summarise
 from autoshard_server import ThreadExecutor
 from autoshard_server.solvers.solving import solve
 
@@ -255,6 +256,21 @@ def test_a_plan_is_exported(service: Any, plan: Plan) -> None:
     assert refused.status_code == 422
     assert "torchtitan would express" in refused.json()["detail"]
     assert service.http.get(path, params={"to": "abacus"}).status_code == 422
+
+
+def test_a_plan_is_summarised(service: Any, digest: str, plan: Plan) -> None:
+    path = f"/v1/plans/{plan.id}/summary"
+    answer = service.http.get(path)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"].startswith("text/plain")
+    assert answer.text == summarise(plan, width=80) + "\n"
+    known = {"If-None-Match": answer.headers["ETag"]}
+    assert service.http.get(path, headers=known).status_code == 304
+    assert service.http.get(f"/v1/plans/{'0' * 64}/summary").status_code == 404
+    with Client(service.url, cache=False) as client:
+        assert client.summarise(plan.id) == client.summarise(plan) == answer.text
+    none = ask(service, digest, wait=60, mesh={"shape": [2]}, options={"memory": {"budget": 1}})
+    assert "No plan: " in service.http.get(f"/v1/plans/{none.json()['id']}/summary").text
 
 
 def test_a_plan_is_traced(service: Any, plan: Plan) -> None:

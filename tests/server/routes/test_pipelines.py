@@ -79,6 +79,7 @@ def test_pipelines_are_compared_exported_and_traced(
     trace = service.http.get(f"/v1/plans/{plan.id}/trace")
     assert trace.status_code == 200
     assert trace.json()["traceEvents"]
+    assert client.trace(plan.id) == client.trace(plan) == trace.text
 
 
 def test_a_pipeline_is_validated_on_its_sub_mesh(
