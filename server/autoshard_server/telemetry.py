@@ -70,10 +70,16 @@ job_failures_total = Counter(
     ("kind", "problem"),
     registry=_registry,
 )
+limits_reached_total = Counter(
+    "autoshard_limits_reached",
+    "Responses that refuse a request because of a limit, by the name of its setting.",
+    ("limit",),
+    registry=_registry,
+)
 refused_connections_total = Counter(
     "autoshard_refused_connections",
     "Connections that were refused or closed by a limit: total, address, displaced, header, "
-    "header-timeout, body-timeout, no-request, pipelined, body or response.",
+    "header-timeout, body-timeout, no-request, pipelined, host, body, unread-body or response.",
     ("reason",),
     registry=_registry,
 )

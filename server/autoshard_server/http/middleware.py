@@ -10,6 +10,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from autoshard.errors import InputError, MissingPackageError
+from autoshard_server.disconnection import CallerGoneError, calling
 from autoshard_server.http.deprecation import deprecation_headers
 from autoshard_server.http.errors import problem_response
 from autoshard_server.problems import problem_of
@@ -97,6 +98,42 @@ class RootPath:
             headers["link"] = headers["link"].replace("</", f"<{self._root}/")
 
 
+class HeadRequests:
+    """Serves HEAD where GET is served: the same, and the body is not sent."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one connection (ASGI)."""
+        # The protocol, which has its own scope, drops the body.
+        is_head = scope["type"] == "http" and scope["method"] == "HEAD"
+        await self._app({**scope, "method": "GET"} if is_head else scope, receive, send)
+
+
+class WeakTags:
+    """Makes the ETag of a compressed response a weak one: its bytes are others.
+
+    A strong one stands for the same bytes in each response (RFC 9110, section 8.8.1).
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one connection (ASGI)."""
+
+        async def send_with_tag(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                tag = headers.get("etag", "")
+                if tag.startswith('"') and "content-encoding" in headers:
+                    headers["etag"] = f"W/{tag}"
+            await send(message)
+
+        await self._app(scope, receive, send_with_tag)
+
+
 class RequestLog:
     """Gives each request an id, unless the caller sends one, and records its outcome.
 
@@ -133,8 +170,9 @@ class RequestLog:
             await send(message)
 
         try:
-            await self._app(scope, receive, send_with_id)
-        except ClientDisconnect:
+            with calling(receive):
+                await self._app(scope, receive, send_with_id)
+        except (ClientDisconnect, CallerGoneError):
             _log.info("client_gone")
         except Exception as error:
             _log.exception("request_failed")
