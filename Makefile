@@ -13,7 +13,7 @@ GPU_PYTHON ?= $(if $(filter cpu,$(DEVICE)),$(BIN)/python,$(PYTHON))
 # `make gpu-wheels PYTHON=3.12` names a version, not an interpreter.
 INTERPRETER := $(if $(filter 3.%,$(PYTHON)),python3,$(PYTHON))
 
-.PHONY: help install demo test test-all gpu gpu-wheels test-torch test-torchs check serve generated examples bench faults hostile upgrade prove prove-pipelines prove-layouts prove-loading prove-image limits load scale conformance fuzz habits interrupted-saves zoo zoo-ranks published image audit format clean
+.PHONY: help install demo test test-all gpu gpu-wheels test-torch test-torchs check serve generated examples bench faults hostile upgrade prove prove-pipelines prove-layouts prove-loading prove-image limits load scale conformance habits interrupted-saves zoo zoo-ranks published image audit format clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 16
@@ -62,9 +62,6 @@ bench: $(INSTALLED)  ## Measure, and regenerate the tables of docs/performance.m
 faults: $(INSTALLED)  ## Kill servers, workers and databases while jobs run, into docs/reliability.md
 	$(BIN)/python -m benchmarks.faults
 
-hostile: $(INSTALLED)  ## Attack a service in all ways at the same time, into docs/reliability.md
-	$(BIN)/python -m benchmarks.hostile
-
 gpu: $(if $(filter cpu,$(DEVICE)),$(INSTALLED))  ## All that one GPU can say in 8 minutes, into docs/measured.md; DEVICE=cpu: all of it in small
 	$(GPU_PYTHON) -m benchmarks.gpu --device $(DEVICE) $(if $(RESULTS),--results $(RESULTS)) $(if $(COMMIT),--commit $(COMMIT)) $(if $(ALLOW_OLD_TORCH),--allow-old-torch)
 
@@ -105,14 +102,14 @@ limits: $(INSTALLED)  ## Time 21 requests with limits of 0.5, 5 and 60 seconds
 load: $(INSTALLED)  ## Requests per second for plans that are known, into docs/reliability.md
 	$(BIN)/python -m benchmarks.load
 
+hostile: $(INSTALLED)  ## Attack a service in all ways at the same time, into docs/reliability.md
+	$(BIN)/python -m benchmarks.hostile
+
 scale: $(INSTALLED)  ## Requests and housekeeping with 1,000,000 rows a table, into docs/reliability.md
 	$(BIN)/python -m benchmarks.scale
 
 conformance: $(INSTALLED)  ## The whole API against its specification, into docs/reliability.md
 	$(BIN)/python -m benchmarks.conformance
-
-fuzz: $(INSTALLED)  ## 10,000 damaged archives and requests, into docs/reliability.md
-	$(BIN)/python -m benchmarks.fuzz
 
 habits: $(INSTALLED)  ## 10,000 random training loops with random planned models on 4 ranks, into docs/training.md
 	$(BIN)/python -m benchmarks.habits
@@ -134,8 +131,8 @@ audit: $(INSTALLED)  ## Look the pinned versions up in the advisories (needs the
 zoo: $(INSTALLED)  ## Plan the model families at their published sizes, into docs/zoo.md
 	$(BIN)/python -m benchmarks.zoo
 
-zoo-ranks: $(INSTALLED)  ## Run small models of all families on 4 and 8 ranks, into docs/zoo.md
-	$(BIN)/python -m benchmarks.zoo --ranks 8 4
+zoo-ranks: $(INSTALLED)  ## Run small models of all families on 4 and 8 ranks
+	for precision in float64 float32; do AUTOSHARD_EVERY_FAMILY=1 $(BIN)/python -m pytest -m '' -k $$precision tests/zoo/test_zoo_on_4_ranks.py tests/zoo/test_zoo_on_8_ranks.py || failed=1; done; exit $${failed:-0}
 
 published: $(INSTALLED)  ## Predict published training runs, into docs/predictions.md
 	$(BIN)/python -m benchmarks.published --document docs/predictions.md --details benchmarks/results --accuracy

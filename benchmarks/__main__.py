@@ -2,7 +2,7 @@
 
     python -m benchmarks                                   everything
     python -m benchmarks --tables headline depth           two tables
-    python -m benchmarks --tables models --models gpt2     one model of a table
+    python -m benchmarks --tables shares --models gpt2     one model of a table
 
 The table of the contest needs its instances: `--instances PATH[:SECONDS] ...`.
 """
@@ -11,11 +11,11 @@ import argparse
 import sys
 from pathlib import Path
 
-from benchmarks.document import RESULTS, caption, replace_table
+from benchmarks.document import DOCS, RESULTS, caption, write_table
 from benchmarks.planning import Settings, code_digest
 from benchmarks.tables import REPETITIONS, TABLES, TIME_LIMITS, Long, Selection
 
-_DOCUMENT = Path(__file__).parent.parent / "docs" / "performance.md"
+_DOCUMENT = DOCS / "performance.md"
 _LIMIT, _GAP = 120.0, 1e-3
 """Limit of the solver in seconds, and gap at which it stops, unless a caption says otherwise."""
 
@@ -40,9 +40,7 @@ def main() -> int:
             path = options.details / f"planning_{name}.md"
             path.write_text(f"{head}\n\n{made.rows}\n", encoding="utf-8")
         table = made.summary if isinstance(made, Long) else made
-        document = options.document.read_text(encoding="utf-8")
-        changed = replace_table(document, name, f"{head}\n\n{table}")
-        options.document.write_text(changed, encoding="utf-8")
+        write_table(options.document, name, head, table)
     return 0
 
 
@@ -68,8 +66,8 @@ def _settings(options: argparse.Namespace, table: str) -> Settings:
     return Settings(
         options.folder,
         repetitions=options.repetitions or REPETITIONS.get(table, 5),
-        time_limit=options.solver.time_limit or TIME_LIMITS.get(table, _LIMIT),
-        relative_gap=options.solver.relative_gap,
+        time_limit=options.time_limit or TIME_LIMITS.get(table, _LIMIT),
+        relative_gap=options.relative_gap,
         timeout=options.timeout,
         most_memory=int(options.most_memory * 1e9),
         resume=options.resume,
@@ -80,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure planning.")
     add = parser.add_argument
     add("--tables", nargs="+", choices=TABLES, default=[], help="default: all")
-    add("--models", nargs="+", default=[], help="of the table of models, or .pt2; default: all")
+    add("--models", nargs="+", default=[], help="of the table of budgets, or .pt2; default: all")
     add("--meshes", nargs="+", type=_mesh, default=[], help="such as 8 2x4; default: all")
     add("--instances", nargs="+", default=[], help="contest files, PATH or PATH:SECONDS")
     add("--repetitions", type=int, help="measurements per case; default: 5, fewer of long tables")

@@ -10,7 +10,8 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
-_SOURCE = Path(__file__).with_name("models.py")
+_FOLDER = Path(__file__).parent
+_SOURCES = (_FOLDER / "models.py", *sorted((_FOLDER / "zoo").glob("*.py")))
 
 
 class ExportFailedError(Exception):
@@ -18,7 +19,7 @@ class ExportFailedError(Exception):
 
 
 def archive(name: str, folder: Path) -> Path:
-    """The archive of a model of `benchmarks.models`, from the folder or exported anew.
+    """The archive of a model that `benchmarks.models` exports, from the folder or made anew.
 
     Args:
         name: of the model, or the path of an archive, which is returned.
@@ -31,7 +32,7 @@ def archive(name: str, folder: Path) -> Path:
         return Path(name)
     path = folder / f"{name}-{_state()}.pt2"
     if not path.exists():
-        folder.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(".partial")
         command = [sys.executable, "-m", "benchmarks.models", name, str(partial)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603  our own module
@@ -49,5 +50,5 @@ def last_line(text: str) -> str:
 def _state() -> str:
     """Eight hex digits that depend on the models' source and the versions that export them."""
     versions = [f"{name} {version(name)}" for name in ("torch", "transformers")]
-    text = "\n".join([_SOURCE.read_text(encoding="utf-8"), *versions])
+    text = "\n".join([*(path.read_text(encoding="utf-8") for path in _SOURCES), *versions])
     return hashlib.sha256(text.encode()).hexdigest()[:8]

@@ -22,7 +22,7 @@ from autoshard.cli.commands.demo import service
 from autoshard.graph import export_model
 from autoshard_server import Settings
 from autoshard_server.store.database import Stores
-from benchmarks.document import caption, replace_table
+from benchmarks.document import caption, write_table
 
 _ROOT = Path(__file__).parent.parent
 _DOCUMENT = _ROOT / "docs" / "reliability.md"
@@ -122,10 +122,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--document", type=Path, default=_DOCUMENT)
     options = parser.parse_args()
-    head = caption(
-        f"schemathesis, {options.examples} examples an operation, seed {options.solver.seed}"
-    )
-    found = conform(options.examples, seed=options.solver.seed)
+    head = caption(f"schemathesis, {options.examples} examples an operation, seed {options.seed}")
+    found = conform(options.examples, seed=options.seed)
     outcome = "none" if found.status == 0 else "**some, see the output of the command**"
     table = (
         "| operations | requests | server errors and responses that do not conform |\n"
@@ -134,9 +132,7 @@ def main() -> int:
     )
     print(found.text)
     if options.document.exists():
-        text = options.document.read_text(encoding="utf-8")
-        changed = replace_table(text, "conformance", f"{head}\n\n{table}")
-        options.document.write_text(changed, encoding="utf-8")
+        write_table(options.document, "conformance", f"{head}\n\n{table}")
     return found.status
 
 

@@ -7,6 +7,7 @@ import subprocess
 from datetime import UTC, datetime
 from pathlib import Path
 
+DOCS = Path(__file__).parent.parent / "docs"
 RESULTS = Path(__file__).parent / "results"
 """Folder of results that are too long for a page."""
 
@@ -29,6 +30,12 @@ def replace_table(document: str, name: str, table: str) -> str:
             f"'<!-- {name} -->' and '<!-- /{name} -->' once"
         )
     return changed
+
+
+def write_table(document: Path, name: str, *parts: str) -> None:
+    """Replace a table of a page, such as by a caption and rows with an empty line between."""
+    text = replace_table(document.read_text(encoding="utf-8"), name, "\n\n".join(parts))
+    document.write_text(text, encoding="utf-8")
 
 
 def caption(conditions: str) -> str:

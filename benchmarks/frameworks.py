@@ -45,10 +45,10 @@ from autoshard import (
 )
 from autoshard.exports import read_like
 from autoshard.mesh import Topology, topology_from_json
-from benchmarks.document import caption, replace_table
+from benchmarks.document import DOCS, caption, write_table
 from benchmarks.plain_models import Gpt2, Inputs, Llama, PlainModel, Sizes
 
-_DOCUMENT = Path(__file__).parent.parent / "docs" / "performance.md"
+_DOCUMENT = DOCS / "performance.md"
 _NUM_RANKS = 4
 
 Step = Callable[[], torch.Tensor]
@@ -301,9 +301,7 @@ def main() -> None:
         lines += table(name, rounds)
         print("\n".join(lines), flush=True)
     text = "\n".join([head, "", *lines])
-    document = options.document.read_text(encoding="utf-8")
-    changed = replace_table(document, "frameworks", text)
-    options.document.write_text(changed, encoding="utf-8")
+    write_table(options.document, "frameworks", text)
 
 
 if __name__ == "__main__":

@@ -25,9 +25,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from autoshard.cli.commands.demo import service
 from autoshard.graph import export_model
-from benchmarks.document import caption, replace_table
+from benchmarks.document import DOCS, caption, write_table
 
-_DOCUMENT = Path(__file__).parent.parent / "docs" / "reliability.md"
+_DOCUMENT = DOCS / "reliability.md"
 _JSON = {"Content-Type": "application/json"}
 _LIMIT = 1 << 26
 
@@ -193,8 +193,7 @@ def main() -> int:
     table = _table(measure(options.clients, options.duration))
     print(table)
     if options.document.exists():
-        text = options.document.read_text(encoding="utf-8")
-        options.document.write_text(replace_table(text, "load", f"{head}\n\n{table}"), "utf-8")
+        write_table(options.document, "load", f"{head}\n\n{table}")
     return 0
 
 

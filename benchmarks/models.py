@@ -1,8 +1,8 @@
 """The models that are planned, at published sizes.
 
 They are built on the meta device from the config classes of transformers, without downloads and
-without weights. `python -m benchmarks.models NAME PATH` exports one; the benchmarks do so in
-another process and keep the file (see `archives`).
+without weights. `python -m benchmarks.models NAME PATH` exports one, or a family of the zoo
+(`zoo/NAME`); the benchmarks do so in another process and keep the file (see `archives`).
 """
 
 import argparse
@@ -211,12 +211,19 @@ MODELS: Mapping[str, Model] = MappingProxyType(
 def main() -> int:
     """Export one model into a file."""
     parser = argparse.ArgumentParser(description="Export a model on the meta device.")
-    parser.add_argument("name", choices=sorted(MODELS))
+    parser.add_argument("name", help=f"zoo/NAME, or one of {', '.join(MODELS)}")
     parser.add_argument("path", type=Path, help="file for the archive")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     transformers.utils.logging.set_verbosity_error()
-    options.path.write_bytes(MODELS[options.name].export())
+    family = options.name.removeprefix("zoo/")
+    if family == options.name:
+        options.path.write_bytes(MODELS[options.name].export())
+    else:
+        from benchmarks.zoo.families import FAMILIES  # noqa: PLC0415  it reads this module
+
+        model, inputs = FAMILIES[family].build_real()
+        options.path.write_bytes(export_model(model, (), inputs))
     return 0
 
 

@@ -36,9 +36,9 @@ from autoshard import (
     parallelize,
 )
 from autoshard.runtime.python_state.state import PythonState
-from benchmarks.document import caption, replace_table
+from benchmarks.document import DOCS, caption, write_table
 
-_DOCUMENT = Path(__file__).parent.parent / "docs" / "performance.md"
+_DOCUMENT = DOCS / "performance.md"
 _FEW, _MANY = 64, 256
 _STEPS = 7
 _VOCABULARY, _TOKENS = 64, 8
@@ -323,9 +323,7 @@ def _write_steps(options: argparse.Namespace) -> None:
 def _write(options: argparse.Namespace, name: str, lines: Sequence[str]) -> None:
     text = "\n".join(lines)
     print(text, flush=True)
-    document = options.document.read_text(encoding="utf-8")
-    changed = replace_table(document, name, text)
-    options.document.write_text(changed, encoding="utf-8")
+    write_table(options.document, name, text)
 
 
 if __name__ == "__main__":

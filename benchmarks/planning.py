@@ -6,7 +6,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -46,8 +46,10 @@ class Case:
     """A model and how it is planned.
 
     Attributes:
-        model: a name in `benchmarks.models`, or the path of an archive.
+        model: a name in `benchmarks.models`, a family of the zoo, or the path of an archive.
         mesh: size of each axis of H100s in nodes of 8, the default topology.
+        axes: names of the axes; the default names if empty.
+        options: of planning, beside those that have attributes.
         mode: training or inference.
         memory_budget: bytes per device; the device's own memory if None.
         cached: true if another process has solved the blocks of the model before.
@@ -58,11 +60,13 @@ class Case:
     mode: str = "training"
     memory_budget: int | None = None
     cached: bool = False
+    axes: tuple[str, ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
         """Name of the model."""
-        return Path(self.model).stem if self.model.endswith(".pt2") else self.model
+        return self.model.removesuffix(".pt2").rpartition("/")[2]
 
     @property
     def mesh_text(self) -> str:
@@ -97,12 +101,6 @@ class Result:
         return float(median(run["seconds"].get(phase, 0.0) for run in self.runs))
 
     @property
-    def spread(self) -> tuple[float, float]:
-        """Least and largest total seconds."""
-        totals = [run["seconds"]["total"] for run in self.runs]
-        return min(totals), max(totals)
-
-    @property
     def peak(self) -> float:
         """Median of the peak memory of the process, bytes."""
         return float(median(run["peak"] for run in self.runs))
@@ -125,6 +123,11 @@ class Result:
         return bool(objectives) and None not in objectives
 
     @property
+    def is_legal(self) -> bool:
+        """True if every run has a plan that the checker accepts."""
+        return bool(self.runs) and all(run["legal"] for run in self.runs)
+
+    @property
     def needs_memory(self) -> bool:
         """True if there is no plan because of the memory budget."""
         return bool(self.runs) and bool(self.last["memory_conflict"])
@@ -135,7 +138,7 @@ class Result:
         if not self.runs:
             return "**failed**"
         statuses = sorted({run["certificate"]["status"] for run in self.runs})
-        if self.found and not all(run["legal"] for run in self.runs):
+        if self.found and not self.is_legal:
             return "**invalid plan**"
         return ", ".join(statuses) if self.found else f"**{', '.join(statuses)}**"
 
@@ -177,20 +180,11 @@ def code_digest(folders: Sequence[str] = MEASURED) -> str:
 
 
 def _measured(case: Case, settings: Settings) -> Result:
-    try:
-        path = archive(case.model, settings.folder / "models")
-    except ExportFailedError as error:
-        return Result(case, (), f"cannot be exported: {error}")
-    request: dict[str, Any] = {
-        "archive": str(path),
+    request = {
         "mesh": case.mesh,
-        "options": {
-            "mode": case.mode,
-            "memory_budget": case.memory_budget,
-            "time_limit": settings.time_limit,
-            "relative_gap": settings.relative_gap,
-        },
+        "axes": case.axes,
         "most_memory": settings.most_memory,
+        "options": {"mode": case.mode, "memory_budget": case.memory_budget, **case.options},
     }
     if not case.cached:
         return _repeated(case, request, settings)
@@ -204,11 +198,29 @@ def _measured(case: Case, settings: Settings) -> Result:
 def _repeated(case: Case, request: Mapping[str, Any], settings: Settings) -> Result:
     runs: list[Mapping[str, Any]] = []
     for _ in range(settings.repetitions):
-        run = run_module("benchmarks.measure", request, timeout=settings.timeout)
+        run = run_model("benchmarks.measure", case.model, request, settings)
         if "error" in run:
             return Result(case, tuple(runs), run["error"])
         runs.append(run)
     return Result(case, tuple(runs))
+
+
+def run_model(
+    module: str, model: str, request: Mapping[str, Any], settings: Settings
+) -> dict[str, Any]:
+    """Run a module in a new process with a model and the limits of the settings.
+
+    The module gets the request as JSON, with the path of the model's `archive`.
+    """
+    try:
+        path = archive(model, settings.folder / "models")
+    except ExportFailedError as error:
+        return {"error": f"{model} cannot be exported: {error}"}
+    limits = {"time_limit": settings.time_limit, "relative_gap": settings.relative_gap}
+    options = {**limits, **request.get("options", {})}
+    return run_module(
+        module, {**request, "archive": str(path), "options": options}, timeout=settings.timeout
+    )
 
 
 def run_module(module: str, request: Mapping[str, Any], *, timeout: float) -> dict[str, Any]:

@@ -25,10 +25,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from autoshard import LaunchContext, Plan, launch
 from autoshard.measure.profiling import SyntheticStep
 from autoshard.mesh import topology_from_json
-from benchmarks.document import RESULTS, caption, replace_table
+from benchmarks.document import DOCS, RESULTS, caption, write_table
 from benchmarks.ranked import MODELS
 
-_DOCUMENT = Path(__file__).parent.parent / "docs" / "measured.md"
+_DOCUMENT = DOCS / "measured.md"
 _ROUNDS = 21
 
 Seconds = tuple[float, float]
@@ -117,9 +117,7 @@ def main() -> None:
         rows.append(summary(name, plans, clocked))
         print("\n\n".join([*parts[-2:], rows[-1]]), flush=True)
     options.details.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
-    document = options.document.read_text(encoding="utf-8")
-    changed = replace_table(document, "ranking", "\n\n".join([head, "\n".join(rows)]))
-    options.document.write_text(changed, encoding="utf-8")
+    write_table(options.document, "ranking", "\n\n".join([head, "\n".join(rows)]))
 
 
 if __name__ == "__main__":

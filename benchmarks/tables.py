@@ -8,38 +8,43 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from benchmarks.archives import ExportFailedError, archive
-from benchmarks.planning import UNLIMITED, Case, Result, Settings, measure_case, run_module
+from benchmarks.planning import UNLIMITED, Case, Result, Settings, measure_case, run_model
 from benchmarks.startup import measure_startup
 
 LLAMA = "llama3-8b"
-MODES = ("training", "inference")
 MESHES = ((8,), (2, 4), (2, 2, 2))
-SMALL = (
-    "gpt2",
-    "gpt2-xl",
-    "bert-base",
-    "t5-base",
-    "vit-base",
-    "resnet-50",
-    "qwen2-7b",
-    LLAMA,
-    "llama3-70b",
-    "mixtral-8x7b",
-    "deepseek-v3-6-layers",
+MODELS = (
+    *("gpt2", "bert-base", "t5-base", "resnet-50"),
+    *("qwen2-7b", LLAMA, "llama3-70b", "mixtral-8x7b"),
 )
 _SEARCHED = "deepseek-v3-micro-batch"
 _NUM_DEVICES = 2048
 _WORKERS = (1, 2, 4)
 _CLIENTS = 8
 _DEPTHS = ("llama3-8b-8-layers", LLAMA, "llama3-8b-128-layers")
-_LIMITED = ("qwen2-7b", LLAMA, "llama3-70b", "mixtral-8x7b")
 _SHARES = (0.6, 0.4)
 _CLOSE = 0.005
-_SLOW = 30.0
-_WIDE = 0.01
+_LARGE = "llama-3-405b-micro-batch"
+_PIPELINES: Mapping[str, tuple[str, Mapping[str, int], Mapping[str, Any]]] = MappingProxyType(
+    {
+        "Llama-3-70B, 64 H100": ("llama3-70b", {"dp": 8, "tp": 8}, {"micro_batches": 32}),
+        "Llama-3-405B, 16,384 H100": (_LARGE, {"dp": 2048, "tp": 8}, {"micro_batches": 16}),
+        "Llama-3-405B, as published: pp 16, dp 128, tp 8, interleaved": (
+            _LARGE,
+            {"pp": 16, "dp": 128, "tp": 8},
+            {"micro_batches": 16, "schedule": "Interleaved1F1B"},
+        ),
+        "DeepSeek-V3, 2,048 H100": (_SEARCHED, {"dp": 256, "tp": 8}, {"micro_batches": 120}),
+        "DeepSeek-V3, as published: pp 16, dp 128, bidirectional": (
+            _SEARCHED,
+            {"pp": 16, "dp": 128},
+            {"micro_batches": 120, "schedule": "DualPipeV"},
+        ),
+    }
+)
+"""Titles of pipelines with model, axes and options."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +52,8 @@ class Selection:
     """The selected cases.
 
     Attributes:
-        models: of the table of models; all if empty.
-        meshes: of the table of models; all if empty.
+        models: of the table of budgets; all if empty.
+        meshes: of the table of budgets; all if empty.
         instances: files of the contest, each PATH or PATH:SECONDS.
     """
 
@@ -133,7 +138,7 @@ def _budget_row(result: Result) -> tuple[str, ...]:
 def shares(settings: Settings, selection: Selection) -> Long:
     """Models in training under the device's memory, and under shares of what they need freely."""
     results: list[Result] = []
-    for name in selection.models or _LIMITED:
+    for name in selection.models or MODELS:
         for mesh in selection.meshes or MESHES:
             lifted = _measure(Case(name, mesh, memory_budget=UNLIMITED), settings)
             results.append(lifted)
@@ -165,19 +170,6 @@ def _within(results: Sequence[Result]) -> str:
     return f"{len(results)} cases: {len(close)} have a gap of at most {_CLOSE:.1%}."
 
 
-def models(settings: Settings, selection: Selection) -> Long:
-    """Every model, on 8 devices in three shapes, in training and inference."""
-    results: list[Result] = []
-    for name in selection.models or SMALL:
-        for mesh in selection.meshes or MESHES:
-            for mode in MODES:
-                results += _with_lifted(Case(name, mesh, mode), settings)
-    header = ("case", "memory", "status", "gap", "step, ms", "formulate", "solve", "total, s", "MB")
-    table = rows(header, (_model_row(result) for result in results))
-    summary = f"{_by_mesh(results)}\n\n{_verdict(results)}"
-    return Long(summary, f"{table}\n\n{_notes(results)}".rstrip())
-
-
 def _by_mesh(results: Sequence[Result]) -> str:
     """The worst of the cases of each mesh and mode."""
     groups: dict[tuple[tuple[int, ...], str], list[Result]] = defaultdict(list)
@@ -200,31 +192,41 @@ def _worst(mesh: tuple[int, ...], mode: str, results: Sequence[Result]) -> tuple
     )
 
 
-def _with_lifted(case: Case, settings: Settings) -> list[Result]:
-    """The case; if memory rules out a plan, also the case without a memory limit."""
-    result = _measure(case, settings)
-    if not result.runs or result.found:
-        return [result]
-    return [result, _measure(replace(case, memory_budget=UNLIMITED), settings)]
+def pipelines(settings: Settings, _: Selection) -> str:
+    """Pipelines of large models, without and with cached blocks."""
+    header = ("case", "cold, s", "cached, s", "pipeline", "step", "idle", "memory", "gap")
+    lines, results = [], []
+    for title, (model, axes, options) in _PIPELINES.items():
+        given = {"stages": "auto", **options}
+        case = Case(model, tuple(axes.values()), axes=tuple(axes), options=given)
+        cold, warm = (_measure(replace(case, cached=c), settings) for c in (False, True))
+        lines.append((title, *_pipeline_cells(cold, warm)))
+        results.append(cold)
+    return f"{rows(header, lines)}\n\n{_notes(results)}".rstrip()
+
+
+def _pipeline_cells(cold: Result, warm: Result) -> tuple[str, ...]:
+    if not (cold.runs and warm.runs):
+        return ("-", "-", "**failed**", *["-"] * 4)
+    times = (f"{result.seconds('total'):.1f}" for result in (cold, warm))
+    made = cold.last["pipeline"]
+    if made is None:
+        return (*times, "one stage" if cold.found else "no plan", *["-"] * 4)
+    axes = " x ".join(f"{name} {size}" for name, size in made["axes"].items())
+    return (
+        *times,
+        f"{made['schedule']}, {made['ranks']} ranks, {made['stages']} stages, {axes}",
+        f"{cold.last['step']:.2f} s",
+        f"{made['idle']:.1%}",
+        f"{cold.last['held'] / 1e9:.0f} GB",
+        f"{cold.gap or 0.0:.1%}",
+    )
 
 
 def service(settings: Settings, _: Selection) -> str:
     """A request to the service, and the same request answered from its cache."""
-    try:
-        path = archive(LLAMA, settings.folder / "models")
-    except ExportFailedError as error:
-        return f"**Failed**: {LLAMA} cannot be exported: {error}"
-    request = {
-        "archive": str(path),
-        "mesh": [8, 8],
-        "options": {
-            "time_limit": settings.time_limit,
-            "relative_gap": settings.relative_gap,
-        },
-        "repetitions": settings.repetitions,
-    }
-    _log(f"service: {LLAMA} on 8x8")
-    got = run_module("benchmarks.service", request, timeout=settings.timeout)
+    request = {"mesh": [8, 8], "repetitions": settings.repetitions}
+    got = _run("benchmarks.service", LLAMA, request, settings)
     if "error" in got:
         return f"**Failed**: {got['error']}"
     megabytes = f"{got['archive_bytes'] / 1e6:.1f} MB sent, {got['answer_bytes'] / 1e6:.1f} MB back"
@@ -244,17 +246,11 @@ def service(settings: Settings, _: Selection) -> str:
 
 def misses(settings: Settings, _: Selection) -> str:
     """Plans of GPT-2 that are not cached: per second, and the time of one."""
-    try:
-        path = archive("gpt2", settings.folder / "models")
-    except ExportFailedError as error:
-        return f"**Failed**: gpt2 cannot be exported: {error}"
     lines, got = [], {}
     for workers in _WORKERS:
-        _log(f"misses: {workers} workers")
-        options = {"time_limit": settings.time_limit, "relative_gap": settings.relative_gap}
-        case = {"archive": str(path), "mesh": [2, 4], "options": options, "workers": workers}
-        request = {**case, "clients": _CLIENTS, "requests": 2 * settings.repetitions}
-        got = run_module("benchmarks.service", request, timeout=settings.timeout)
+        number = 2 * settings.repetitions
+        request = {"mesh": [2, 4], "workers": workers, "clients": _CLIENTS, "requests": number}
+        got = _run("benchmarks.service", "gpt2", request, settings)
         if "error" in got:
             return f"**Failed**: {got['error']}"
         lines.append((str(workers), f"{got['rate']:.2f}", f"{got['processor']:.2f}"))
@@ -263,23 +259,13 @@ def misses(settings: Settings, _: Selection) -> str:
 
 
 def search(settings: Settings, _: Selection) -> str:
-    """All meshes of up to three axes with memory lifted, by `benchmarks/searching.py`."""
-    try:
-        path = archive(_SEARCHED, settings.folder / "models")
-    except ExportFailedError as error:
-        return f"**Failed**: {_SEARCHED} cannot be exported: {error}"
-    _log(f"search: {_SEARCHED}, {_NUM_DEVICES} devices")
+    """All meshes of up to three axes with memory lifted."""
     request = {
-        "archive": str(path),
         "num_devices": _NUM_DEVICES,
         "num_workers": 2,
-        "options": {
-            "memory_budget": UNLIMITED,
-            "time_limit": settings.time_limit,
-            "relative_gap": settings.relative_gap,
-        },
+        "options": {"memory_budget": UNLIMITED},
     }
-    run = run_module("benchmarks.searching", request, timeout=settings.timeout)
+    run = _run("benchmarks.measure", _SEARCHED, request, settings)
     if "error" in run:
         return f"**Failed**: {run['error']}"
     header = (
@@ -327,23 +313,23 @@ TABLES: Mapping[str, Table] = MappingProxyType(
         "depth": depth,
         "axes": axes,
         "large": large,
-        "models": models,
         "shares": shares,
         "service": service,
         "misses": misses,
         "search": search,
         "startup": startup,
+        "pipelines": pipelines,
         "contest": contest,
     }
 )
 """Tables by name, which is also that of the markers in the document."""
 
 REPETITIONS: Mapping[str, int] = MappingProxyType(
-    {"models": 1, "large": 3, "shares": 1, "search": 1, "startup": 20}
+    {"large": 3, "shares": 1, "search": 1, "pipelines": 1, "startup": 20}
 )
 """Measurements of each case, for tables with many or slow cases; the others have 5."""
 
-TIME_LIMITS: Mapping[str, float] = MappingProxyType({"models": 30.0, "shares": 30.0})
+TIME_LIMITS: Mapping[str, float] = MappingProxyType({"shares": 30.0})
 """Time limit of the solver in seconds, for tables with another one than the default."""
 
 
@@ -352,6 +338,11 @@ def _measure(case: Case, settings: Settings) -> Result:
     seconds = f" {result.seconds('total'):.2f} s" if result.runs else ""
     _log(f"{case}: {result.status}{seconds} {result.note}".strip())
     return result
+
+
+def _run(module: str, model: str, request: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
+    _log(f"{module}: {model}, {request}")
+    return run_model(module, model, request, settings)
 
 
 def _log(text: str) -> None:
@@ -371,40 +362,8 @@ def _phase_row(result: Result) -> tuple[str, ...]:
     return (*start, *seconds, f"{result.peak / 1e6:.0f}")
 
 
-def _model_row(result: Result) -> tuple[str, ...]:
-    lifted = result.case.memory_budget is not None
-    start = str(result.case).removesuffix(", memory lifted")
-    if not result.runs:
-        return (start, "lifted" if lifted else "", result.status, *["-"] * 6)
-    objective = result.last["certificate"]["objective"]
-    return (
-        start,
-        "lifted" if lifted else f"{result.last['budget'] / 1e9:.0f} GB",
-        result.status,
-        _gap_text(result),
-        "-" if objective is None else f"{objective * 1e3:.2f}",
-        f"{result.seconds('formulate'):.2f}",
-        f"{result.seconds('solve'):.2f}",
-        f"{result.seconds('total'):.2f}",
-        f"{result.peak / 1e6:.0f}",
-    )
-
-
 def _gap_text(result: Result) -> str:
     return "-" if result.gap is None else f"{result.gap:.3%}"
-
-
-def _verdict(results: Sequence[Result]) -> str:
-    """Number of cases with a plan, with a small gap, and of fast ones."""
-    found = [r for r in results if r.runs and r.gap is not None]
-    close = [r for r in found if r.gap is not None and r.gap <= _WIDE]
-    fast = [r for r in results if r.runs and r.seconds("total") <= _SLOW]
-    infeasible = [r for r in results if r.needs_memory]
-    return (
-        f"{len(results)} cases: {len(found)} have a plan with a bound, {len(close)} of them within "
-        f"{_WIDE:.0%} of it; {len(infeasible)} are proven not to fit into memory; "
-        f"{len(fast)} took at most {_SLOW:.0f} s."
-    )
 
 
 def _notes(results: Sequence[Result]) -> str:

@@ -30,7 +30,7 @@ import httpx2
 from autoshard.graph import load_graph
 from autoshard.mesh import make_mesh
 from autoshard.planner import make_plan
-from benchmarks.document import caption, replace_table
+from benchmarks.document import caption, write_table
 from benchmarks.faults.harness import Service, Worker, graph_of
 from benchmarks.faults.postgres import binaries, running_cluster
 
@@ -154,9 +154,7 @@ def main() -> int:
         graph_of(1)  # exporting is not thread-safe
         pool = Pool(options.requests)
         change_releases(pool, old, new, cluster.create_database())
-    text = options.document.read_text(encoding="utf-8")
-    changed = replace_table(text, "upgrade", f"{conditions}\n\n{_totals(pool.steps)}")
-    options.document.write_text(changed, encoding="utf-8")
+    write_table(options.document, "upgrade", f"{conditions}\n\n{_totals(pool.steps)}")
     return int(any(step.failures or step.unready for step in pool.steps))
 
 

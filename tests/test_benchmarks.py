@@ -40,32 +40,34 @@ def test_a_tiny_model_gets_its_lines_and_the_rest_of_the_page_stays(
     folder: Path, tmp_path: Path
 ) -> None:
     page = Path(shutil.copy(PAGE, tmp_path))
-    asked = ("--tables", "models", "--models", "gpt2-tiny", "--meshes", "2x4", "--repetitions", "2")
+    asked = ("--tables", "shares", "--models", "gpt2-tiny", "--meshes", "2x4", "--repetitions", "2")
     places = ("--folder", folder, "--document", page, "--details", tmp_path)
     done = benchmarks(*asked, *places)
     assert done.returncode == 0, done.stderr
-    table = table_of(page, "models")
-    rows = (tmp_path / "planning_models.md").read_text(encoding="utf-8")
-    for mode in ("training", "inference"):
-        assert f"| gpt2-tiny on 2x4, {mode} | 80 GB | optimal | 0.0" in rows
-        assert f"| 2x4, {mode} | 1 | 1 | 0.0" in table
-    assert "2 cases: 2 have a plan with a bound" in table
+    table = table_of(page, "shares")
+    rows = (tmp_path / "planning_shares.md").read_text(encoding="utf-8")
+    assert "| gpt2-tiny on 2x4, training | optimal | 0.0" in rows
+    assert "| gpt2-tiny on 2x4, training, memory lifted | optimal | 0.0" in rows
+    assert "| 2x4, training | 4 |" in table
+    assert "4 cases: " in table
     assert "medians of 2 runs, a part of the models and meshes" in table
     assert table_of(page, "depth") == table_of(PAGE, "depth")
-    assert len(list((folder / "results").glob("gpt2-tiny-*.json"))) == 2
+    assert len(list((folder / "results").glob("gpt2-tiny-*.json"))) == 4
 
 
 @pytest.mark.thorough
 def test_a_case_that_is_stopped_stays_with_its_reason(folder: Path, tmp_path: Path) -> None:
     page = Path(shutil.copy(PAGE, tmp_path))
-    asked = ("--tables", "models", "--models", "gpt2-tiny", "--meshes", "8", "--timeout", "0.01")
+    asked = ("--tables", "shares", "--models", "gpt2-tiny", "--meshes", "8", "--timeout", "0.01")
     places = ("--folder", folder, "--document", page, "--details", tmp_path)
     done = benchmarks(*asked, *places)
     assert done.returncode == 0, done.stderr
-    assert "| 8, training | 1 | 0 | - | - | - |" in table_of(page, "models")
-    rows = (tmp_path / "planning_models.md").read_text(encoding="utf-8")
-    assert "| gpt2-tiny on 8, training |  | **failed** | - |" in rows
-    assert "- gpt2-tiny on 8, training: stopped after 0.01 s in phase 'start'" in rows
+    assert "| 8, training | 1 | 0 | - | - | - |" in table_of(page, "shares")
+    rows = (tmp_path / "planning_shares.md").read_text(encoding="utf-8")
+    assert "| gpt2-tiny on 8, training, memory lifted | **failed** | - |" in rows
+    assert (
+        "- gpt2-tiny on 8, training, memory lifted: stopped after 0.01 s in phase 'start'" in rows
+    )
 
 
 def test_the_page_has_one_place_for_every_table() -> None:
@@ -80,6 +82,6 @@ def test_the_page_has_one_place_for_every_table() -> None:
 def test_every_model_of_a_table_is_one_that_can_be_exported() -> None:
     code = (
         "from benchmarks.models import MODELS; from benchmarks import tables; "
-        "print(*{*tables.SMALL, *tables._DEPTHS} - set(MODELS))"
+        "print(*{*tables.MODELS, *tables._DEPTHS} - set(MODELS))"
     )
     assert not python(code)

@@ -11,11 +11,9 @@ import pytest
 
 from autoshard.graph import graph_digest, load_graph
 from autoshard.mesh import get_topology
-from autoshard.plan.options import PlanOptions
 from autoshard.planner import make_plan
 from benchmarks.published import cells, report
 from benchmarks.published.accuracy import category_of
-from benchmarks.published.best import largest_dense, share_of_rank
 from benchmarks.published.fitted import FITTED
 from benchmarks.published.hardware import preset_of, topology_of
 from benchmarks.published.layouts import layers_of_stages, request_of
@@ -24,7 +22,6 @@ from benchmarks.published.models import Batch, Dimensions, export_decoder
 from benchmarks.published.predictions import Prediction, predict
 from benchmarks.published.programs import program
 from benchmarks.published.public_models import dimensions_of
-from benchmarks.published.ranking import ranked, ranking_table
 from benchmarks.published.rows import ROWS, Row, RowError, read_rows
 
 ROOT = Path(__file__).parent.parent
@@ -212,7 +209,7 @@ def test_the_command_refuses_a_file_without_rows(tmp_path: Path) -> None:
     assert "the first line has no column id" in done.stderr
 
 
-def test_the_report_has_errors_a_ranking_and_a_plot(rows: dict[str, Row]) -> None:
+def test_the_report_has_errors_and_a_plot(rows: dict[str, Row]) -> None:
     found = predict([rows[FSDP], rows["llmf-017"], rows[MAMBA]], 1)
     assert "| A | FSDP | 2 | 2 |" in report.summary_table(found)
     table = report.cross_validation_table(found)
@@ -222,23 +219,6 @@ def test_the_report_has_errors_a_ranking_and_a_plot(rows: dict[str, Row]) -> Non
     assert "| 1 | state-space" in report.reasons_table(found)
     assert report.plot(found).count("<title>") == 2
     assert report.percentile([0.1, 0.2, 0.3], 0.9) == 0.3
-
-
-def test_layouts_of_one_model_on_one_cluster_are_ranked(rows: dict[str, Row]) -> None:
-    """moezoo has four layouts: 2 and 3 take equally long, 4 longer, and 5 longest."""
-    layouts = [rows[f"moezoo-{number}"] for number in (2, 3, 4, 5)]
-    seconds = (18.0, 25.0, 24.0, 30.0)
-    found = [Prediction(row, s, {}) for row, s in zip(layouts, seconds, strict=True)]
-    pairs = {
-        (pair.faster.row.id[-1], pair.slower.row.id[-1]): pair.is_right for pair in ranked(found)
-    }
-    assert pairs == {
-        ("2", "4"): True, ("2", "5"): True, ("3", "4"): False, ("3", "5"): True, ("4", "5"): True
-    }  # fmt: skip
-    assert ranking_table(found).startswith("Ranked right: 4 of 5 pairs (80%).")
-    assert ranked(found[:2]) == [], "two layouts are too few"
-    again = replace(found[0], row=Row({**found[0].row.texts, "id": "again", "step_time_s": "30"}))
-    assert ranked([*found[:2], again]) == [], "only two differ"
 
 
 def test_more_stages_than_layers_leave_the_ends_empty(rows: dict[str, Row]) -> None:
@@ -418,19 +398,6 @@ def test_torchtitan_divides_the_batch_of_a_rank_for_a_pipeline(rows: dict[str, R
     assert request.options.training.micro_batches == 4
     assert request.options.constraints.algo == "megatron-sp"
     assert "micro-batches of 1 sequence" in request.assumed
-
-
-def test_the_optimizer_chooses_on_the_mesh_of_a_published_run(rows: dict[str, Row]) -> None:
-    """Llama-2-70B on 8 GPUs is planned as a pipeline rank's layers; a row counts once."""
-    row = changed(rows["dgxc-064"], layers="16", pp="8", vpp="1")
-    request = share_of_rank(request_of(row))
-    assert [axis.name for axis in request.mesh.axes] == ["dp", "tp"]
-    assert (request.dims.layers, request.options.pipeline.stages) == (
-        2,
-        PlanOptions().pipeline.stages,
-    )
-    found = [Prediction(row, 1.0, {}), Prediction(changed(row, id="same"), 1.0, {})]
-    assert [one.row.id for one in largest_dense(found, 20)] == [row.id]
 
 
 def test_memory_of_runs_is_compared_with_that_of_their_devices(rows: dict[str, Row]) -> None:

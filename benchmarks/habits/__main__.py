@@ -19,7 +19,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.document import caption, commit, replace_table
+from benchmarks.document import caption, commit, write_table
 from benchmarks.habits.launches import LOOPS_PER_MODEL, Result, prepare, run_launch
 from benchmarks.habits.outcomes import (
     BY_TORCH,
@@ -47,8 +47,8 @@ _MEANINGS = {
 def main() -> int:
     """Run combinations and write the result; 1 if one was wrong."""
     options = _parser().parse_args()
-    if options.solver.seed is not None:
-        return _again(options.solver.seed)
+    if options.seed is not None:
+        return _again(options.seed)
     if options.again:
         shutil.rmtree(options.folder, ignore_errors=True)
     options.folder.mkdir(parents=True, exist_ok=True)
@@ -59,9 +59,7 @@ def main() -> int:
     print(table)
     if options.write:
         _RESULT.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", "utf-8")
-        text = options.document.read_text(encoding="utf-8")
-        changed = replace_table(text, "random habits", f"{head}\n\n{table}")
-        options.document.write_text(changed, encoding="utf-8")
+        write_table(options.document, "random habits", f"{head}\n\n{table}")
     return int(bool(record["outcomes"].get(WRONG)))
 
 

@@ -20,7 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from benchmarks.document import caption, commit, replace_table
+from benchmarks.document import caption, commit, write_table
 from benchmarks.interrupted_saves.subjects import FORMER, NEW, NUM_RANKS, SUBJECTS
 from benchmarks.interrupted_saves.trials import FAULTS, Call, Trial, formers, prepare, trials
 
@@ -32,14 +32,14 @@ _RESULT = Path(__file__).parents[1] / "results" / "interrupted_saves.json"
 def main() -> int:
     """Run trials and write the result; 1 if one was wrong."""
     options = _parser().parse_args()
-    head = caption(f"{NUM_RANKS} ranks, seed {options.solver.seed}")
+    head = caption(f"{NUM_RANKS} ranks, seed {options.seed}")
     if options.again:
         shutil.rmtree(options.folder, ignore_errors=True)
     options.folder.mkdir(parents=True, exist_ok=True)
     prepare()
     with TemporaryDirectory(prefix="former-") as name:
         places = formers(Path(name), options.only or [*SUBJECTS])
-        drawn = list(trials(places, options.count, options.solver.seed))
+        drawn = list(trials(places, options.count, options.seed))
         context = multiprocessing.get_context("fork")
         workers = [
             context.Process(target=_work, args=(drawn, places, options, number))
@@ -57,9 +57,7 @@ def main() -> int:
     if options.write:
         lines = ",\n".join(map(json.dumps, kept))
         _RESULT.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
-        text = _DOCUMENT.read_text(encoding="utf-8")
-        changed = replace_table(text, "interrupted saves", f"{head}\n\n{summary}")
-        _DOCUMENT.write_text(changed, encoding="utf-8")
+        write_table(_DOCUMENT, "interrupted saves", f"{head}\n\n{summary}")
     return int(len(done) < options.count or any(trial.wrong for trial in done))
 
 
@@ -68,7 +66,7 @@ def _work(
 ) -> None:
     """Run each of several workers' trials whose result is not in the folder yet."""
     for number in range(first, len(drawn), options.processes):
-        file = options.folder / f"{options.solver.seed}-{number:05}.json"
+        file = options.folder / f"{options.seed}-{number:05}.json"
         if file.exists():
             continue
         begun, trial = time.perf_counter(), drawn[number]

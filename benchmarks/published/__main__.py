@@ -2,11 +2,11 @@
 
     python -m benchmarks.published [ROWS.csv] [--json OUT] [--predictions OUT]
                                    [--document docs/predictions.md] [--details FOLDER]
-                                   [--accuracy] [--best 20]
+                                   [--accuracy]
 
 Every row is built from its dimensions, planned in its published layout, and compared with the
 published time of a step. With --predictions, nothing is planned: the predictions are those of a
-file that --json wrote. With --best, the optimizer chooses other layouts for the largest dense runs.
+file that --json wrote.
 """
 
 import argparse
@@ -19,20 +19,16 @@ from autoshard.pricing.accuracy import TABLE
 from benchmarks.document import replace_table
 from benchmarks.published import report
 from benchmarks.published.accuracy import accuracy_json, accuracy_rows, accuracy_table
-from benchmarks.published.best import choice_table, choose, largest_dense
 from benchmarks.published.memory import memory_table
 from benchmarks.published.predictions import Prediction, predict
-from benchmarks.published.ranking import ranking_table
 from benchmarks.published.rows import ROWS, Row, RowError, read_rows
 
 _TABLE = "autoshard/pricing/accuracy.json"
 _PICTURE = Path("pictures") / "predictions.svg"
-_ROWS, _SOURCES, _CHOICES = "predictions.csv", "predictions_by_source.md", "predictions_best.md"
+_ROWS, _SOURCES = "predictions.csv", "predictions_by_source.md"
 _SOURCES_HEAD = """# Errors of predictions by source
 
-By source and GPU; on the rows of each source that fitted no constant; and pairs of layouts."""
-_CHOICES_HEAD = """# The optimizer's own choice on the largest dense rows
-"""
+By source and GPU; and on the rows of each source that fitted no constant."""
 
 
 def main() -> int:
@@ -46,9 +42,6 @@ def main() -> int:
     parser.add_argument(
         "--accuracy", action="store_true", help=f"write the errors of predictions to {_TABLE}"
     )
-    parser.add_argument(
-        "--best", type=int, metavar="NUMBER", help="plan so many dense runs without their layout"
-    )
     parser.add_argument("--processes", type=int, default=2, help="number of processes")
     parser.add_argument(
         "--time-limit", type=float, default=600.0, help="seconds after which no row is planned"
@@ -61,7 +54,6 @@ def main() -> int:
         return 2
     predictions = _predictions(rows, options)
     print(report.summary_table(predictions))
-    print(ranking_table(predictions).splitlines()[0])
     if options.json is not None:
         text = json.dumps([one.to_json() for one in predictions], indent=1)
         options.json.write_text(text + "\n", encoding="utf-8")
@@ -69,13 +61,6 @@ def main() -> int:
         _write(options.document, predictions)
     if options.details is not None:
         _write_details(options.details, predictions)
-    if options.best:
-        largest = largest_dense(predictions, options.best)
-        show = partial(print, flush=True)
-        table = choice_table(choose(largest, time_limit=options.solver.time_limit, report=show))
-        print(table)
-        if options.details is not None:
-            (options.details / _CHOICES).write_text(f"{_CHOICES_HEAD}\n{table}\n", "utf-8")
     if options.accuracy:
         TABLE.write_text(accuracy_json(accuracy_rows(predictions)), encoding="utf-8")
     return 0
@@ -84,7 +69,7 @@ def main() -> int:
 def _predictions(rows: list[Row], options: argparse.Namespace) -> list[Prediction]:
     if options.predictions is None:
         show = partial(print, flush=True)
-        return predict(rows, options.processes, time_limit=options.solver.time_limit, report=show)
+        return predict(rows, options.processes, time_limit=options.time_limit, report=show)
     found = {one["id"]: one for one in json.loads(options.predictions.read_text(encoding="utf-8"))}
     return [Prediction.from_json(row, found[row.id]) for row in rows if row.id in found]
 
@@ -92,7 +77,6 @@ def _predictions(rows: list[Row], options: argparse.Namespace) -> list[Predictio
 def _tables(predictions: list[Prediction]) -> dict[str, str]:
     return {
         "errors": report.summary_table(predictions),
-        "ranking": ranking_table(predictions).splitlines()[0],
         "memory": memory_table(predictions),
         "reasons": report.reasons_table(predictions),
         "accuracy": accuracy_table(accuracy_rows(predictions)),
@@ -108,11 +92,7 @@ def _write(document: Path, predictions: list[Prediction]) -> None:
 
 
 def _write_details(folder: Path, predictions: list[Prediction]) -> None:
-    tables = (
-        report.source_table(predictions),
-        report.cross_validation_table(predictions),
-        ranking_table(predictions),
-    )
+    tables = (report.source_table(predictions), report.cross_validation_table(predictions))
     (folder / _SOURCES).write_text("\n\n".join([_SOURCES_HEAD, *tables]) + "\n", "utf-8")
     (folder / _ROWS).write_text(report.rows_csv(predictions), encoding="utf-8", newline="")
 

@@ -4,164 +4,114 @@ from collections import defaultdict
 from collections.abc import Sequence
 from itertools import groupby
 
+from benchmarks.planning import UNLIMITED, Result
 from benchmarks.tables import rows
 from benchmarks.zoo.families import FAMILIES
-from benchmarks.zoo.measure import MESHES, MODES, Outcome
-from benchmarks.zoo.ranks import RankOutcome
 
+MESHES = ((8,), (2, 4))
+MODES = ("training", "inference")
 _MOST_GAP = 0.01
 _MOST_WHOLE = 0.02
 
 
-def planned_table(outcomes: Sequence[Outcome]) -> str:
+def planned_table(results: Sequence[Result]) -> str:
     """A row per mesh and mode; then the totals, and the families that miss a goal."""
     header = ("mesh", "families", "checked plan", "gap", "replicated", "all three", "longest, s")
-    cases: dict[tuple[tuple[int, ...], str], list[Outcome]] = defaultdict(list)
-    for outcome in outcomes:
-        cases[outcome.mesh, outcome.mode].append(outcome)
-    table = rows(header, (_totals(*case, found) for case, found in cases.items()))
-    return "\n\n".join([table, _verdict(_families(outcomes)), _missed(outcomes)]).rstrip()
+    cases: dict[str, list[Result]] = defaultdict(list)
+    for result in results:
+        cases[_column(result)].append(result)
+    table = rows(header, (_totals(*case) for case in cases.items()))
+    return "\n\n".join([table, _verdict(_families(results)), _missed(results)]).rstrip()
 
 
-def _totals(mesh: tuple[int, ...], mode: str, outcomes: Sequence[Outcome]) -> list[str]:
-    planned = [o for o in outcomes if o.found]
+def _totals(column: str, results: Sequence[Result]) -> list[str]:
+    planned = [result for result in results if result.is_legal]
     counts = (
-        len(outcomes),
+        len(results),
         len(planned),
-        sum(o.gap is not None and o.gap < _MOST_GAP for o in planned),
-        sum(o.run["share_whole"] < _MOST_WHOLE for o in planned),
-        sum(map(_is_good, outcomes)),
+        sum(r.gap is not None and r.gap < _MOST_GAP for r in planned),
+        sum(r.last["share_whole"] < _MOST_WHOLE for r in planned),
+        sum(map(_is_good, results)),
     )
-    longest = f"{max(o.cpu for o in planned):.1f}" if planned else "-"
-    return [f"{_mesh(mesh)}, {mode}", *map(str, counts), longest]
+    longest = f"{max(r.last['processor'] for r in planned):.1f}" if planned else "-"
+    return [column, *map(str, counts), longest]
 
 
-def _missed(outcomes: Sequence[Outcome]) -> str:
+def _missed(results: Sequence[Result]) -> str:
     """A line per family that misses a goal, with the case that misses it most."""
     lines = []
-    for name, found in _families(outcomes):
-        missed = [outcome for outcome in found if not _is_good(outcome)]
+    for name, found in _families(results):
+        missed = [result for result in found if not _is_good(result)]
         if missed:
-            worst = max(missed, key=lambda o: (o.run.get("share_whole", 0.0), o.gap or 0.0))
+            worst = max(missed, key=lambda r: (_share_whole(r), r.gap or 0.0))
             lines.append(f"- {name}, {len(missed)} of {len(found)} cases: {_why(worst)}")
     return "\n".join(lines)
 
 
-def _families(outcomes: Sequence[Outcome]) -> list[tuple[str, list[Outcome]]]:
-    return [(name, list(found)) for name, found in groupby(outcomes, lambda o: o.family)]
+def _share_whole(result: Result) -> float:
+    return (result.last["share_whole"] or 0.0) if result.runs else 0.0
 
 
-def planned_rows(outcomes: Sequence[Outcome]) -> str:
+def _families(results: Sequence[Result]) -> list[tuple[str, list[Result]]]:
+    return [(name, list(found)) for name, found in groupby(results, lambda r: r.case.name)]
+
+
+def planned_rows(results: Sequence[Result]) -> str:
     """A row per family, a column per mesh and mode; then notes on failed goals."""
-    columns = [f"{_mesh(mesh)}, {mode}" for mesh in MESHES for mode in MODES]
+    columns = list(dict.fromkeys(map(_column, results)))
     header = ("family", "size", "parameters", "nodes", *columns)
-    table = rows(header, (_row(name, found) for name, found in _families(outcomes)))
-    return f"{table}\n\n{_notes(outcomes)}"
+    table = rows(header, (_row(*family) for family in _families(results)))
+    notes = [f"- {result.case}: {_why(result)}" for result in results if not _is_good(result)]
+    return "\n\n".join([table, *filter(None, ["\n".join(notes)])])
 
 
-def _row(name: str, outcomes: Sequence[Outcome]) -> list[str]:
-    known = {(outcome.mesh, outcome.mode): outcome for outcome in outcomes}
-    run = next((o.run for o in outcomes if "error" not in o.run), None)
+def _row(name: str, results: Sequence[Result]) -> list[str]:
+    run = next((r.last for r in results if r.runs), None)
     sizes = ["-", "-"] if run is None else [_count(run["parameters"]), f"{run['operators']:,}"]
-    cells = [known.get((mesh, mode)) for mesh in MESHES for mode in MODES]
-    return [name, FAMILIES[name].note, *sizes, *("" if c is None else _cell(c) for c in cells)]
+    return [name, FAMILIES[name].note, *sizes, *map(_cell, results)]
 
 
-def _cell(outcome: Outcome) -> str:
+def _cell(result: Result) -> str:
     """Status unless optimal, gap, seconds, share of time in replicated operators."""
-    run = outcome.run
-    if "error" in run:
-        return "**failed**"
-    if not outcome.found:
-        return f"**{run['certificate']['status'] if not run['legal'] else 'invalid'}**"
-    status = run["certificate"]["status"]
-    words = [] if status == "optimal" else [status]
-    words.append("no bound" if outcome.gap is None else f"{outcome.gap:.2%}")
-    words += [f"{outcome.cpu:.1f} s", f"{run['share_whole']:.2%}"]
-    return ", ".join(words) + (" †" if outcome.lifted else "")
+    if not result.is_legal:
+        return result.status
+    words = [] if result.status == "optimal" else [result.status]
+    words.append("no bound" if result.gap is None else f"{result.gap:.2%}")
+    words += [f"{result.last['processor']:.1f} s", f"{result.last['share_whole']:.2%}"]
+    return ", ".join(words) + (" †" if result.case.memory_budget == UNLIMITED else "")
 
 
-def _verdict(groups: Sequence[tuple[str, Sequence[Outcome]]]) -> str:
-    wanted = len(MESHES) * len(MODES)
-    full = [found for _, found in groups if len(found) == wanted]
-    good = [found for found in full if all(map(_is_good, found))]
+def _verdict(groups: Sequence[tuple[str, Sequence[Result]]]) -> str:
+    good = [found for _, found in groups if all(map(_is_good, found))]
     return (
-        f"{len(groups)} of {len(FAMILIES)} families measured, {len(full)} of them in all "
-        f"{wanted} cases. In {len(good)} families all cases have a checked plan, a gap under "
-        f"{_MOST_GAP:.0%}, and under {_MOST_WHOLE:.0%} of the time in replicated operators."
+        f"{len(groups)} of {len(FAMILIES)} families measured. In {len(good)} families all "
+        f"cases have a checked plan, a gap under {_MOST_GAP:.0%}, and under {_MOST_WHOLE:.0%} "
+        "of the time in replicated operators."
     )
 
 
-def _is_good(outcome: Outcome) -> bool:
-    gap = outcome.gap
-    return (
-        outcome.found
-        and gap is not None
-        and gap < _MOST_GAP
-        and outcome.run["share_whole"] < _MOST_WHOLE
-    )
+def _is_good(result: Result) -> bool:
+    gap = result.gap
+    is_close = gap is not None and gap < _MOST_GAP
+    return result.is_legal and is_close and result.last["share_whole"] < _MOST_WHOLE
 
 
-def _notes(outcomes: Sequence[Outcome]) -> str:
-    lines = [f"- {_name(o)}: {_why(o)}" for o in outcomes if not _is_good(o)]
-    codes = sorted({outcome.code for outcome in outcomes})
-    return "\n".join([*lines, "", _codes(codes)])
-
-
-def _why(outcome: Outcome) -> str:
+def _why(result: Result) -> str:
     """The goal that a case misses."""
-    run = outcome.run
-    if "error" in run or not outcome.found:
-        return run.get("error") or run["reason"] or "no plan"
+    if not result.is_legal:
+        return result.note or "no plan"
+    run = result.last
     if run["share_whole"] >= _MOST_WHOLE:
         uses = run["coverage"]["operators"]
         total = run["coverage"]["total"]
         dear = [use for use in uses if (use["time_whole"] or 0.0) / total > _MOST_WHOLE / 10]
         named = (f"`{use['operator']}` {use['time_whole'] / total:.1%}" for use in dear)
         return f"replicated on every rank: {', '.join(named)}"
-    return f"gap {outcome.gap:.2%}" if outcome.gap is not None else "nothing is proven"
+    return f"gap {result.gap:.2%}" if result.gap is not None else "nothing is proven"
 
 
-def ranks_table(outcomes: Sequence[RankOutcome]) -> str:
-    """A row per precision and number of ranks, with the families that failed."""
-    columns = sorted({outcome.column for outcome in outcomes})
-    lines = []
-    for column in columns:
-        found = [outcome for outcome in outcomes if outcome.column == column]
-        failed = [outcome.family for outcome in found if outcome.error]
-        equal = str(len(found) - len(failed))
-        lines.append((column, str(len(found)), equal, ", ".join(failed) or "-"))
-    return rows(("case", "families", "equal", "failed"), lines)
-
-
-def ranks_rows(outcomes: Sequence[RankOutcome]) -> str:
-    """A row per family, a column per precision and number of ranks; then the failures."""
-    columns = sorted({outcome.column for outcome in outcomes})
-    families = dict.fromkeys(outcome.family for outcome in outcomes)
-    known = {(outcome.family, outcome.column): outcome.error for outcome in outcomes}
-    table = rows(
-        ("family", *columns),
-        ([family, *(_word(known.get((family, c))) for c in columns)] for family in families),
-    )
-    lines = [f"- {outcome}" for outcome in outcomes if outcome.error]
-    codes = sorted({outcome.code for outcome in outcomes})
-    return "\n\n".join([table, *filter(None, ["\n".join(lines)]), _codes(codes)])
-
-
-def _word(error: str | None) -> str:
-    return "" if error is None else "**failed**" if error else "equal"
-
-
-def _codes(codes: Sequence[str]) -> str:
-    return f"Code: {', '.join(codes)}."
-
-
-def _mesh(mesh: tuple[int, ...]) -> str:
-    return "x".join(map(str, mesh))
-
-
-def _name(outcome: Outcome) -> str:
-    return f"{outcome.family} on {_mesh(outcome.mesh)}, {outcome.mode}"
+def _column(result: Result) -> str:
+    return f"{result.case.mesh_text}, {result.case.mode}"
 
 
 def _count(number: int) -> str:

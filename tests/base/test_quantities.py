@@ -169,7 +169,7 @@ def test_an_answer_has_numbers_only() -> None:
 def test_options_take_strings() -> None:
     options = PlanOptions(memory_budget="1.5GB")
     assert options == PlanOptions(memory_budget=1_500_000_000)
-    assert options.model_dump(mode="json")["memory_budget"] == 1_500_000_000
+    assert options.model_dump(mode="json")["memory"]["budget"] == 1_500_000_000
 
 
 def test_memory_without_a_unit_may_be_a_mistake() -> None:

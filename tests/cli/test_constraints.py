@@ -185,10 +185,18 @@ def test_search_ranks_meshes_and_writes_the_best(
         (["--forbid", "all_gather:weights"], "'parameters' or 'activations'"),
         (["--batch-axis", "pp"], "'pp'"),
         (["--time-limit", "-1"], "--time-limit"),
+        (["--mesh", "two"], "is not a mesh"),
+        (["--mesh", "0"], "size 0"),
+        (["--mesh", "2", "--axes", "a,b"], "axis names"),
+        (["--mesh", "2", "--topology", "abacus"], "abacus"),
+        (["--intra-bandwidth", "-1", "--inter-bandwidth", "1"], "bandwidth"),
+        (["--topology", "h100-sxm", "--intra-bandwidth", "1GB/s"], "leave one"),
+        (["--memory-budget", "much"], "much"),
     ],
 )
 def test_bad_options_are_named(archive: Path, arguments: list[str], complaint: str) -> None:
-    result = autoshard("plan", archive, "--mesh", "2,2", *arguments)
+    mesh = [] if "--mesh" in arguments else ["--mesh", "2,2"]
+    result = autoshard("plan", archive, *mesh, *arguments)
     assert result.exit_code == 1
     assert "error:" in result.output
     assert complaint in result.output
@@ -197,6 +205,8 @@ def test_bad_options_are_named(archive: Path, arguments: list[str], complaint: s
 @pytest.mark.parametrize(
     ("option", "choices"),
     [
+        ("--mode", ["training", "inference"]),
+        ("--optimizer", ["adamw", "sgd"]),
         ("--algo", ["optimal", "megatron"]),
         ("--activation-checkpointing", ["auto", "never", "always"]),
         ("--reshard-after-forward", ["auto", "never", "always"]),

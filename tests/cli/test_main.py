@@ -2,7 +2,6 @@ import json
 from importlib.metadata import version
 from pathlib import Path
 
-import pytest
 from support.command_line import autoshard
 from support.models import meta, residuals
 
@@ -101,37 +100,6 @@ def test_check_finds_a_bound_that_is_wrong(archive: Path, tmp_path: Path) -> Non
     assert "none takes less than" in result.output
     refused = autoshard("plan", archive, "--mesh", "2", "--solver", "nosuch")
     assert "finds no solver NOSUCH of integer programs" in refused.output
-
-
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        (["--mesh", "two"], "is not a mesh"),
-        (["--mesh", "0"], "size 0"),
-        (["--mesh", "2", "--axes", "a,b"], "axis names"),
-        (["--mesh", "2", "--topology", "abacus"], "abacus"),
-        (["--mesh", "2,2", "--intra-bandwidth", "-1", "--inter-bandwidth", "1"], "bandwidth"),
-        (["--mesh", "2,2", "--topology", "h100-sxm", "--intra-bandwidth", "1GB/s"], "leave one"),
-        (["--mesh", "2", "--memory-budget", "much"], "much"),
-    ],
-)
-def test_bad_options_are_named(archive: Path, arguments: list[str], complaint: str) -> None:
-    result = autoshard("plan", archive, *arguments)
-    assert result.exit_code == 1
-    assert "error:" in result.output
-    assert complaint in result.output
-
-
-@pytest.mark.parametrize(
-    ("option", "choices"),
-    [("--mode", ("training", "inference")), ("--optimizer", ("adamw", "sgd"))],
-)
-def test_an_unknown_choice_is_refused_with_the_known_ones(
-    option: str, choices: tuple[str, ...], archive: Path
-) -> None:
-    result = autoshard("plan", archive, "--mesh", "2", option, "dreaming")
-    assert result.exit_code == 2
-    assert all(choice in result.output for choice in choices)
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

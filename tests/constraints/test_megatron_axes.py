@@ -160,8 +160,6 @@ def test_equal_stages_run_eager_where_asked(dense: Graph) -> None:
         make_plan(
             dense,
             "pp=2,dp=2,tp=2",
-            runtime="other",
-            execution="compile",
             eager_modules=modules,
             **options,
         )

@@ -1,6 +1,6 @@
 """Calls of operators with real tensors."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,28 @@ from autoshard.ops import Call
 from autoshard.ops.examples import SIZES, examples_of
 from autoshard.ops.pointwise import SPECS, pointwise
 from autoshard.ops.registry import FAMILIES
+
+MakeExample = Callable[..., Any]
+"""The fixture `example`."""
+Prove = Callable[..., set[str]]
+"""The fixture `prove`."""
+
+
+class Values:
+    """Random tensors from a seed."""
+
+    def __init__(self, seed: int) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def real(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, dtype=torch.float64, generator=self.generator)
+
+    def positive(self, *shape: int) -> torch.Tensor:
+        return torch.rand(shape, dtype=torch.float64, generator=self.generator) + 0.1
+
+    def ids(self, limit: int, *shape: int) -> torch.Tensor:
+        return torch.randint(limit, shape, generator=self.generator)
+
 
 ELEMENTWISE = dict.fromkeys(
     name.split(".")[1]

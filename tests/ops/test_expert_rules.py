@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ops.calls import make_example
+from ops.calls import Values, make_example
 from ops.pieces import Coordinate, Pieces, assemble, distribute, share_of, slice_of
 from ops.simulation import Simulation, prove_rule
 from support.expert_operators import ordered
@@ -16,11 +16,8 @@ from autoshard.graph.experts import groups_of_rows
 from autoshard.layouts import Kind, Layout, R
 from autoshard.ops import rule_for, saved_tensors, strategies
 
-GENERATOR = torch.Generator().manual_seed(7)
-
-
-def real(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=GENERATOR)
+VALUES = Values(7)
+real = VALUES.real
 
 
 @dataclass(frozen=True)
@@ -33,7 +30,9 @@ class Sizes:
     width: int = 8
 
     def ids(self) -> torch.Tensor:
-        rows = [torch.randperm(self.experts - 1, generator=GENERATOR) for _ in range(self.tokens)]
+        rows = [
+            torch.randperm(self.experts - 1, generator=VALUES.generator) for _ in range(self.tokens)
+        ]
         return torch.stack(rows)[:, : self.slots]
 
     def arguments(self, operator: str) -> dict[str, Any]:

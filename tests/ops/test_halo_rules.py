@@ -5,19 +5,14 @@ from typing import Any
 
 import pytest
 import torch
+from ops.calls import MakeExample, Prove, Values
 
 from autoshard.errors import PlanError
 from autoshard.layouts import Layout, R, S
 from autoshard.ops import InnerCollective, Operation, Strategy, rule_for, strategies
 
-MakeExample = Callable[..., Any]
-Prove = Callable[..., set[str]]
-
-GENERATOR = torch.Generator().manual_seed(5)
-
-
-def real(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=GENERATOR)
+VALUES = Values(5)
+real = VALUES.real
 
 
 CONV1D, CONV2D, CONV3D = (f"aten.conv{rank}d.default" for rank in (1, 2, 3))
@@ -30,7 +25,7 @@ ALONE = {"count_include_pad": False}
 GIVEN = {"output_size": None, "align_corners": False}
 
 IMAGE, FILTERS = real(1, 2, 12, 3), real(2, 2, 3, 3)
-TIES = torch.randint(0, 3, (1, 2, 12, 4), generator=GENERATOR).double()
+TIES = torch.randint(0, 3, (1, 2, 12, 4), generator=VALUES.generator).double()
 CASES: list[tuple[str, dict[str, Any], tuple[int, int]]] = [
     # convolutions: of the kernel's extent, less a stride, the padding comes from before
     (CONV2D, {"input": IMAGE, "weight": FILTERS, "bias": real(2), "padding": [1, 1]}, (1, 1)),

@@ -1,19 +1,11 @@
 """Rules of operators on images and audio, on simulated ranks, forward and backward."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
+from ops.calls import MakeExample, Prove, Values
 
-MakeExample = Callable[..., Any]
-Prove = Callable[..., set[str]]
-
-GENERATOR = torch.Generator().manual_seed(4)
-
-
-def real(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=GENERATOR)
+real = Values(4).real
 
 
 CONV1D = "aten.conv1d.default"

@@ -6,14 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from ops.calls import MakeExample, Prove
 from support.models import gpt2, graph_of, llama, small_graph
 from torch import nn
 
 from autoshard.layouts import S
 from autoshard.ops import interleaved_types, rule_for, strategies
-
-MakeExample = Callable[..., Any]
-Prove = Callable[..., set[str]]
 
 THIRDS, HALVES, HEADS = (1, 1, 1), (1, 1), (1, 1, 1, 1)
 

@@ -2,19 +2,16 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
+from ops.calls import MakeExample
 from ops.discovery import missing_options
 from ops.test_image_rules import CASES as IMAGES
 from ops.test_product_rules import CASES as PRODUCTS
 from ops.test_shape_rules import CASES as SHAPES
 
 from autoshard.ops import rule_for
-
-MakeExample = Callable[..., Any]
 
 LENDS = "The values do not matter, and others read the tensor, replicated or sharded, anyway."
 SCALES = "Scales and weights of classes are parameters, which never arrive as sums."

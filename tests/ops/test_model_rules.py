@@ -1,10 +1,10 @@
 """Every distinct call of real models has a rule, which holds on simulated ranks."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from ops.calls import MakeExample, Prove
 from support.models import Case, bert, gpt2, graph_of, llama, mlp
 from transformers import (
     SegformerConfig,
@@ -19,9 +19,6 @@ from transformers import (
 
 from autoshard.graph import Argument, DType, Ref, Tensor, Token
 from autoshard.ops import Call, call_of, has_rule, spec_for
-
-MakeExample = Callable[..., Any]
-Prove = Callable[..., set[str]]
 
 
 def t5() -> Case:

@@ -1,33 +1,19 @@
 """Rules of operators that compute, on simulated ranks, forward and backward."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import transformers.integrations.moe  # noqa: F401  registers an operator
+from ops.calls import MakeExample, Prove, Values
 
-MakeExample = Callable[..., Any]
-Prove = Callable[..., set[str]]
-
-GENERATOR = torch.Generator().manual_seed(1)
-
-
-def real(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=GENERATOR)
-
-
-def positive(*shape: int) -> torch.Tensor:
-    return torch.rand(shape, dtype=torch.float64, generator=GENERATOR) + 0.1
-
-
-def ids(limit: int, *shape: int) -> torch.Tensor:
-    return torch.randint(limit, shape, generator=GENERATOR)
+VALUES = Values(1)
+real, positive, ids = VALUES.real, VALUES.positive, VALUES.ids
 
 
 def mask(*shape: int) -> torch.Tensor:
     """A mask that leaves every row something to look at."""
-    allowed = torch.rand(shape, generator=GENERATOR) > 0.4
+    allowed = torch.rand(shape, generator=VALUES.generator) > 0.4
     allowed[..., 0] = True
     return allowed
 

@@ -1,7 +1,6 @@
 """The comparison of rules with execution, and wrong rules that it must reject."""
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -9,12 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ops.calls import MakeExample, Prove
 
 from autoshard.layouts import Layout
 from autoshard.ops import OperatorRule, Reductions, Strategy, axis_rules, rule_for, strategies
-
-MakeExample = Callable[..., Any]
-Prove = Callable[..., set[str]]
 
 
 def real(*shape: int) -> torch.Tensor:

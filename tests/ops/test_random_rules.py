@@ -1,14 +1,12 @@
 """Random operators on simulated ranks: shards draw different numbers, replicas equal ones."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from ops.calls import MakeExample
 
 from autoshard.ops import rule_for, strategies
-
-MakeExample = Callable[..., Any]
 
 HALVES = torch.full((4, 256), 0.5, dtype=torch.float64)
 SIZE = {"size": [4, 256]}

@@ -1,17 +1,16 @@
 """The specs: their operators exist, and no field is missing."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import transformers.integrations.moe  # noqa: F401  registers an operator
+from ops.calls import MakeExample
 
 from autoshard.errors import SchemaError
 from autoshard.graph import DType, Graph, Node, Ref, Tensor
 from autoshard.ops import Call, call_of, has_rule, is_view, registry, rule_for, spec_for
-
-MakeExample = Callable[..., Any]
 
 
 def named(name: str) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from ops.calls import ELEMENTWISE, example_cases
+from ops.calls import ELEMENTWISE, MakeExample, example_cases
 from ops.test_image_rules import CASES as IMAGES
 from ops.test_product_rules import CASES as PRODUCTS
 from ops.test_product_rules import SDPA, SQUARE, mask
@@ -18,7 +18,6 @@ from autoshard.ops import backward_workspace, saved_tensors
 from autoshard.ops.registry import FAMILIES
 from autoshard.ops.rules.spec import saves_everything
 
-MakeExample = Callable[..., Any]
 Arguments = dict[str, Any]
 Run = Callable[[tuple[torch.Tensor, ...]], Sequence[Any]]
 

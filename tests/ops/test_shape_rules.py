@@ -1,34 +1,19 @@
 """Rules of operators that move, combine and reduce elements, on simulated ranks."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from ops.calls import ELEMENTWISE
+from ops.calls import ELEMENTWISE, MakeExample, Prove, Values
 
 from autoshard.ops import has_rule
 
-MakeExample = Callable[..., Any]
-Prove = Callable[..., set[str]]
-
-GENERATOR = torch.Generator().manual_seed(2)
-
-
-def real(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=GENERATOR)
-
-
-def positive(*shape: int) -> torch.Tensor:
-    return torch.rand(shape, dtype=torch.float64, generator=GENERATOR) + 0.1
-
-
-def ids(limit: int, *shape: int) -> torch.Tensor:
-    return torch.randint(limit, shape, generator=GENERATOR)
+VALUES = Values(2)
+real, positive, ids = VALUES.real, VALUES.positive, VALUES.ids
 
 
 def flags(*shape: int) -> torch.Tensor:
-    return torch.rand(shape, generator=GENERATOR) > 0.4
+    return torch.rand(shape, generator=VALUES.generator) > 0.4
 
 
 X = real(4, 6, 8)

@@ -1,26 +1,20 @@
 """Rules of operators along sharded dims: equal statistics on every rank, exact results."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from ops.calls import MakeExample, Prove, Values
 
 from autoshard.ops import rule_for, strategies
 from autoshard.runtime.program.sharded_kernels import attention
 
-MakeExample = Callable[..., Any]
-Prove = Callable[..., set[str]]
-
-GENERATOR = torch.Generator().manual_seed(11)
-
-
-def real(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=GENERATOR)
+VALUES = Values(11)
+real = VALUES.real
 
 
 def shares(*shape: int) -> torch.Tensor:
-    return torch.rand(shape, dtype=torch.float64, generator=GENERATOR)
+    return torch.rand(shape, dtype=torch.float64, generator=VALUES.generator)
 
 
 LABELS = torch.tensor([1, -100, -100, 3, 2, 0, 1, 2])
@@ -33,7 +27,7 @@ NONE, MEAN, SUM = 0, 1, 2
 BATCH = {"momentum": 0.1, "eps": 1e-5, "cudnn_enabled": False, "training": True}
 BATCH |= {"running_mean": None, "running_var": None}
 
-SHOWN = torch.rand((2, 1, 8, 6), generator=GENERATOR) > 0.4
+SHOWN = torch.rand((2, 1, 8, 6), generator=VALUES.generator) > 0.4
 SHOWN[0, :, :3] = False  # some queries see nothing
 SHOWN[1, :, :, :3] = False  # and some nothing of a slice
 LOW = torch.zeros(8, 6, dtype=torch.float64).masked_fill(SHOWN[1, 0], -torch.inf)

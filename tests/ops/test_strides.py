@@ -1,6 +1,6 @@
 """Memory that tensors share, compared with PyTorch."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import permutations, product
 from typing import Any
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ops.calls import MakeExample
 from ops.test_image_rules import CASES as IMAGES
 from ops.test_product_rules import CASES as PRODUCTS
 from ops.test_product_rules import SDPA, SQUARE
@@ -17,8 +18,6 @@ from ops.test_shape_rules import VIEWS, real
 from autoshard.graph import DType
 from autoshard.ops import Call, Strides, made_strides, passes_gradient, view_strides
 from autoshard.ops.rules.strides import normalised, reshaped_strides
-
-MakeExample = Callable[..., Any]
 
 FACTORS = st.lists(st.integers(1, 4), min_size=1, max_size=5)
 

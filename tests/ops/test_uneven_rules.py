@@ -1,28 +1,19 @@
 """Index letters that an axis does not divide: rules for uneven shards, on simulated ranks."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import transformers.integrations.moe  # noqa: F401  registers an operator
+from ops.calls import MakeExample, Prove, Values
 
 from autoshard.ops import OperatorRule, rule_for, strategies
 
-MakeExample = Callable[..., Any]
-Prove = Callable[..., set[str]]
-
-GENERATOR = torch.Generator().manual_seed(1)
+VALUES = Values(1)
+real, ids = VALUES.real, VALUES.ids
 MESHES = ((4,), (2,), (3,), (2, 2), (4, 2))
-
-
-def real(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=GENERATOR)
-
-
-def ids(limit: int, *shape: int) -> torch.Tensor:
-    return torch.randint(limit, shape, generator=GENERATOR)
 
 
 LOSS = "aten.cross_entropy_loss.default"

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from support.meshes import slow_devices, slow_mase_mesh
-from support.models import Planner, bert, gpt2, graph_of, llama, meta, mlp, small_graph
+from support.models import Bias, Planner, bert, gpt2, graph_of, llama, meta, mlp, small_graph
 from torch import nn
 
 from autoshard.checker import check_plan
@@ -25,17 +25,6 @@ from autoshard_solver_cache import NamespacedCache, SolverCache
 
 NEARLY = 1e-5
 """Relative; a millionth of what is hidden is charged."""
-
-
-class Bias(nn.Module):
-    """One weight, one reader that is bound by memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bias = nn.Parameter(torch.zeros(8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (x + self.bias).sum()
 
 
 def by_hand(bandwidth: float) -> Mesh:

@@ -6,7 +6,7 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from support.models import gpt2, graph_of, llama, meta, mlp, small_graph
+from support.models import Bias, gpt2, graph_of, llama, meta, mlp, small_graph
 from torch import nn
 
 from autoshard.base.outcome import SolveStatus
@@ -32,17 +32,6 @@ class Alarm:
 class Nothing(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x
-
-
-class Bias(nn.Module):
-    """One parameter, one operator: few enough strategies to try them all."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bias = nn.Parameter(torch.zeros(8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (x + self.bias).sum()
 
 
 def formulations() -> Iterator[Formulation]:

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 from support.layered import edge, free_node, layered
+from support.weighted_csp import weighted_csp_optimum
 
 from autoshard.base.outcome import SolveStatus
 from autoshard.solve import Problem, solve_problem
-from benchmarks.weighted_csp import weighted_csp_optimum
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -34,7 +34,7 @@ def check(problem: Problem) -> None:
     """The optimum is that of toulbar2, or both find no choice."""
     found = solve_problem(problem, relative_gap=0.0)
     # All costs are multiples of a half.
-    expected = weighted_csp_optimum(problem, scale=2).cost
+    expected = weighted_csp_optimum(problem, scale=2)
     if expected is None:
         assert found.status is SolveStatus.INFEASIBLE
         return

@@ -36,6 +36,17 @@ def mlp(batch: int = 16, features: int = 64, hidden: int = 128, outputs: int = 6
     return Mlp(features, hidden, outputs), {"x": torch.randn(batch, features)}
 
 
+class Bias(nn.Module):
+    """One parameter, one operator that is bound by memory: few enough strategies to try all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x + self.bias).sum()
+
+
 class Residual(nn.Module):
     """A layer whose last parameter backward has no need of."""
 

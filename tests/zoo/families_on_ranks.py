@@ -1,13 +1,16 @@
 """Small models of all families on ranks: the unsharded model's numbers, the plan's collectives."""
 
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
 import torch
+from _pytest.mark.structures import ParameterSet
 from support.comparison import check_training
+from support.long_cases import with_long
 from support.meshes import slow_devices
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -95,3 +98,14 @@ def cases(**axes: int) -> dict[str, Case]:
         for family in FAMILIES
         for dtype in TOLERANCES
     }
+
+
+def selected(
+    known: Mapping[str, Case], usual: Sequence[str], more: Sequence[str] = ()
+) -> list[ParameterSet]:
+    """Parameters of a few families in float64, some of them long; of all in `make zoo-ranks`."""
+    if "AUTOSHARD_EVERY_FAMILY" in os.environ:
+        return with_long(known, known)
+    ranks = next(iter(known)).rpartition(" ")[2]
+    names = [[f"{family} float64 on {ranks}" for family in few] for few in (usual, more)]
+    return with_long([*names[0], *names[1]], names[1])

@@ -3,8 +3,7 @@
 from collections.abc import Callable
 
 import pytest
-from support.long_cases import with_long
-from zoo.families_on_ranks import cases
+from zoo.families_on_ranks import cases, selected
 
 NUM_RANKS = 8
 CASES = cases(a=2, b=4)
@@ -12,8 +11,6 @@ CASES = cases(a=2, b=4)
 
 @pytest.mark.thorough
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    "case", with_long(["swin float64 on 8", "llama float64 on 8"], ["llama float64 on 8"])
-)
+@pytest.mark.parametrize("case", selected(CASES, ["swin"], ["llama"]))
 def test_family(case: str, on_ranks: Callable[[str], None]) -> None:
     on_ranks(case)
