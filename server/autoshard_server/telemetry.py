@@ -16,7 +16,14 @@ from contextlib import contextmanager
 import structlog
 from opentelemetry import propagate, trace
 from opentelemetry.trace import SpanKind
-from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, multiprocess
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    multiprocess,
+)
 
 _REQUEST_BUCKETS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
@@ -69,6 +76,12 @@ job_failures_total = Counter(
     "Starts of jobs that ended with a problem, also of jobs that are started again.",
     ("kind", "problem"),
     registry=_registry,
+)
+clock_is_wrong = Gauge(
+    "autoshard_clock_is_wrong",
+    "1 while nothing is deleted by age, because a clock has jumped.",
+    registry=_registry,
+    multiprocess_mode="max",
 )
 limits_reached_total = Counter(
     "autoshard_limits_reached",

@@ -2,6 +2,8 @@
 
 import asyncio
 import hashlib
+import os
+import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +24,7 @@ from autoshard_server.store.job_store import JobStore
 from autoshard_server.store.jobs import JobState
 from autoshard_server.store.retention_clock import RetentionClock
 from autoshard_solver_cache import StoreUnavailableError
+from benchmarks.faults.harness import Service
 
 MESH = {"shape": [2]}
 
@@ -219,3 +222,30 @@ def test_half_a_character_is_no_text(service: Any, make_graph: Any) -> None:
     response = service.http.put(f"/v1/graphs/{hashlib.sha256(model).hexdigest()}", content=model)
     assert response.status_code == 422
     assert "surrogate" in response.json()["detail"]
+
+
+def test_readiness_falls_before_connections_are_refused(tmp_path: Any) -> None:
+    """After SIGTERM a load balancer sees 503, and what it still sends is served."""
+    url = f"sqlite:///{tmp_path / 'store.sqlite3'}"
+    with (
+        Service(url, num_workers=0, shutdown_delay=3) as process,
+        httpx2.Client(base_url=process.address, timeout=30) as http,
+    ):
+        assert http.get("/readyz").status_code == 200
+        os.kill(process.pid, signal.SIGTERM)
+        deadline = time.monotonic() + 30
+        while http.get("/readyz").status_code == 200 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert http.get("/readyz").status_code == 503
+        with httpx2.Client(base_url=process.address) as new:
+            assert new.get("/v1/plans").status_code == 200
+
+
+def test_a_proxy_that_is_not_trusted_is_named_in_the_log(tmp_path: Any) -> None:
+    url = f"sqlite:///{tmp_path / 'store.sqlite3'}"
+    with Service(url, num_workers=0, forwarded_allow_ips="10.0.0.1") as process:
+        with httpx2.Client(base_url=process.address) as http:
+            for _ in range(2):
+                http.get("/version", headers={"X-Forwarded-For": "203.0.113.9"})
+        (line,) = process.events("forwarded_headers_ignored")
+        assert line["setting"] == "AUTOSHARD_FORWARDED_ALLOW_IPS"

@@ -143,16 +143,34 @@ class RequestLog:
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
+        self._has_warned = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection (ASGI)."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = Headers(scope=scope).get("x-request-id", "")
+        headers = Headers(scope=scope)
+        self._check_proxy(headers, scope)
+        given = headers.get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid4().hex
         with structlog.contextvars.bound_contextvars(request_id=request_id):
             await self._serve(scope, receive, send, request_id)
+
+    def _check_proxy(self, headers: Headers, scope: Scope) -> None:
+        """Log once that a proxy's headers are not used, which make all callers one address."""
+        forwarded = headers.get("x-forwarded-for", "")
+        if not forwarded or self._has_warned:
+            return
+        address = scope["client"][0] if scope.get("client") else ""
+        # Of a proxy that is trusted, the address is one of these.
+        if address not in {one.strip() for one in forwarded.split(",")}:
+            self._has_warned = True
+            _log.warning(
+                "forwarded_headers_ignored",
+                address=address,
+                setting="AUTOSHARD_FORWARDED_ALLOW_IPS",
+            )
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send, request_id: str) -> None:
         started = time.monotonic()

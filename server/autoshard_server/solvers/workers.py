@@ -25,6 +25,7 @@ from autoshard_server.store.job_store import JobStore
 from autoshard_server.store.jobs import Claim, JobClass, JobKind, known_kind
 from autoshard_server.store.retention_clock import RetentionClock
 from autoshard_server.telemetry import (
+    clock_is_wrong,
     job_failures_total,
     job_seconds,
     job_span,
@@ -372,7 +373,9 @@ class Workers:
     def _clean(self) -> None:
         is_over = self._stopping.is_set
         self._stores.cache.enforce_budget(is_over=is_over)
-        if fault := self._clock.fault():
+        fault = self._clock.fault()
+        clock_is_wrong.set(fault is not None)
+        if fault is not None:
             _log.error("nothing_expires", reason=fault)
             return
         self._jobs.purge(self._settings.job_retention, is_over=is_over)
