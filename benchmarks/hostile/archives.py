@@ -92,7 +92,7 @@ def large_model() -> bytes:
 
 
 def slow_graph(number: int) -> bytes:
-    """A model.json of 6 MB that is read to its end before it is refused; another for each number."""
+    """A model.json of 6 MB that is refused when all of it was read; another for each number."""
     return b'{"a": [' + b"{}," * 2_000_000 + str(number).encode() + b"]}"
 
 

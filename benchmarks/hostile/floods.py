@@ -23,7 +23,12 @@ _POLLS = 400
 _FRAMES = 3000
 _CANCELLED = 150
 _PIN_BYTES = 900_000
+_OK, _ERROR = 200, 500
 _TOO_MANY, _UNAUTHORIZED = 429, 401
+_FAIR = 2.0
+"""Seconds that another caller may wait, at most."""
+_KEPT = 5e6
+"""Bytes of requests that cancelled jobs may leave."""
 
 
 def slow_uploads(attacked: Target) -> Outcome:
@@ -49,7 +54,7 @@ def slow_uploads(attacked: Target) -> Outcome:
             seconds.append(time.perf_counter() - begun)
         statuses = Counter(one.result() for one in sent)
     text = f"{_counts(statuses)}; the other's {status} after {seconds[0]:.2f} s"
-    return Outcome(text, status in (200, 201) and seconds[0] < 2.0)
+    return Outcome(text, status < _ERROR and seconds[0] < _FAIR)
 
 
 def unread_bodies(attacked: Target) -> Outcome:
@@ -64,7 +69,7 @@ def unread_bodies(attacked: Target) -> Outcome:
             begun = time.perf_counter()
             status = http.get("/v1/plans").status_code
         seconds = time.perf_counter() - begun
-    return Outcome(f"{status} after {seconds:.2f} s", status == 200 and seconds < 2.0)
+    return Outcome(f"{status} after {seconds:.2f} s", status == _OK and seconds < _FAIR)
 
 
 def long_polls(attacked: Target) -> Outcome:
@@ -85,7 +90,7 @@ def long_polls(attacked: Target) -> Outcome:
         http.put(f"/v1/graphs/{digest}", content=body).raise_for_status()
     with ThreadPoolExecutor(_POLLS) as pool:
         statuses = Counter(pool.map(wait, range(_POLLS)))
-    return Outcome(_counts(statuses), not any(status >= 500 for status in statuses))
+    return Outcome(_counts(statuses), not any(status >= _ERROR for status in statuses))
 
 
 def empty_frames(attacked: Target) -> Outcome:
@@ -119,7 +124,7 @@ def cancelled_jobs(attacked: Target) -> Outcome:
                 http.post(f"{response.headers['Location']}:cancel")
     added = archives.stored_bytes(attacked.url) - before
     text = f"{_counts(statuses)}; {added / 1e6:.1f} MB of requests stored"
-    return Outcome(text, added < 5e6)
+    return Outcome(text, added < _KEPT)
 
 
 def strangers_keys(attacked: Target) -> Outcome:
@@ -133,7 +138,7 @@ def strangers_keys(attacked: Target) -> Outcome:
         status = http.get("/v1/plans").status_code
         seconds = time.perf_counter() - begun
     text = f"{_counts(refused)}; the valid key {status} after {seconds:.2f} s"
-    return Outcome(text, status == 200 and set(refused) <= {_UNAUTHORIZED, _TOO_MANY})
+    return Outcome(text, status == _OK and set(refused) <= {_UNAUTHORIZED, _TOO_MANY})
 
 
 FLOODS = (slow_uploads, unread_bodies, long_polls, empty_frames, cancelled_jobs, strangers_keys)
