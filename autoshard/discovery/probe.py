@@ -236,6 +236,7 @@ def _check(probe: Probe, kind: RandomInputKind) -> None:
         RandomOperatorError: two runs differ.
     """
     values = probe.draw(kind)
+    _check_size(probe, values)
     before = [value.clone() for value in values]
     devices = [] if probe.device == "cpu" else [torch.cuda.current_device()]
     with torch.random.fork_rng(devices), torch.no_grad():
@@ -256,6 +257,23 @@ def _check(probe: Probe, kind: RandomInputKind) -> None:
         raise NotTriableError("the shapes of its outputs depend on the values of its inputs")
     if shapes != again or not all(map(close, first, second)):
         raise RandomOperatorError("it draws random numbers")
+
+
+def _check_size(probe: Probe, values: Tensors) -> None:
+    """Refuse an ATen operator with large outputs before it runs: programs are untrusted.
+
+    Raises:
+        NotTriableError: the outputs are large, or only known after it has run.
+    """
+    if not probe.node.operator.startswith("aten."):
+        return
+    abstract = OperatorCall(probe.node, torch.device("meta"))
+    try:
+        made = abstract([value.to("meta") for value in values])
+    except NotImplementedError as error:
+        raise NotTriableError("the sizes of its outputs are not known before it runs") from error
+    if num_elements([o.shape for o in made]) > MAX_ELEMENTS:
+        raise NotTriableError(f"its outputs have more than {MAX_ELEMENTS} elements")
 
 
 _MAX_MESSAGE = 200

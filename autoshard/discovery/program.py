@@ -14,7 +14,7 @@ import torch
 from autoshard.base.arguments import Wait, check_arguments
 from autoshard.discovery.probe import NotTriableError, RandomOperatorError, probe_of
 from autoshard.discovery.search import OutOfTimeError, RuleSearch
-from autoshard.discovery.shapes import integers_in
+from autoshard.discovery.shapes import floats_in, integers_in
 from autoshard.errors import GraphError, SchemaError, UnsupportedError
 from autoshard.graph import (
     MAX_RULES,
@@ -187,6 +187,9 @@ def _refusal(call: Call) -> str:
     if packet.startswith("_"):
         return "internal ATen operators do not check their arguments well enough to be tried"
     for name, value in call.arguments:
+        # Such as the degree of a polynomial, which is computed by a loop.
+        if any(not abs(number) <= _LARGEST_SIZE for number in floats_in(value)):
+            return f"its {name!r} of {value} may need too much time"
         if prod(max(abs(i), 1) for i in integers_in(value)) > _LARGEST_SIZE:
             text = list(value) if isinstance(value, tuple) else value
             return f"its {name!r} of {text} may need too much memory"

@@ -113,6 +113,15 @@ def integers_in(argument: Argument) -> Iterator[int]:
         yield argument
 
 
+def floats_in(argument: Argument) -> Iterator[float]:
+    """Yield the floating-point numbers in an argument and its nested lists."""
+    if isinstance(argument, tuple):
+        for item in argument:
+            yield from floats_in(item)
+    elif isinstance(argument, float):
+        yield argument
+
+
 def replace_integers(argument: Argument, sizes: Mapping[int, int]) -> Argument:
     """Replace the integers of an argument that are keys of `sizes`."""
     if isinstance(argument, tuple):

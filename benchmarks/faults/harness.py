@@ -155,7 +155,7 @@ class Worker(Process):
 
 
 def _environment(url: str, settings: Mapping[str, object]) -> dict[str, str]:
-    given = {"store_url": url, "lease": LEASE, "retry_after": 1, **settings}
+    given = {"store_url": url, "lease": LEASE, "retry_after": 1, "shutdown_delay": 0, **settings}
     special = {name: str(value) for name, value in given.items() if name.isupper()}
     renamed = {f"AUTOSHARD_{n.upper()}": str(v) for n, v in given.items() if not n.isupper()}
     return {**renamed, **special}

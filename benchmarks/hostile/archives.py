@@ -10,9 +10,11 @@ from zipfile import ZIP_DEFLATED, ZipFile
 
 import torch
 import zstandard
+from sqlalchemy import text
 
 from autoshard.cli.commands.demo import export_gpt2
 from autoshard.graph import export_model
+from autoshard_solver_cache import open_engine
 from benchmarks.faults.harness import graph_of
 
 _MODEL_BYTES = 258_000_000
@@ -37,7 +39,7 @@ def prepare() -> None:
     """Make all bodies: programs cannot be exported by several threads at the same time."""
     for make in (gpt2, many_dims, ones, empty_objects, large_model):
         make()
-    for number in (0, SMALL):
+    for number in (0, SMALL, SMALL + 7):
         graph_of(number)
 
 
@@ -87,6 +89,22 @@ def large_model() -> bytes:
             file.write(block)
         file.write(end)
     return buffer.getvalue()
+
+
+def slow_graph(number: int) -> bytes:
+    """A model.json of 6 MB that is refused when all of it was read; another for each number."""
+    return b'{"a": [' + b"{}," * 2_000_000 + str(number).encode() + b"]}"
+
+
+def stored_bytes(url: str) -> int:
+    """Bytes of the requests that a database of jobs contains."""
+    engine = open_engine(url)
+    try:
+        with engine.begin() as connection:
+            found = connection.execute(text("SELECT coalesce(sum(length(request)), 0) FROM jobs"))
+            return int(found.scalar_one())
+    finally:
+        engine.dispose()
 
 
 def with_size(archive: bytes, size: int) -> bytes:

@@ -13,10 +13,8 @@ import httpx2
 
 from benchmarks.faults.harness import graph_of
 from benchmarks.hostile import archives
+from benchmarks.hostile.floods import ATTACKER, FLOODS, OTHER
 from benchmarks.hostile.target import Outcome, Target
-
-ATTACKER, OTHER = "attacker", "other"
-"""Callers of two projects."""
 
 _JSON = {"Content-Type": "application/json"}
 _ZSTD = {"Content-Encoding": "zstd"}
@@ -122,7 +120,7 @@ def many_dims(attacked: Target) -> Outcome:
     asked = {
         "graph_sha256": digest,
         "mesh": {"shape": [2] * 6},
-        "options": {"time_limit": 5, "mode": "inference"},
+        "options": {"mode": "inference", "solver": {"time_limit": 5}},
     }
     with attacked.http(ATTACKER) as http:
         http.put(f"/v1/graphs/{digest}", content=body).raise_for_status()
@@ -180,6 +178,7 @@ ATTACKS: tuple[Callable[[Target], Outcome], ...] = (
     many_dims,
     crowd,
     large_numbers,
+    *FLOODS,
 )
 """Attacks, all at the same time."""
 

@@ -18,7 +18,13 @@ from autoshard_server.http.auth import Authenticator, Scraper
 from autoshard_server.http.compression import BodyLimit
 from autoshard_server.http.documents import Alive
 from autoshard_server.http.errors import add_error_handlers
-from autoshard_server.http.middleware import RequestLog, RootPath, StartupErrors
+from autoshard_server.http.middleware import (
+    HeadRequests,
+    RequestLog,
+    RootPath,
+    StartupErrors,
+    WeakTags,
+)
 from autoshard_server.http.specification import operation_id, specification
 from autoshard_server.problems import ProblemType, ServerError
 from autoshard_server.routes import routers
@@ -83,6 +89,8 @@ def create_app(settings: Settings | None = None, *, executor: Executor | None = 
         app.include_router(router)
     app.add_middleware(BodyLimit, settings=settings)
     app.add_middleware(CompressMiddleware, zstd_level=_ZSTD_LEVEL, brotli=False, gzip_level=1)
+    app.add_middleware(WeakTags)
+    app.add_middleware(HeadRequests)
     if settings.allowed_origins:
         app.add_middleware(CORSMiddleware, allow_origins=settings.allowed_origins, **_CORS)
     app.add_middleware(RequestLog)

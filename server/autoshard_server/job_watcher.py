@@ -11,6 +11,7 @@ import anyio.to_thread
 import structlog
 
 from autoshard_server.problems import ProblemType, limit_error
+from autoshard_server.settings import Settings
 from autoshard_server.store.job_store import JobStore
 from autoshard_server.store.jobs import Job, JobEvent, PolledJob
 from autoshard_solver_cache import StoreUnavailableError
@@ -147,33 +148,35 @@ class JobWatcher:
             entry.update(status)
 
 
-class StreamQuota:
-    """Counts the open event streams of each caller in this process.
+class OpenRequests:
+    """Counts the requests of a kind that each caller has open in this process.
 
     Args:
-        most: largest number of one caller.
+        settings: with the limits.
+        of_caller: the setting with the largest number of one caller.
+        of_all: the same of all callers together; None for no such limit.
+        kind: of the problem beyond a limit.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(
+        self, settings: Settings, of_caller: str, of_all: str | None, kind: ProblemType
+    ) -> None:
+        self._most = (of_caller, getattr(settings, of_caller))
+        self._most_of_all = None if of_all is None else (of_all, getattr(settings, of_all))
+        self._kind = kind
         self._open: Counter[tuple[str, str | None]] = Counter()
 
     @contextmanager
-    def stream(self, project: str, caller: str | None) -> Iterator[None]:
-        """Count a stream while it is open.
+    def opened(self, project: str, caller: str | None) -> Iterator[None]:
+        """Count a request within the block.
 
         Raises:
-            ServerError: TOO_MANY_STREAMS.
+            ServerError: of the kind, if there are too many.
         """
         key = project, caller
-        if self._open[key] >= self._most:
-            raise limit_error(
-                ProblemType.TOO_MANY_STREAMS,
-                f"{self._most} event streams are open for your key; close one, or poll the job",
-                "max_caller_streams",
-                self._most,
-                headers={"Retry-After": "10"},
-            )
+        self._check(self._open[key], "for your key", self._most)
+        if self._most_of_all is not None:
+            self._check(self._open.total(), "for all callers", self._most_of_all)
         self._open[key] += 1
         try:
             yield
@@ -181,6 +184,12 @@ class StreamQuota:
             self._open[key] -= 1
             if not self._open[key]:
                 del self._open[key]
+
+    def _check(self, number: int, whose: str, limit: tuple[str, int]) -> None:
+        setting, most = limit
+        if number >= most:
+            detail = f"{number} requests are open {whose}; end one, or poll the job"
+            raise limit_error(self._kind, detail, setting, most, headers={"Retry-After": "10"})
 
 
 class _Followed:

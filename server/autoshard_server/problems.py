@@ -3,6 +3,7 @@
 Solver processes import it too, so it does not import the web framework.
 """
 
+import errno
 from collections.abc import Mapping
 from enum import Enum
 from typing import Any
@@ -60,6 +61,11 @@ class ProblemType(Enum):
         422,
         "Invalid request",
         "A field is missing, unknown or of the wrong type; 'errors' has a pointer to each.",
+    )
+    HOST = (
+        400,
+        "No Host header",
+        "A request of HTTP/1.1 has exactly one Host header (RFC 9112, section 3.2).",
     )
     MULTIPART = (
         400,
@@ -163,6 +169,16 @@ class ProblemType(Enum):
         429,
         "Too many event streams",
         "The caller has 'limit' event streams open at this server; close one, or poll the job.",
+    )
+    TOO_MANY_WAITS = (
+        429,
+        "Too many waiting requests",
+        "'limit' requests wait for jobs with `Prefer: wait=N`; poll the job without it.",
+    )
+    TOO_MANY_PARSES = (
+        429,
+        "Too many graphs to read",
+        "'limit' graphs or plans wait to be read; retry after 'Retry-After' seconds.",
     )
     UNAVAILABLE = (503, "Not ready", "The service is shutting down, or cannot reach its database.")
     JOB_NOT_FINISHED = (
@@ -314,9 +330,16 @@ def problem_document(
     }
 
 
+_EXHAUSTED = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE})
+"""Errors of a machine that lacks something for a while."""
+
+
 def problem_of(error: Exception) -> dict[str, Any]:
     """The problem details of an exception; reveals nothing about an internal one."""
     kind = problem_type_of(error)
+    if isinstance(error, OSError) and error.errno in _EXHAUSTED:
+        detail = "the service's machine lacks disk space or open files; retry later"
+        return problem_document(ProblemType.UNAVAILABLE, detail)
     if isinstance(error, ServerError):
         return problem_document(kind, str(error), **error.extensions)
     if kind is ProblemType.INTERNAL:

@@ -1,5 +1,6 @@
 """Running the service, or workers without a service, in this process."""
 
+import asyncio
 import gc
 import signal
 import socket
@@ -104,7 +105,7 @@ def serve(
             ssl_certfile=tls_cert,
             ssl_keyfile=tls_key,
         )
-        server = _Server(config, app, settings.store_url)
+        server = _Server(config, app, settings)
         # What is loaded now lives as long as the process; going through it stops every request.
         gc.collect()
         gc.freeze()
@@ -165,15 +166,23 @@ def run_workers(
 
 
 class _Server(uvicorn.Server):
-    """Logs its address when it has started, and drains the service on SIGTERM."""
+    """Logs its address when it has started, and drains the service on SIGTERM.
 
-    def __init__(self, config: uvicorn.Config, app: FastAPI, store_url: str) -> None:
+    After SIGTERM the service is not ready, and goes on for a while: a load balancer sends requests
+    until it has seen that.
+    """
+
+    def __init__(self, config: uvicorn.Config, app: FastAPI, settings: Settings) -> None:
         super().__init__(config)
         self._app = app
-        self._store = make_url(store_url).render_as_string(hide_password=True)
+        self._store = make_url(settings.store_url).render_as_string(hide_password=True)
+        self._delay = settings.shutdown_delay
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_draining = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        self._loop = asyncio.get_running_loop()
         for listener in (s for server in getattr(self, "servers", ()) for s in server.sockets):
             url = address_of(listener, "https" if self.config.is_ssl else "http")
             _log.info("serving", url=url, store=self._store)
@@ -182,6 +191,15 @@ class _Server(uvicorn.Server):
         service = getattr(self._app.state, "service", None)
         if service is not None:
             service.drain()
+        is_first, self._is_draining = not self._is_draining, True
+        if self._loop is None or sig != signal.SIGTERM or not (is_first and self._delay):
+            super().handle_exit(sig, frame)
+            return
+        _log.info("draining", seconds=self._delay)
+        # A signal's handler runs between two steps of the loop, and has to wake it.
+        self._loop.call_soon_threadsafe(self._loop.call_later, self._delay, self._end, sig, frame)
+
+    def _end(self, sig: int, frame: FrameType | None) -> None:
         super().handle_exit(sig, frame)
 
 

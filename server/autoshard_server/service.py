@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
-from threading import Lock
+from threading import Event, Lock
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
@@ -26,17 +26,19 @@ from autoshard.mesh import (
 )
 from autoshard.plan import PLAN_VERSION
 from autoshard_server.callers import Caller
-from autoshard_server.job_watcher import JobWatcher, StreamQuota
+from autoshard_server.disconnection import unless_gone
+from autoshard_server.job_watcher import JobWatcher, OpenRequests
 from autoshard_server.problems import ProblemType, ServerError
 from autoshard_server.projects import stored_namespace
 from autoshard_server.rate_limits import Quota, rate_limit_headers
 from autoshard_server.requests import GraphDescription, PlanQuery, SearchRequest, Task
 from autoshard_server.settings import Settings
 from autoshard_server.solvers.executor import Executor
+from autoshard_server.solvers.parse_queue import RESERVE, ParseQueue
 from autoshard_server.solvers.parsers import Parsers
 from autoshard_server.solvers.workers import Workers
 from autoshard_server.store.audit import AuditAction
-from autoshard_server.store.database import Stores, check_schema
+from autoshard_server.store.database import Stores, check_schema, check_writable
 from autoshard_server.store.jobs import Job, JobKind, known_kind
 from autoshard_server.telemetry import trace_context
 from autoshard_solver_cache import StoreUnavailableError
@@ -53,6 +55,9 @@ _QUERIES = "questions"
 
 _DESCRIPTIONS = "descriptions"
 """Namespace of descriptions of graphs in the cache."""
+
+_READY_SECONDS = 3.0
+"""Time in which the database must be read and written for the service to be ready."""
 
 _MAX_CHECKS = 2
 """Requests checked in threads at once: checking blocks the interpreter lock, and other routes must
@@ -107,9 +112,12 @@ class Service:
         self._lru = _LruCache(settings.memory_cache_bytes)
         self._workers = Workers(self.stores, executor, settings)
         self.watcher = JobWatcher(self.jobs, lambda: self.draining)
-        self.streams = StreamQuota(settings.max_caller_streams)
+        streams, waits = ProblemType.TOO_MANY_STREAMS, ProblemType.TOO_MANY_WAITS
+        self.streams = OpenRequests(settings, "max_caller_streams", None, streams)
+        self._waits = OpenRequests(settings, "max_caller_waits", "max_waits", waits)
         self._parsers = Parsers(settings)
-        self._parser_slots = anyio.CapacityLimiter(settings.num_parsers)
+        self._parse_queue = ParseQueue(settings)
+        self._parser_threads = anyio.CapacityLimiter(settings.num_parsers + RESERVE)
         self._checks = anyio.CapacityLimiter(_MAX_CHECKS)
 
     def start(self) -> None:
@@ -200,7 +208,7 @@ class Service:
                 return GraphDescription.model_validate_json(known)
         if graph is None:
             graph = await self.stored_graph(project, sha256)
-        found = await self.parse("describe_graph", {"rules": rules}, graph)
+        found = await self.parse(project, "describe_graph", {"rules": rules}, graph)
         await self._write(project, _DESCRIPTIONS, key, found)
         return GraphDescription.model_validate_json(found)
 
@@ -264,19 +272,35 @@ class Service:
         name = submitted.topology if isinstance(submitted.topology, str) else None
         topology = await self.stored_topology(caller.project, name)
         request = {"topology": None if topology is None else topology_to_json(topology)}
-        found = await self.parse("check_search", request, submitted.model_dump_json().encode())
+        body = submitted.model_dump_json().encode()
+        found = await self.parse(caller.project, "check_search", request, body)
         return Task(
             JobKind.SEARCH, payload=None, graph_sha256=submitted.graph_sha256, **json.loads(found)
         )
 
-    async def parse(self, task: "ParserTask", request: Mapping[str, Any], payload: bytes) -> bytes:
-        """Do a task in a parser process, as soon as one is free.
+    async def parse(
+        self, project: str, task: "ParserTask", request: Mapping[str, Any], payload: bytes
+    ) -> bytes:
+        """Do a task in a parser process, when it is the project's turn.
+
+        Args:
+            project: of the caller.
+            task: to do.
+            request: its other arguments, as JSON.
+            payload: the graph or plan.
 
         Raises:
-            ServerError: the problem of the task; LIMIT if it takes too much time or memory.
+            ServerError: the problem of the task; LIMIT if it takes too much time or memory;
+                TOO_MANY_PARSES.
+            CallerGoneError: the caller has hung up.
         """
-        run = partial(self._parsers.run, task, request, payload)
-        return await anyio.to_thread.run_sync(run, limiter=self._parser_slots)
+
+        async def work(gone: Event) -> bytes:
+            async with self._parse_queue.turn(project, len(payload)):
+                run = partial(self._parsers.run, task, request, payload, gone)
+                return await anyio.to_thread.run_sync(run, limiter=self._parser_threads)
+
+        return await unless_gone(work)
 
     async def delete_result(self, caller: Caller, kind: JobKind, result_id: str) -> bool:
         """Delete a result of the caller's project; False if there is none.
@@ -295,9 +319,23 @@ class Service:
         add = partial(self.stores.audit.add, caller, action, resource, _context())
         await anyio.to_thread.run_sync(add)
 
-    async def wait(self, job: Job, seconds: float) -> Job:
-        """Wait until a job is finished, at most some seconds, or until shutdown."""
-        await self.watcher.wait(job, seconds)
+    async def check_records(self, caller: Caller) -> None:
+        """Check that the caller's project may store or delete more.
+
+        Raises:
+            ServerError: TOO_MANY_JOBS.
+        """
+        limit = self.settings.max_project_records
+        await anyio.to_thread.run_sync(self.stores.audit.check, caller.project, limit)
+
+    async def wait(self, job: Job, seconds: float, caller: Caller) -> Job:
+        """Wait until a job is finished, at most some seconds, or until shutdown.
+
+        Raises:
+            ServerError: TOO_MANY_WAITS.
+        """
+        with self._waits.opened(caller.project, caller.name):
+            await unless_gone(lambda _: self.watcher.wait(job, seconds))
         return await self.find(job.project, job.id)
 
     async def find(self, project: str, job_id: str) -> Job:
@@ -364,7 +402,13 @@ class Service:
         if not self._workers.alive:
             raise _unavailable("a worker has died, or cannot start solvers; see the log")
         try:
-            await anyio.to_thread.run_sync(check_schema, self.stores.engine)
+            with anyio.fail_after(_READY_SECONDS):
+                for check in (check_schema, check_writable):
+                    run = partial(check, self.stores.engine)
+                    await anyio.to_thread.run_sync(run, abandon_on_cancel=True)
+        except TimeoutError as error:
+            _log.error("not_ready", reason="the database did not answer in time")
+            raise _unavailable("the database does not answer; see the service's log") from error
         except StoreUnavailableError as error:
             _log.error("not_ready", reason=str(error))
             raise _unavailable("the database cannot be used; see the service's log") from error
@@ -423,6 +467,7 @@ class Service:
             max_project=self.settings.max_project_jobs,
             max_active=self.settings.max_caller_jobs,
             max_bytes=self.settings.max_caller_job_bytes,
+            max_records=self.settings.max_project_records,
             context=context,
         )
         self._workers.wake()

@@ -107,14 +107,31 @@ class Settings(BaseSettings):
     max_caller_job_bytes: ByteCount = Field(
         default=1024 * _MIB,
         description="Largest number of bytes in the jobs of one API key, or of all callers without "
-        "keys: graphs of unfinished jobs, and results that are not cached because time ran out, "
-        "compressed; status 429 beyond it.",
+        "keys: requests and graphs of unfinished jobs, and results that are not cached because "
+        "time ran out; status 429 beyond it.",
+    )
+    max_project_records: int = Field(
+        default=100_000,
+        ge=1,
+        description="Largest number of jobs submitted or cancelled, and of graphs, topologies and "
+        "plans stored or deleted, of one project within a day; status 429 beyond it.",
     )
     max_caller_streams: int = Field(
         default=200,
         ge=1,
         description="Largest number of event streams that one API key, or all callers without "
         "keys, have open at one server; status 429 beyond it.",
+    )
+    max_caller_waits: int = Field(
+        default=256,
+        ge=1,
+        description="Largest number of requests that one API key, or all callers without keys, "
+        "have waiting for jobs at one server (`Prefer: wait=N`); status 429 beyond it.",
+    )
+    max_waits: int = Field(
+        default=1024,
+        ge=1,
+        description="The same for all callers together.",
     )
     auth: Literal["auto", "required", "off"] = Field(
         default="auto",
@@ -199,13 +216,29 @@ class Settings(BaseSettings):
     max_bodies_bytes: ByteCount = Field(
         default=256 * _MIB,
         description="Memory for the bodies of all requests together, decompressed, beyond the "
-        "first 1 MiB of each; status 503 beyond it.",
+        "first 64 KiB of each; status 503 beyond it.",
     )
     num_parsers: int = Field(
         default=2,
         ge=1,
         le=64,
-        description="Graphs and plans read at once, each in a process of its own.",
+        description="Graphs and plans read at once, each in a process of its own; one more is read "
+        "for a project of which nothing is being read.",
+    )
+    max_project_parses: int = Field(
+        default=32,
+        ge=1,
+        description="Graphs and plans of one project that are read, or wait to be read, at the "
+        "same time; status 429 beyond it.",
+    )
+    max_project_parse_bytes: ByteCount = Field(
+        default=128 * _MIB,
+        description="Bytes of these graphs and plans; status 429 beyond it.",
+    )
+    max_parses: int = Field(
+        default=256,
+        ge=1,
+        description="Graphs and plans of all projects that wait to be read; status 429 beyond it.",
     )
     max_parse_seconds: float = Field(
         default=30.0,
@@ -288,6 +321,12 @@ class Settings(BaseSettings):
         default=90 * 24 * 3600.0,
         gt=0,
         description="Seconds after which an event of the audit log is deleted.",
+    )
+    shutdown_delay: float = Field(
+        default=2.0,
+        ge=0,
+        description="Seconds after SIGTERM in which `/readyz` is 503 and requests are served as "
+        "before; longer than a load balancer needs to see that. Then no connection is accepted.",
     )
     shutdown_grace: float = Field(
         default=10.0,

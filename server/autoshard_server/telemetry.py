@@ -16,7 +16,14 @@ from contextlib import contextmanager
 import structlog
 from opentelemetry import propagate, trace
 from opentelemetry.trace import SpanKind
-from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, multiprocess
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    multiprocess,
+)
 
 _REQUEST_BUCKETS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
@@ -70,10 +77,22 @@ job_failures_total = Counter(
     ("kind", "problem"),
     registry=_registry,
 )
+clock_is_wrong = Gauge(
+    "autoshard_clock_is_wrong",
+    "1 while nothing is deleted by age, because a clock has jumped.",
+    registry=_registry,
+    multiprocess_mode="max",
+)
+limits_reached_total = Counter(
+    "autoshard_limits_reached",
+    "Responses that refuse a request because of a limit, by the name of its setting.",
+    ("limit",),
+    registry=_registry,
+)
 refused_connections_total = Counter(
     "autoshard_refused_connections",
     "Connections that were refused or closed by a limit: total, address, displaced, header, "
-    "header-timeout, body-timeout, no-request, pipelined, body or response.",
+    "header-timeout, body-timeout, no-request, pipelined, host, body, unread-body or response.",
     ("reason",),
     registry=_registry,
 )

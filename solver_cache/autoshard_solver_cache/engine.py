@@ -27,6 +27,11 @@ from sqlalchemy.exc import (
 )
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
+_FULL_STATE = "53100"
+"""SQLSTATE of PostgreSQL: disk full."""
+_READ_ONLY_STATE = "25006"
+"""SQLSTATE of PostgreSQL: a server that was failed over to, and is a replica still."""
+
 _READ_ONLY = "store_read_only"
 
 _LOCK_POLL = 0.02
@@ -129,10 +134,14 @@ def _raise_store_error(context: ExceptionContext) -> None:
     if isinstance(cause, sqlite3.Error):
         # Extended codes have the plain one in their last byte.
         code = getattr(cause, "sqlite_errorcode", 0) & 0xFF
-        is_unavailable, is_full = code in _SQLITE_CODES, code == sqlite3.SQLITE_FULL
+        # The file was deleted, and opening it anew has made an empty one.
+        is_gone = code == sqlite3.SQLITE_ERROR and "no such table" in str(cause)
+        is_unavailable, is_full = is_gone or code in _SQLITE_CODES, code == sqlite3.SQLITE_FULL
     else:
-        is_unavailable = isinstance(error, OperationalError | InterfaceError)
-        is_full = getattr(cause, "sqlstate", None) == "53100"
+        code = getattr(cause, "sqlstate", None)
+        is_unreachable = isinstance(error, OperationalError | InterfaceError)
+        is_unavailable = is_unreachable or code == _READ_ONLY_STATE
+        is_full = code == _FULL_STATE
     if is_full:
         raise StoreFullError(
             f"the disk of the database {where} is full; nothing was written: free some space"

@@ -179,6 +179,10 @@ EXPORT_FILE = "autoshard.json"
 _NAMESPACE = re.compile(rb'"torch\.ops\.(\w+)\.')
 _MODEL_SUFFIX = "models/model.json"
 _EXPORT_SUFFIX = f"extra/{EXPORT_FILE}"
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+_METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
+
 _UNREADABLE = (
     zipfile.BadZipFile,
     zlib.error,
@@ -363,7 +367,16 @@ def _find_model(archive: zipfile.ZipFile) -> zipfile.ZipInfo:
 
 
 def _decompress(archive: zipfile.ZipFile, member: zipfile.ZipInfo, limits: ArchiveLimits) -> bytes:
-    """Decompress one member, reading at most the limit regardless of its header."""
+    """Decompress one member, reading at most the limit regardless of its header.
+
+    Of bzip2 and LZMA, a first byte may need the memory of hundreds of megabytes, so that no limit
+    of what is read protects from it; torch writes neither.
+    """
+    if member.compress_type not in _METHODS:
+        raise ArchiveError(
+            f"{member.filename} is compressed by method {member.compress_type} of zip; archives "
+            "have stored and deflated members: save it again with torch.export.save"
+        )
     by_ratio = int(member.compress_size * limits.compression_ratio)
     allowed = min(limits.model_bytes, by_ratio)
     with archive.open(member) as file:
@@ -401,8 +414,19 @@ def _parse(data: bytes, what: str, limits: ArchiveLimits) -> dict[str, Any]:
         raise SchemaError(f"{what} is not JSON: {error}") from error
     if not isinstance(parsed, dict):
         raise SchemaError(f"{what} is a JSON {type(parsed).__name__}, not an object")
+    if _SURROGATE.search(data) and not _is_text(parsed):
+        raise SchemaError(f"{what} has a text with half of a surrogate pair, which is no character")
     check_integers(data, parsed, SchemaError, what)
     return parsed
+
+
+def _is_text(document: object) -> bool:
+    """True if all texts of a document can be written as UTF-8."""
+    try:
+        json.dumps(document, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _parse_export(data: bytes) -> ExportRecord:

@@ -7,6 +7,7 @@ from threading import Lock
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
+import anyio
 import anyio.to_thread
 import structlog
 from cachetools import TTLCache
@@ -14,6 +15,7 @@ from fastapi import Depends, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
 from autoshard_server.callers import ANONYMOUS, Caller, Scope
+from autoshard_server.http.parameters import refuse_unknown_parameters
 from autoshard_server.http.throttle import Throttle
 from autoshard_server.problems import ProblemType, ServerError
 from autoshard_server.settings import Settings
@@ -23,6 +25,8 @@ _TTL = 2.0
 """Seconds for which a key is cached; a revoked key may be accepted for as long."""
 
 _MAX_KEYS = 10_000
+_MAX_LOOK_UPS = 4
+"""Keys that are looked up in the database at once, so that strangers leave threads to others."""
 
 
 _IMPLIED = {
@@ -47,6 +51,7 @@ class Authenticator:
         self._origins = settings.allowed_origins
         self._recent: TTLCache[bytes, ApiKey] = TTLCache(_MAX_KEYS, _TTL)
         self._throttle = Throttle(settings.max_invalid_keys)
+        self._look_ups = anyio.CapacityLimiter(_MAX_LOOK_UPS)
         self._lock = Lock()
 
     async def caller(self, request: Request, token: str | None) -> Caller:
@@ -68,12 +73,12 @@ class Authenticator:
             key = self._recent.get(digest)
         if key is None:
             address = request.client.host if request.client else ""
-            self._throttle.check(address, digest)
-            key = await anyio.to_thread.run_sync(self._keys.authenticate, token)
+            find = self._keys.authenticate
+            key = await anyio.to_thread.run_sync(find, token, limiter=self._look_ups)
             if key is None:
-                self._throttle.failed(address, digest)
+                self._throttle.check(address)
+                self._throttle.failed(address)
                 raise _unauthenticated("the key is unknown, revoked or expired")
-            self._throttle.succeeded(digest)
             with self._lock:
                 self._recent[digest] = key
         known = {scope.value for scope in Scope}
@@ -158,6 +163,7 @@ def _requires(scope: Scope) -> Callable[..., Coroutine[Any, Any, Caller]]:
                 f"{sorted(s.value for s in caller.scopes)}",
                 headers={"WWW-Authenticate": f'Bearer error="insufficient_scope", scope="{scope}"'},
             )
+        refuse_unknown_parameters(request)
         return caller
 
     return allowed

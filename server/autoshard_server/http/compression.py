@@ -22,11 +22,18 @@ _ZSTD_WINDOW = 1 << 23
 """Largest window of a frame, in bytes; RFC 8878 requires decoders to support no more."""
 
 
+_MAX_STREAMS = 256
+"""Largest number of streams one after the other in a body: an empty one of a few bytes costs as
+much work as the start of a large one."""
+
 _PIECE_BYTES = 1 << 18
 """Decompressed bytes after which other requests are served."""
 
 _FREE_BYTES = 1 << 20
-"""Bytes of each body to which neither the ratio nor the limit of all bodies applies."""
+"""Bytes of each body to which the ratio does not apply."""
+
+_SMALL_BYTES = 1 << 16
+"""Bytes of each body to which the limit of all bodies does not apply."""
 
 
 class BodyLimit:
@@ -140,8 +147,8 @@ class _Body:
         """The next decompressed piece; other requests are served between two."""
         while not self._is_over:
             piece = self._decompress()
+            await checkpoint()
             if piece:
-                await checkpoint()
                 return {"type": "http.request", "body": piece, "more_body": True}
             if not self._has_more:
                 self._is_over = True
@@ -180,10 +187,8 @@ class _Body:
         self._size += num_bytes
         if self._size > self._limit:
             raise self._too_large(" after decompression")
-        beyond = self._size - _FREE_BYTES
-        if beyond <= 0:
-            return
-        if self.is_compressed and self._size > self._max_ratio * self._received:
+        is_large = self._size > _FREE_BYTES
+        if is_large and self.is_compressed and self._size > self._max_ratio * self._received:
             raise limit_error(
                 ProblemType.TOO_LARGE,
                 f"the body decompresses to more than {self._max_ratio:g} times its size; send it "
@@ -192,8 +197,10 @@ class _Body:
                 self._max_ratio,
                 headers={"Connection": "close"},
             )
-        self._memory.take(beyond - self._taken)
-        self._taken = beyond
+        beyond = self._size - _SMALL_BYTES
+        if beyond > self._taken:
+            self._memory.take(beyond - self._taken)
+            self._taken = beyond
 
     def _too_large(self, when: str) -> ServerError:
         return limit_error(
@@ -218,6 +225,7 @@ class _Decoder:
         self._make = make
         self._slice_bytes = slice_bytes
         self._stream: Any = None
+        self._num_streams = 0
 
     @property
     def is_complete(self) -> bool:
@@ -231,6 +239,13 @@ class _Decoder:
             while rest:
                 if self.is_complete:
                     self._stream = self._make()
+                    self._num_streams += 1
+                    if self._num_streams > _MAX_STREAMS:
+                        raise ServerError(
+                            ProblemType.CONTENT_CODING,
+                            f"the body has more than {_MAX_STREAMS} compressed streams",
+                            headers={"Connection": "close"},
+                        )
                 yield self._stream.decompress(rest)
                 rest = self._stream.unused_data if self._stream.eof else b""
 

@@ -46,6 +46,10 @@ _FILES = 256
 _PROGRESS = 16 * 1024
 """Bytes of a body that must arrive in every AUTOSHARD_TRANSFER_TIMEOUT seconds."""
 
+_LINGER_SECONDS = 5.0
+"""Time for which a connection is read after its last response: a client that still sends would
+lose the response if it was closed at once (RFC 9112, section 9.6)."""
+
 _MAX_PIPELINED = 16
 """Requests of one connection that may wait for the response to an earlier one."""
 
@@ -62,6 +66,7 @@ class _Phase(Enum):
     HEADER = "the rest of a header"
     BODY = "the rest of a body"
     RESPONSE = "the application"
+    CLOSING = "the client, which still sends after the last response"
 
 
 class _RefusedError(Exception):
@@ -207,9 +212,11 @@ class LimitedProtocol(HttpToolsProtocol):
         self._phase = _Phase.HEADER
         self._since = self.loop.time()
         self._unfinished = 0
-        self._header_bytes = self._num_headers = self._body_bytes = 0
+        self._header_bytes = self._num_headers = self._num_hosts = self._body_bytes = 0
         self._discarded = 0
         self._stalled_since: float | None = None
+        self._unsent = 0
+        self._closing_since: float | None = None
 
     @property
     def _address(self) -> str:
@@ -230,6 +237,11 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse bytes, and refuse a header that is too long before it has ended."""
+        if self._phase is _Phase.CLOSING:
+            self._discarded += len(data)
+            if self._discarded > self._all.max_discarded:
+                self.transport.abort()
+            return
         if self._phase is _Phase.IDLE:
             self._enter(_Phase.HEADER)
         self._unfinished += len(data)
@@ -243,7 +255,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """A request begins."""
         super().on_message_begin()
-        self._header_bytes = self._num_headers = 0
+        self._header_bytes = self._num_headers = self._num_hosts = 0
         if self._phase is not _Phase.HEADER:
             self._enter(_Phase.HEADER)
 
@@ -253,15 +265,24 @@ class LimitedProtocol(HttpToolsProtocol):
         self._count(len(url), 0)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Count a header, or a trailer of a body."""
+        """Count a header, or a trailer of a body, which is dropped.
+
+        A trailer must not be taken for a header, such as `Authorization` (RFC 9110, section 6.5.1).
+        """
         self._count(len(name) + len(value), 1)
-        super().on_header(name, value)
+        if self._phase is _Phase.HEADER:
+            self._num_hosts += name.lower() == b"host"
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         """Start the request."""
         self._unfinished = 0
         if self._only_liveness is not None and self.url != LIVENESS_PATH:
             self._refusal = self._only_liveness
+            raise _RefusedError
+        if self._num_hosts != 1 and self.parser.get_http_version() == "1.1":
+            detail = f"the request has {self._num_hosts} Host headers in place of one"
+            self._refusal = _Refusal("host", ServerError(ProblemType.HOST, detail))
             raise _RefusedError
         if len(self.pipeline) >= _MAX_PIPELINED:
             self._stop("pipelined", "too many requests are waiting on this connection")
@@ -287,7 +308,14 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """The response was sent; wait for the next request."""
+        """The response was sent; wait for the next request.
+
+        If the rest of this request has not arrived, as of one that was refused, there is none: the
+        connection is closed, so that it is not held by a body that nobody reads.
+        """
+        if self._phase is _Phase.BODY and not self.transport.is_closing():
+            self._linger()
+            return
         super().on_response_complete()
         if self._phase is _Phase.RESPONSE and not self.pipeline:
             self._enter(_Phase.IDLE)
@@ -306,6 +334,7 @@ class LimitedProtocol(HttpToolsProtocol):
         """The client does not read."""
         super().pause_writing()
         self._stalled_since = self.loop.time()
+        self._unsent = self.transport.get_write_buffer_size()
 
     def resume_writing(self) -> None:
         """The client has read."""
@@ -319,11 +348,17 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def check(self, now: float) -> None:
         """Close the connection if the client takes too long."""
-        waited = now - self._since
-        limits = self._limits
-        if self._stalled_since is not None and now - self._stalled_since > limits.transfer_timeout:
+        if self._does_not_read(now):
             self._all.count("response", self._address)
             self.transport.abort()
+        elif not self.transport.is_closing():
+            self._check_request(now - self._since, now)
+
+    def _check_request(self, waited: float, now: float) -> None:
+        limits = self._limits
+        if self._phase is _Phase.CLOSING:
+            if waited > _LINGER_SECONDS:
+                self.transport.abort()
         elif self._phase is _Phase.IDLE and waited > limits.idle_timeout:
             self.transport.close()
         elif self._phase is _Phase.HEADER and self._is_waiting:
@@ -335,6 +370,31 @@ class LimitedProtocol(HttpToolsProtocol):
                 self._time_out("body", "transfer_timeout", limits.transfer_timeout)
             else:
                 self._enter(_Phase.BODY)
+
+    def _does_not_read(self, now: float) -> bool:
+        """True if the client has read too little of a response within the time for it."""
+        limit = self._limits.transfer_timeout
+        if self.transport.is_closing():
+            # What was written before may be unsent, and a client that reads nothing keeps it so.
+            self._closing_since = self._closing_since or now
+            return now - self._closing_since > limit
+        if self._stalled_since is None or now - self._stalled_since <= limit:
+            return False
+        unsent = self.transport.get_write_buffer_size()
+        has_progress = unsent <= max(self._unsent - _PROGRESS, 0)
+        self._stalled_since, self._unsent = now, unsent
+        return not has_progress
+
+    def _linger(self) -> None:
+        """Send nothing more, and read for a short time what the client still sends."""
+        self._all.count("unread-body", self._address)
+        self._enter(_Phase.CLOSING)
+        self._all.wait(self)
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+            self.flow.resume_reading()
+        else:
+            self.transport.close()
 
     @property
     def _is_waiting(self) -> bool:

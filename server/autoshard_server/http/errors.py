@@ -18,6 +18,7 @@ from autoshard_server.problems import (
     problem_document,
     problem_of,
 )
+from autoshard_server.telemetry import limits_reached_total
 from autoshard_solver_cache import StoreUnavailableError
 
 _log = structlog.get_logger(__name__)
@@ -41,6 +42,8 @@ def add_error_handlers(app: FastAPI, routers: Sequence[APIRouter]) -> None:
 def problem_response(problem: dict[str, object], headers: dict[str, str] | None = None) -> Response:
     """A problem document, with the id of the current request, as a response."""
     status = int(str(problem["status"]))
+    if "limit_name" in problem:
+        limits_reached_total.labels(problem["limit_name"]).inc()
     bound = structlog.contextvars.get_contextvars()
     if "request_id" in bound:
         problem = {**problem, "request_id": bound["request_id"]}

@@ -10,6 +10,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from autoshard.errors import InputError, MissingPackageError
+from autoshard_server.disconnection import CallerGoneError, calling
 from autoshard_server.http.deprecation import deprecation_headers
 from autoshard_server.http.errors import problem_response
 from autoshard_server.problems import problem_of
@@ -97,6 +98,42 @@ class RootPath:
             headers["link"] = headers["link"].replace("</", f"<{self._root}/")
 
 
+class HeadRequests:
+    """Serves HEAD where GET is served: the same, and the body is not sent."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one connection (ASGI)."""
+        # The protocol, which has its own scope, drops the body.
+        is_head = scope["type"] == "http" and scope["method"] == "HEAD"
+        await self._app({**scope, "method": "GET"} if is_head else scope, receive, send)
+
+
+class WeakTags:
+    """Makes the ETag of a compressed response a weak one: its bytes are others.
+
+    A strong one stands for the same bytes in each response (RFC 9110, section 8.8.1).
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one connection (ASGI)."""
+
+        async def send_with_tag(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                tag = headers.get("etag", "")
+                if tag.startswith('"') and "content-encoding" in headers:
+                    headers["etag"] = f"W/{tag}"
+            await send(message)
+
+        await self._app(scope, receive, send_with_tag)
+
+
 class RequestLog:
     """Gives each request an id, unless the caller sends one, and records its outcome.
 
@@ -106,16 +143,34 @@ class RequestLog:
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
+        self._has_warned = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection (ASGI)."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = Headers(scope=scope).get("x-request-id", "")
+        headers = Headers(scope=scope)
+        self._check_proxy(headers, scope)
+        given = headers.get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid4().hex
         with structlog.contextvars.bound_contextvars(request_id=request_id):
             await self._serve(scope, receive, send, request_id)
+
+    def _check_proxy(self, headers: Headers, scope: Scope) -> None:
+        """Log once that a proxy's headers are not used, which make all callers one address."""
+        forwarded = headers.get("x-forwarded-for", "")
+        if not forwarded or self._has_warned:
+            return
+        address = scope["client"][0] if scope.get("client") else ""
+        # Of a proxy that is trusted, the address is one of these.
+        if address not in {one.strip() for one in forwarded.split(",")}:
+            self._has_warned = True
+            _log.warning(
+                "forwarded_headers_ignored",
+                address=address,
+                setting="AUTOSHARD_FORWARDED_ALLOW_IPS",
+            )
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send, request_id: str) -> None:
         started = time.monotonic()
@@ -133,8 +188,9 @@ class RequestLog:
             await send(message)
 
         try:
-            await self._app(scope, receive, send_with_id)
-        except ClientDisconnect:
+            with calling(receive):
+                await self._app(scope, receive, send_with_id)
+        except (ClientDisconnect, CallerGoneError):
             _log.info("client_gone")
         except Exception as error:
             _log.exception("request_failed")

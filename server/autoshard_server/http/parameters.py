@@ -7,7 +7,8 @@ from io import BytesIO
 from typing import Annotated, TypeVar, cast
 
 import anyio.to_thread
-from fastapi import Depends, Path
+from fastapi import Depends, Path, params
+from fastapi.dependencies.utils import get_flat_params
 from pydantic import BaseModel, ValidationError
 from starlette.convertors import StringConvertor, register_url_convertor
 from starlette.datastructures import FormData, UploadFile
@@ -27,7 +28,7 @@ MULTIPART_FORM = "multipart/form-data"
 JSON = "application/json"
 
 _PARTS = ("graph", "request")
-_WAIT = re.compile(r"(?:^|[,;\s])wait\s*=\s*\"?(\d{1,9})\"?(?=$|[,;\s])", re.IGNORECASE)
+_WAIT = re.compile(r"(?:^|[,;\s])wait\s*=\s*\"?(\d+)\"?(?=$|[,;\s])", re.IGNORECASE)
 
 _QUICK_BYTES = 4096
 """JSON that is validated at once; that of usual requests is shorter."""
@@ -174,6 +175,29 @@ def parse(model: type[_Model], text: bytes, where: str, deprecated: dict[str, st
         ) from None
 
 
+def refuse_unknown_parameters(request: Request) -> None:
+    """Refuse a query with parameters that the route does not have, such as misspelled ones.
+
+    Raises:
+        ServerError: REQUEST, with a pointer to each.
+    """
+    route = request.scope.get("route")
+    dependant = getattr(route, "dependant", None)
+    if not request.query_params or dependant is None:
+        return
+    fields = get_flat_params(dependant)
+    known = {field.alias for field in fields if isinstance(field.field_info, params.Query)}
+    unknown = sorted(request.query_params.keys() - known)
+    if unknown:
+        detail = f"the parameters are {', '.join(sorted(known)) or 'none'}"
+        found = [{"pointer": f"/query/{name}", "detail": detail} for name in unknown]
+        raise ServerError(
+            ProblemType.REQUEST,
+            f"there is no parameter {unknown[0]!r} of the query: {detail}",
+            extensions={"errors": found},
+        )
+
+
 def preferred_wait(request: Request, *, cap: float) -> float | None:
     """Seconds of `Prefer: wait=N` (RFC 7240), at most the cap; None without it."""
     found = _WAIT.search(",".join(request.headers.getlist("prefer")))
@@ -183,7 +207,7 @@ def preferred_wait(request: Request, *, cap: float) -> float | None:
 def is_not_modified(request: Request, tag: str) -> bool:
     """True if If-None-Match has the tag (RFC 9110, section 13); a weak tag matches too."""
     tags = _tags(request, "if-none-match") or frozenset()
-    return not {"*", f'"{tag}"', f'W/"{tag}"'}.isdisjoint(tags)
+    return not {"*", f'"{tag}"'}.isdisjoint(tags)
 
 
 def precondition(request: Request) -> Callable[[str | None], bool]:
@@ -205,8 +229,10 @@ def precondition(request: Request) -> Callable[[str | None], bool]:
 
 
 def _tags(request: Request, header: str) -> frozenset[str] | None:
+    """The tags of a header; a compressed response had a weak one, of the same document."""
     values = request.headers.getlist(header)
-    return frozenset(tag.strip() for tag in ",".join(values).split(",")) if values else None
+    found = (tag.strip().removeprefix("W/") for tag in ",".join(values).split(","))
+    return frozenset(found) if values else None
 
 
 async def _read_parts(form: FormData, limit: int) -> tuple[bytes, bytes]:

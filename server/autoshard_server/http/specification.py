@@ -46,7 +46,7 @@ _ANSWER_HEADERS = {
     "Autoshard-Cache": "`hit` if the result was cached before, else `miss`.",
     "Cache-Control": "Plans are immutable.",
     "Content-Location": "Address of the plan or search; absent if time ran out.",
-    "ETag": "Digest of the response; the id of a plan. Strong.",
+    "ETag": "Digest of the response; the id of a plan. Weak if the response is compressed.",
     "Link": "Addresses of the first page (`first`) and of the next (`next`), if there is one.",
     "Location": "Address of the job, or of the stored resource.",
     "RateLimit": "What is left of the caller's quotas (draft-ietf-httpapi-ratelimit-headers).",

@@ -1,18 +1,16 @@
-"""Throttle of invalid keys: a caller who sends many waits, without a look-up in the database."""
+"""Throttle of invalid keys: a caller who sends many is told to wait."""
 
 import ipaddress
 from threading import Lock
 from time import monotonic
 
 import structlog
-from cachetools import LRUCache, TTLCache
+from cachetools import LRUCache
 
 from autoshard_server.problems import ProblemType, limit_error
 
 _MINUTE = 60.0
 _MAX_ADDRESSES = 10_000
-_MAX_DIGESTS = 10_000
-_KNOWN_SECONDS = 3600.0
 _IPV6_NETWORK = 64
 """Bits of an IPv6 address that identify a caller, who usually has all addresses below them."""
 
@@ -20,7 +18,7 @@ _log = structlog.get_logger(__name__)
 
 
 class Throttle:
-    """Counts invalid keys by address; keys that were valid in the last hour are never refused.
+    """Counts invalid keys by address.
 
     An address has a number of tries, of which each invalid key takes one; they are given back
     within a minute.
@@ -32,18 +30,17 @@ class Throttle:
     def __init__(self, tries: int) -> None:
         self._tries = tries
         self._used: LRUCache[str, tuple[float, float]] = LRUCache(_MAX_ADDRESSES)
-        self._known: TTLCache[bytes, None] = TTLCache(_MAX_DIGESTS, _KNOWN_SECONDS)
         self._lock = Lock()
 
-    def check(self, address: str, digest: bytes) -> None:
-        """Refuse a key without a look-up, if its caller has sent too many invalid ones.
+    def check(self, address: str) -> None:
+        """Refuse an invalid key, if its caller has sent too many of them.
+
+        A valid key is never refused: behind a proxy, strangers may have the same address.
 
         Raises:
             ServerError: TOO_MANY_FAILURES.
         """
         with self._lock:
-            if digest in self._known:
-                return
             used = self._current(_network(address))
         if used < self._tries:
             return
@@ -56,16 +53,10 @@ class Throttle:
             headers={"Retry-After": str(wait)},
         )
 
-    def succeeded(self, digest: bytes) -> None:
-        """Note a valid key."""
-        with self._lock:
-            self._known[digest] = None
-
-    def failed(self, address: str, digest: bytes) -> None:
+    def failed(self, address: str) -> None:
         """Note an invalid key."""
         network = _network(address)
         with self._lock:
-            self._known.pop(digest, None)
             used = self._current(network) + 1
             self._used[network] = (used, monotonic())
         if used - 1 < self._tries <= used:

@@ -59,6 +59,7 @@ async def put_graph(
     """Store a graph, after checking that it can be parsed. The least recently used are evicted."""
     if media_type(request) not in ("", _BYTES):
         raise ServerError(ProblemType.MEDIA_TYPE, f"send {_BYTES}")
+    await service.check_records(caller)
     body = await read_bytes(request, service.settings, "max_body_bytes")
     found = await anyio.to_thread.run_sync(lambda: hashlib.sha256(body).hexdigest())
     if found != digest:

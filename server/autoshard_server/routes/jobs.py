@@ -107,7 +107,7 @@ async def _followed(job_id: JobId, service: ServiceParameter, caller: Reader) ->
     """The job of a stream; the stream is counted until its response has ended."""
     # Before the stream starts, so that an error is still an HTTP response.
     job = await service.find(caller.project, job_id)
-    with service.streams.stream(caller.project, caller.name):
+    with service.streams.opened(caller.project, caller.name):
         yield job
 
 

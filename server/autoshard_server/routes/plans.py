@@ -248,7 +248,7 @@ async def compare_plans(request: Request, service: ServiceParameter, caller: Rea
     pair = await read_json(request, ComparePlansRequest, service.settings)
     before = await _cached_plan(service, caller, pair.before)
     after = await _cached_plan(service, caller, pair.after)
-    found = await service.parse("compare", {"length": len(before)}, before + after)
+    found = await service.parse(caller.project, "compare", {"length": len(before)}, before + after)
     return Response(found, media_type=JSON)
 
 
@@ -292,7 +292,7 @@ async def export_plan(
     """
     body = await _cached_plan(service, caller, plan_id)
     options = {"target": to, "min_expressed": min_expressed}
-    text = await service.parse("export", options, body)
+    text = await service.parse(caller.project, "export", options, body)
     # The plan never changes, but another release may export it differently.
     tag = hashlib.sha256(text).hexdigest()
     return tagged_response(
@@ -320,7 +320,8 @@ async def trace_plan(
 
     The trace has compute, communication on each mesh axis, and memory over time.
     """
-    text = await service.parse("trace", {}, await _cached_plan(service, caller, plan_id))
+    plan = await _cached_plan(service, caller, plan_id)
+    text = await service.parse(caller.project, "trace", {}, plan)
     # The plan never changes, but another release may trace it differently.
     return tagged_response(request, text, hashlib.sha256(text).hexdigest(), cache=REVALIDATE)
 
@@ -346,7 +347,8 @@ async def summarise_plan(
     Its parallelism in words, step time and memory, the largest costs, and the certificate; or why
     there is no plan.
     """
-    text = await service.parse("summarise", {}, await _cached_plan(service, caller, plan_id))
+    plan = await _cached_plan(service, caller, plan_id)
+    text = await service.parse(caller.project, "summarise", {}, plan)
     # The plan never changes, but another release may summarise it differently.
     tag = hashlib.sha256(text).hexdigest()
     return tagged_response(request, text, tag, _TEXT, cache=REVALIDATE)

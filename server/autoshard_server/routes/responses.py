@@ -55,7 +55,7 @@ async def result_response(
     preferred = preferred_wait(request, cap=service.settings.max_wait)
     headers = {} if preferred is None else {"Preference-Applied": f"wait={preferred:g}"}
     wait = min(default_wait, service.settings.max_wait) if preferred is None else preferred
-    job = await service.wait(found, wait) if wait else found
+    job = await service.wait(found, wait, caller) if wait else found
     if job.state is JobState.SUCCEEDED:
         return _found_response(await service.result(job), headers)
     if job.error is not None:

@@ -23,7 +23,11 @@ from autoshard_server.store.jobs import Job, JobKind
 router = APIRouter(tags=["searches"])
 
 SearchId = Annotated[
-    str, Path(pattern="^[0-9a-f]{64}$", description="id of a search: the ETag of its response")
+    str,
+    Path(
+        pattern="^[0-9a-f]{64}$",
+        description="id of a search, in the Content-Location of its response",
+    ),
 ]
 
 
@@ -97,5 +101,5 @@ async def delete_search(search_id: SearchId, service: ServiceParameter, caller: 
 def _unknown(search_id: str) -> ServerError:
     return ServerError(
         ProblemType.NOT_FOUND,
-        f"there is no search {search_id}; its id is the ETag of POST /v1/searches",
+        f"there is no search {search_id}; its id is in the Content-Location of POST /v1/searches",
     )

@@ -102,6 +102,7 @@ async def put_topology(
     """
     if name in mesh.list_topologies():
         raise _is_preset(name)
+    await service.check_records(caller)
     body = await read_text(request, service.settings, "max_topology_bytes")
     topology = await service.in_thread(partial(topology_from_json, body))
     if topology.name != name:

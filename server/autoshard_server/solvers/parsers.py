@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
+from threading import Event
 from typing import TYPE_CHECKING, Any
 
 from autoshard_server.problems import ProblemType, limit_error, problem_of, server_error_of
@@ -16,6 +17,9 @@ from autoshard_server.solvers.messages import Died, Failed, Solved, SolverInput
 
 if TYPE_CHECKING:  # only the processes import what reads graphs and plans
     from autoshard_server.solvers.parsing import ParserTask
+
+_CHECK_SECONDS = 0.25
+"""Seconds after which a process is stopped of which nobody waits for the result."""
 
 
 class Parsers:
@@ -42,27 +46,34 @@ class Parsers:
             while True:
                 self._spare.get_nowait().stop()
 
-    def run(self, task: "ParserTask", request: Mapping[str, Any], payload: bytes) -> bytes:
+    def run(
+        self,
+        task: "ParserTask",
+        request: Mapping[str, Any],
+        payload: bytes,
+        stop: Event | None = None,
+    ) -> bytes:
         """Do a task; blocks until it is done.
 
         Args:
             task: to do.
             request: its other arguments, as JSON.
             payload: the graph or plan.
+            stop: ends the process when it is set.
 
         Raises:
             ServerError: the problem of the task; LIMIT if it takes too much time or memory.
         """
-        work = SolverInput(json.dumps({"task": task, **request}), payload)
-        message = self._run(work)
-        if isinstance(message, Died):
+        work, stop = SolverInput(json.dumps({"task": task, **request}), payload), stop or Event()
+        message = self._run(work, stop)
+        if isinstance(message, Died) and not stop.is_set():
             # Perhaps with the fork server, and not because of this task.
-            message = self._run(work)
+            message = self._run(work, stop)
         if isinstance(message, Solved):
             return message.document
         raise server_error_of(message.problem)
 
-    def _run(self, work: SolverInput) -> Solved | Failed | Died:
+    def _run(self, work: SolverInput, stop: Event) -> Solved | Failed | Died:
         try:
             parser = self._spare.get_nowait()
         except Empty:
@@ -72,12 +83,14 @@ class Parsers:
         deadline = time.monotonic() + self._settings.max_parse_seconds
         try:
             parser.start(work)
-            while True:
-                message = parser.receive(max(0.0, deadline - time.monotonic()))
-                if message is None:
-                    return Failed(problem_of(self._too_slow()))
+            while not stop.is_set():
+                left = max(0.0, deadline - time.monotonic())
+                message = parser.receive(min(left, _CHECK_SECONDS))
                 if isinstance(message, Solved | Failed | Died):
                     return message
+                if message is None and left <= _CHECK_SECONDS:
+                    break
+            return Failed(problem_of(self._too_slow()))
         finally:
             parser.stop()
 

@@ -20,9 +20,12 @@ from autoshard_server.settings import Settings
 from autoshard_server.solvers.executor import Executor, Solver
 from autoshard_server.solvers.messages import Died, Failed, Progressed, Solved, SolverInput
 from autoshard_server.store.database import Stores
+from autoshard_server.store.idempotency import LIFETIME
 from autoshard_server.store.job_store import JobStore
 from autoshard_server.store.jobs import Claim, JobClass, JobKind, known_kind
+from autoshard_server.store.retention_clock import RetentionClock
 from autoshard_server.telemetry import (
+    clock_is_wrong,
     job_failures_total,
     job_seconds,
     job_span,
@@ -124,6 +127,8 @@ class Workers:
         self._jobs = stores.jobs
         self._executor = executor
         self._settings = settings
+        ages = (settings.job_retention, settings.audit_retention, settings.cache_max_age, LIFETIME)
+        self._clock = RetentionClock(stores.engine, min(ages))
         self._submitted = {role: Semaphore(0) for role in _WorkerRole}
         self._stopping = Event()
         self._deadline = float("inf")
@@ -367,11 +372,16 @@ class Workers:
 
     def _clean(self) -> None:
         is_over = self._stopping.is_set
+        self._stores.cache.enforce_budget(is_over=is_over)
+        fault = self._clock.fault()
+        clock_is_wrong.set(fault is not None)
+        if fault is not None:
+            _log.error("nothing_expires", reason=fault)
+            return
         self._jobs.purge(self._settings.job_retention, is_over=is_over)
         self._stores.idempotency.purge(is_over=is_over)
         self._stores.audit.purge(self._settings.audit_retention, is_over=is_over)
         self._stores.cache.evict(max_age=self._settings.cache_max_age, is_over=is_over)
-        self._stores.cache.enforce_budget(is_over=is_over)
         self._stores.plans.refresh(is_over=is_over)
 
 

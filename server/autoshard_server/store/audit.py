@@ -13,6 +13,7 @@ from sqlalchemy import Connection, Engine, insert, select
 
 from autoshard_server.callers import Caller
 from autoshard_server.store.expiry import delete_expired
+from autoshard_server.store.quotas import check_records
 from autoshard_server.store.tables import Cursor, audit_events, newest_first
 from autoshard_solver_cache import never, reader
 
@@ -104,6 +105,15 @@ class AuditLog:
         with self._engine.begin() as connection:
             insert_event(connection, caller.project, action, resource, **fields)
         log_event(caller.project, action, resource, **fields)
+
+    def check(self, project: str, limit: int) -> None:
+        """Refuse what leaves a record of a project, if there are too many of them.
+
+        Raises:
+            ServerError: TOO_MANY_JOBS.
+        """
+        with self._reader.begin() as connection:
+            check_records(connection, project, limit)
 
     def page(
         self, project: str, *, after: Cursor | None = None, limit: int = 50

@@ -9,7 +9,7 @@ from alembic import command
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import Connection, Engine, delete, insert, inspect, select
+from sqlalchemy import Connection, Engine, delete, insert, inspect, select, update
 
 from autoshard_server.settings import Settings
 from autoshard_server.store.api_keys import ApiKeyStore
@@ -71,7 +71,7 @@ class Stores:
         self.graphs = GraphStore(self.cache)
         self.plans = PlanIndex(self.engine, self.cache)
         self.topologies = TopologyStore(self.engine)
-        self.idempotency = IdempotencyStore(self.engine)
+        self.idempotency = IdempotencyStore(self.engine, most=settings.max_project_records)
         self.api_keys = ApiKeyStore(self.engine)
         self.audit = AuditLog(self.engine)
 
@@ -115,6 +115,17 @@ def check_schema(engine: Engine) -> None:
             f"the database {url!r} lacks migrations up to {newest_revision()}, as if an older one "
             "had been restored; restart the service, which runs them"
         )
+
+
+def check_writable(engine: Engine) -> None:
+    """Check that a database can be written: it may be a replica, locked, or on a full disk.
+
+    Raises:
+        StoreUnavailableError: it cannot.
+    """
+    same = update(compatibility).values(release=compatibility.c.release)
+    with engine.begin() as connection:
+        connection.execute(same)
 
 
 @cache

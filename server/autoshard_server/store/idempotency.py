@@ -6,10 +6,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from sqlalchemy import ColumnElement, Engine, delete, insert, select, update
+from sqlalchemy import ColumnElement, Connection, Engine, delete, func, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from autoshard_server.callers import Caller
+from autoshard_server.problems import ProblemType, limit_error
 from autoshard_server.projects import DEFAULT_PROJECT
 from autoshard_server.store.expiry import delete_expired
 from autoshard_server.store.tables import idempotency_keys as keys
@@ -17,6 +18,9 @@ from autoshard_solver_cache import never, reader
 
 LIFETIME = 24 * 3600.0
 """Seconds for which a key is stored."""
+
+MAX_KEYS = 100_000
+"""Largest number of keys of callers of one name."""
 
 _NO_ANSWER = "{}"
 
@@ -40,12 +44,14 @@ class IdempotencyStore:
     Args:
         engine: of a migrated database.
         lifetime: seconds for which a key is stored.
+        most: largest number of keys of callers of one name.
     """
 
-    def __init__(self, engine: Engine, *, lifetime: float = LIFETIME) -> None:
+    def __init__(self, engine: Engine, *, lifetime: float = LIFETIME, most: int = MAX_KEYS) -> None:
         self._engine = engine
         self._reader = reader(engine)
         self._lifetime = lifetime
+        self._most = most
 
     def find(self, caller: Caller, key: str) -> IdempotencyRecord | None:
         """The request of a caller's key, or None for a new or expired key."""
@@ -66,6 +72,9 @@ class IdempotencyStore:
 
         Returns:
             the request that has the key now.
+
+        Raises:
+            ServerError: TOO_MANY_JOBS, if the caller has too many keys.
         """
         statement = insert(keys).values(
             caller=caller.name or "",
@@ -78,6 +87,7 @@ class IdempotencyStore:
             try:
                 with self._engine.begin() as connection:
                     connection.execute(delete(keys).where(_is(caller, key), self._expired()))
+                    self._check_number(connection, caller)
                     connection.execute(statement)
             except IntegrityError:
                 found = self.find(caller, key)
@@ -98,6 +108,21 @@ class IdempotencyStore:
         """Delete expired keys, in batches; return their number."""
         before = time.time() - self._lifetime
         return delete_expired(self._engine, keys, keys.c.created_at, before, is_over=is_over)
+
+    def _check_number(self, connection: Connection, caller: Caller) -> None:
+        # Counted up to the limit only, in an index.
+        of_caller = select(keys.c.caller).where(keys.c.caller == (caller.name or ""))
+        some = of_caller.limit(self._most).subquery()
+        found = connection.execute(select(func.count()).select_from(some)).scalar_one()
+        if found >= self._most:
+            raise limit_error(
+                ProblemType.TOO_MANY_JOBS,
+                f"your key has sent {self._most:,} Idempotency-Keys within {LIFETIME / 3600:g} "
+                "hours; retry later, or send none",
+                "max_project_records",
+                self._most,
+                headers={"Retry-After": "600"},
+            )
 
     def _expired(self) -> ColumnElement[bool]:
         return keys.c.created_at < time.time() - self._lifetime

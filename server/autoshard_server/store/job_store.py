@@ -147,6 +147,7 @@ class JobStore:
         max_project: int | None = None,
         max_active: int | None = None,
         max_bytes: int | None = None,
+        max_records: int | None = None,
         context: Mapping[str, str] | None = None,
     ) -> Job:
         """Return the project's active job for this result, or insert one and an audit event.
@@ -161,14 +162,16 @@ class JobStore:
             caller: name of the key.
             max_project: largest number of queued and running jobs of the project.
             max_active: largest number of queued and running jobs of this caller.
-            max_bytes: largest number of compressed bytes in the jobs of this caller.
+            max_bytes: largest number of bytes in the jobs of this caller.
+            max_records: largest number of audit events of the project within a day.
             context: fields for logs and traces of the job.
 
         Raises:
             ServerError: TOO_MANY_JOBS, if a limit is reached.
         """
-        limits = JobLimits(max_queued, max_project, max_active, max_bytes)
+        limits = JobLimits(max_queued, max_project, max_active, max_bytes, max_records)
         packed = zlib.compress(graph, 1)
+        nbytes = len(packed) + len(request)
         row: dict[str, Any] = {
             "id": uuid4().hex,
             "kind": kind,
@@ -183,7 +186,7 @@ class JobStore:
             "context": json.dumps(dict(context or {})),
             "request": request,
             "graph": packed,
-            "stored_bytes": len(packed),
+            "stored_bytes": nbytes,
         }
         last = select(func.coalesce(func.max(_jobs.c.number), 0) + 1).scalar_subquery()
         of_result = (_jobs.c.project == project) & (_jobs.c.plan_id == plan_id) & is_active
@@ -195,7 +198,7 @@ class JobStore:
                     found = find_job(connection, of_result)
                     if found is not None:
                         return found
-                    check_limits(connection, project, caller, limits, len(packed))
+                    check_limits(connection, project, caller, limits, nbytes)
                     connection.execute(insert(_jobs).values(row | {"number": last}))
                     add_state_event(connection, row["id"], JobState.QUEUED)
                     insert_event(connection, project, AuditAction.CREATE, resource, **by)
@@ -544,9 +547,9 @@ class JobStore:
         error: Mapping[str, Any] | None = None,
         **values: Any,
     ) -> bool:
-        """The transition to a final state, which also deletes the graph."""
+        """The transition to a final state, which also deletes the request and the graph."""
         sources = [s for s in JobState if target in TRANSITIONS[s]]
-        values = {"graph": None, "stored_bytes": 0, "owner": None, **values}
+        values = {"request": "{}", "graph": None, "stored_bytes": 0, "owner": None, **values}
         values["finished_at"] = time.time()
         with self._engine.begin() as connection:
             if error is not None:

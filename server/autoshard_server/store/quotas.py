@@ -1,5 +1,6 @@
 """Quotas of jobs: how many a queue, a project and a caller may have, and how many bytes."""
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -7,10 +8,13 @@ from sqlalchemy import ColumnElement, Connection, func, select
 
 from autoshard_server.problems import ProblemType, ServerError, limit_error
 from autoshard_server.store.jobs import JobState
-from autoshard_server.store.tables import has_bytes, is_active
+from autoshard_server.store.tables import audit_events, has_bytes, is_active
 from autoshard_server.store.tables import jobs as _jobs
 
 _RETRY = {"Retry-After": "10"}
+
+DAY = 24 * 3600.0
+"""Seconds within which records of a project are counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,13 +25,15 @@ class JobLimits:
         queued: queued jobs of all callers together.
         of_project: queued and running jobs of one project.
         of_caller: queued and running jobs of one caller that has a key.
-        nbytes: compressed bytes of the graphs and results in the jobs of one caller.
+        nbytes: bytes of the requests, graphs and results in the jobs of one caller.
+        records: audit events of one project within a day, of which each job makes one.
     """
 
     queued: int
     of_project: int | None = None
     of_caller: int | None = None
     nbytes: int | None = None
+    records: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +87,40 @@ def check_limits(
                 f"{count} jobs are {state}, and the limit is {limit}; retry later, or cancel one"
             )
             raise limit_error(ProblemType.TOO_MANY_JOBS, detail, setting, limit, headers=_RETRY)
+    if limits.records is not None:
+        check_records(connection, project, limits.records)
     if limits.nbytes is not None:
         used = _num_bytes(connection, project, caller)
         if used + nbytes > limits.nbytes:
             raise _too_many_bytes(used, nbytes, limits.nbytes)
+
+
+def check_records(connection: Connection, project: str, limit: int) -> None:
+    """Refuse what leaves a record of a project, if there are too many of them.
+
+    Args:
+        connection: of a transaction.
+        project: of the records.
+        limit: largest number of audit events within a day.
+
+    Raises:
+        ServerError: TOO_MANY_JOBS.
+    """
+    of_project = (audit_events.c.project == project) & (
+        audit_events.c.created_at > time.time() - DAY
+    )
+    # Counted up to the limit only, in an index.
+    some = select(audit_events.c.created_at).where(of_project).limit(limit).subquery()
+    found = connection.execute(select(func.count()).select_from(some)).scalar_one()
+    if found >= limit:
+        raise limit_error(
+            ProblemType.TOO_MANY_JOBS,
+            f"your project has submitted, stored or deleted {limit:,} things within a day; retry "
+            "later",
+            "max_project_records",
+            limit,
+            headers={"Retry-After": "600"},
+        )
 
 
 def is_caller(name: str | None) -> ColumnElement[bool]:

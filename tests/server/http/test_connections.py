@@ -211,6 +211,51 @@ def test_an_address_that_sends_invalid_keys_has_to_wait(edge: Edge) -> None:
     assert status_of(ask("autoshard_8_x", source="127.0.0.3")) == 401
 
 
+def test_a_refused_request_does_not_hold_its_connection(edge: Edge) -> None:
+    """Without a key there is 401 at once, and the body that never comes is not awaited."""
+    head = b"POST /v1/plans HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n{"
+    with ExitStack() as stack:
+        held = [stack.enter_context(edge.open()) for _ in range(MOST)]
+        for connection in held:
+            send(connection, head)
+        assert {status_of(read_all(connection)) for connection in held} == {401}
+        # They are still open on this side, and another caller is served.
+        assert status_of(edge.send(request("/version"))) == 200
+
+
+def test_a_trailer_is_no_header(edge: Edge) -> None:
+    key = f"Authorization: Bearer {edge.key}".encode()
+    sent = b"POST /v1/plans:lookup HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+    sent += b"Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n"
+    answer = edge.send(sent + b"\r\n2\r\n{}\r\n0\r\n" + key + b"\r\n\r\n")
+    assert status_of(answer) == 401
+    answer = edge.send(sent + key + b"\r\n\r\n2\r\n{}\r\n0\r\n\r\n")
+    assert status_of(answer) == 422
+
+
+@pytest.mark.parametrize("hosts", [[], ["Host: a", "Host: b"]])
+def test_a_request_has_one_host(edge: Edge, hosts: list[str]) -> None:
+    lines = ["GET /version HTTP/1.1", *hosts, "Connection: close", "", ""]
+    answer = edge.send("\r\n".join(lines).encode())
+    assert status_of(answer) == 400
+    assert problem_of(answer)["type"].endswith("#host")
+
+
+def test_a_caller_that_reads_slowly_gets_everything(edge: Edge) -> None:
+    """Longer than the time for a piece of a body, but always some of it."""
+    whole = edge.send(request("/openapi.json"))
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.settimeout(30)
+        connection.connect(("127.0.0.1", edge.port))
+        send(connection, request("/openapi.json", close=False) * 11 + request("/openapi.json"))
+        found = 0
+        while piece := connection.recv(1 << 16):
+            found += len(piece)
+            time.sleep(len(piece) / 2e6)
+    assert found > 11 * len(whole)
+
+
 def test_a_caller_that_does_not_read_is_disconnected(edge: Edge) -> None:
     assert status_of(edge.send(request("/openapi.json"))) == 200
     with socket.socket() as connection:

@@ -146,7 +146,13 @@ def fill(service: Any, graph: bytes) -> Known:
     assert http.put("/v1/topologies/ours", **sent["putTopology"]).status_code == 201
     job = http.get("/v1/jobs").json()["jobs"][-1]
     assert job["plan_id"] == plan.json()["id"]
-    return Known(digest, plan.json()["id"], job["id"], search.headers["ETag"].strip('"'), "ours")
+    return Known(
+        digest,
+        plan.json()["id"],
+        job["id"],
+        search.headers["Content-Location"].rsplit("/", 1)[1],
+        "ours",
+    )
 
 
 @pytest.mark.thorough

@@ -90,9 +90,9 @@ def test_a_caller_that_waits_is_told_of_a_cancel(
     inside = service.app.state.service
     wait, waits = inside.wait, Event()
 
-    def wait_and_tell(job: Any, seconds: float) -> Any:
+    def wait_and_tell(*given: Any) -> Any:
         waits.set()
-        return wait(job, seconds)
+        return wait(*given)
 
     monkeypatch.setattr(inside, "wait", wait_and_tell)
     job_id = service.post(graph).json()["id"]

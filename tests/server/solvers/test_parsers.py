@@ -103,9 +103,9 @@ def test_a_graph_is_read_once(
     tasks: list[str] = []
     parse = Service.parse
 
-    async def counted(self: Service, task: Any, request: Any, payload: bytes) -> bytes:
+    async def counted(self: Service, project: str, task: Any, *given: Any) -> bytes:
         tasks.append(task)
-        return await parse(self, task, request, payload)
+        return await parse(self, project, task, *given)
 
     monkeypatch.setattr(Service, "parse", counted)
     service = start_service()
@@ -127,7 +127,7 @@ def test_a_graph_is_read_once(
 
 def test_many_values_and_high_ratios_are_refused_by_name(start_service: Any) -> None:
     service = start_service(
-        max_model_values=100_000, max_compression_ratio=100, max_bodies_bytes=5 << 19
+        max_model_values=100_000, max_compression_ratio=100, max_bodies_bytes=7 << 19
     )
     many = put(service, deep(3 << 20))
     assert (many.status_code, many.json()["limit"]) == (400, 100_000), many.text
