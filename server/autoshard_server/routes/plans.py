@@ -11,6 +11,7 @@ from fastapi import APIRouter, Query, Request, Response
 from autoshard import exports
 from autoshard.plan import Plan
 from autoshard.plan.options import MIN_EXPRESSED
+from autoshard.plan.options.restrictions import pins_by_kind
 from autoshard.planner import Explanation
 from autoshard.report import PlanDifference
 from autoshard.requests.results import Validation
@@ -62,6 +63,8 @@ from autoshard_server.store.jobs import JobKind
 router = APIRouter(tags=["plans"])
 
 _MAX_EXPLANATION = 600.0
+_QUICK_PINS = 32
+"""Largest number of pins of a request whose digest is made at once, without a thread."""
 _TEXT = "text/plain"
 
 _TRACE = {
@@ -365,7 +368,10 @@ async def _query(
         _ = query.digest
         return query
 
-    is_quick = topology is None and not submitted.rules and not submitted.mesh.is_document
+    pins = submitted.options.constraints.pins
+    num_pins = sum(len(table) for _, table in pins_by_kind(pins))
+    is_quick = not (topology or submitted.rules or submitted.mesh.is_document)
+    is_quick = is_quick and num_pins <= _QUICK_PINS
     return make() if is_quick else await service.in_thread(make)
 
 
