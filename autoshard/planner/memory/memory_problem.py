@@ -19,7 +19,7 @@ import numpy as np
 from autoshard.base.arrays import BoolArray, FloatArray, IntArray
 from autoshard.costs import Frequency
 from autoshard.plan.options import Recomputing
-from autoshard.planner.formulation.formulation import Formulation, same_label
+from autoshard.planner.formulation.formulation import Formulation
 from autoshard.planner.formulation.saved_tensors import CheckpointSpan, SavedTensors
 from autoshard.planner.formulation.stage_builder import Decisions
 from autoshard.planner.formulation.variables import Role, Use, Variable
@@ -309,7 +309,7 @@ class MemoryProblem:
 
     def _equate(self, first: int, second: int, rows: IntArray, cols: IntArray) -> None:
         """Add an edge that forces two nodes to strategies with equal labels."""
-        self._edges.append(same_label(first, second, rows, cols))
+        self._edges.append(Edge.equal(first, second, rows, cols))
 
     def _span(self, variable: Variable) -> CheckpointSpan | None:
         if variable.role is Role.OPERATOR:
