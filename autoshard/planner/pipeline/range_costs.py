@@ -450,24 +450,17 @@ class _NodeCosts:
         saving = formulation.prices.saving
         memory = StageMemory(lower(stage, self.graph), formulation.gradients, saving)
         places = [self._place_of_operation(op) for op in memory.ops]
-        nbytes: dict[int, int] = {}
-        for storage, tensor in zip(memory.storages, memory.tensors, strict=True):
-            nbytes.setdefault(storage, tensor.nbytes)
         saved: set[tuple[int, bool]] = set()
-        once = {
-            memory.storages[tensor]
-            for op in memory.ops
-            if op.frequency in GATHERED_ONCE
-            for tensor in op.targets
-        }
         for op, place in zip(memory.ops, places, strict=True):
             self._add("saved", place, op.saved_bytes)
             saved.update(memory.saved_by(op))
         for storage, in_float8 in saved:
             maker = memory.made_by[storage]
             if maker >= 0 and not memory.ops[maker].regather:
-                kind = "state" if storage in once else "saved"
-                self._add(kind, places[maker], nbytes[storage] / (2 if in_float8 else 1))
+                kind = "state" if storage in memory.gathered_once else "saved"
+                self._add(
+                    kind, places[maker], memory.storage_bytes[storage] / (2 if in_float8 else 1)
+                )
 
     def _place_of_operation(self, op: MemoryOp) -> int:
         numbers = self.graph.numbers
