@@ -27,7 +27,7 @@ from autoshard.constraints.constraints import (
     StrategyConstraint,
     shard_any,
 )
-from autoshard.constraints.data_parallel import ParameterShards
+from autoshard.constraints.data_parallel import parameter_shards
 from autoshard.constraints.letters import outermost_letters, propagated_letters
 from autoshard.constraints.nontrivial_axes import NontrivialAxes
 from autoshard.graph import Graph, InputKind, Node, Origin
@@ -229,7 +229,7 @@ class _MegatronPattern:
         state = [axis for axis in self._axes.state if axis not in experts]
         others = {*experts, *(() if self._weight_axis is None else (self._weight_axis,))}
         sizes = [self._sizes[axis] for axis in (*state, *sorted(others))]
-        shards = ParameterShards.of(shape, sizes).dims
+        shards = parameter_shards(shape, sizes)
         for axis, dim in zip(state, shards, strict=False):
             one = _NONE if dim is None else frozenset({(0, dim)})
             found = _with_axis(found, axis, one, one)
