@@ -105,9 +105,6 @@ class Trial:
         except Exception:  # noqa: BLE001  backward of an operator may raise anything
             return set()
 
-    def _flows(self, position: int) -> bool:
-        return position in self.gradients and bool(self.gradients[position].any())
-
     def _with_invariant(self, output: int, kinds: list[AxisType]) -> list[AxisType]:
         return [I, *kinds] if R in kinds and output in self.with_gradient else kinds
 
