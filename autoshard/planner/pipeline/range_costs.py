@@ -37,7 +37,6 @@ from autoshard.planner.planner import plan_id
 from autoshard.solve import (
     Edge,
     KeyValueStore,
-    Solution,
     content_key,
     read_sealed,
     write_sealed,
@@ -134,7 +133,7 @@ def range_costs(
         return _from_json(mesh, stored)
     short = shorten(cutter.graph)
     formulation = limits.formulated(short.graph, mesh, options)
-    solution = fastest(formulation, options, limits, block_cache)
+    solution = limits.solve(formulation.problem, options, block_cache)
     choice, bound = solution.choice, solution.bound
     assert choice is not None
     segments = _SegmentSums(cutter, points, short)
@@ -189,24 +188,10 @@ def whole_bound(
     if stored is not None:
         return float(stored)
     formulation = limits.formulated(graph, mesh, options)
-    bound = fastest(formulation, options, limits, block_cache).bound
+    bound = limits.solve(formulation.problem, options, block_cache).bound
     if block_cache is not None and not limits.is_over:
         write_sealed(block_cache, key, repr(bound).encode())
     return bound
-
-
-def fastest(
-    formulation: Formulation,
-    options: PlanOptions,
-    limits: SearchLimits,
-    cache: KeyValueStore | None,
-) -> Solution:
-    """The best choice without a memory budget.
-
-    Raises:
-        Stopped: the search ended before there was a choice.
-    """
-    return limits.solve(formulation.problem, options, cache)
 
 
 def frugal(
