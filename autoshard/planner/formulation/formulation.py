@@ -4,6 +4,9 @@ Every graph input, operator and output is a variable whose domain are its strate
 several uses has an additional variable, the layout that its consumers share, so that one
 resharding can serve all of them. Every use of a value is an edge, whose cost is that of the
 resharding between the layout of the producer and that of the consumer.
+
+In the program of `autoshard.solve.programs.linear_program`, x_v(s) is the strategy of a variable,
+c_v(s) its seconds, and p_e(i, j) the seconds of the resharding from layout i to layout j.
 """
 
 from collections import Counter

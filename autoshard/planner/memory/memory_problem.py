@@ -4,7 +4,8 @@ In addition to the variables of the formulation it has a residency for each tens
 needs, and a binary variable for the checkpointing of each unit, such as a repeated block. Usage is
 the memory of a training step at some time points, see `autoshard.planner.memory.time_points`. It
 is a lower bound of the true memory, so a lower bound of this problem is valid for every plan that
-fits.
+fits. In the program of `autoshard.solve.programs.linear_program` it is m_v(s), the time points are
+the times t, and the memory budget is M.
 
 What a micro-batch saves for backward is counted for each micro-batch in flight: once until the
 backward that needs it, and until the optimizer's step for the micro-batches that wait.
