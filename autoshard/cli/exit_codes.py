@@ -18,6 +18,3 @@ class ExitCode(IntEnum):
     """Ctrl-C ended planning early; the best plan so far was shown and written."""
     INTERRUPTED = 130
     """Ctrl-C ended the command at once; nothing was written."""
-
-
-NO_PLAN = ExitCode.NO_PLAN

@@ -10,8 +10,8 @@ from autoshard.constraints.constraints import (
     StrategyConstraint,
 )
 from autoshard.constraints.data_parallel import (
-    ParameterShards,
     check_batch,
+    parameter_shards,
     sharding_axes,
 )
 from autoshard.constraints.from_options import plan_constraints
@@ -31,12 +31,12 @@ __all__ = [
     "DimOrigins",
     "LayoutPattern",
     "MegatronAxes",
-    "ParameterShards",
     "PlanConstraints",
     "ShardingConstraint",
     "StrategyConstraint",
     "check_batch",
     "megatron_pattern",
+    "parameter_shards",
     "pinned_sub_shards",
     "plan_constraints",
     "sequence_parallel_pattern",

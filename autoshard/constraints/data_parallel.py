@@ -7,7 +7,6 @@ them over the others.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import prod
 
 from autoshard.constraints.batch import BatchSharding, DimOrigins, outermost_dims
@@ -98,35 +97,20 @@ def sharding_axes(axes: NontrivialAxes, pattern: Family) -> tuple[int, ...]:
     return {"ddp": (), "fsdp2": tuple(numbers), "hsdp": tuple(numbers[-1:])}.get(pattern, ())
 
 
-@dataclass(frozen=True, slots=True)
-class ParameterShards:
-    """Sharding of a parameter.
+def parameter_shards(shape: Sequence[int], sizes: Sequence[int]) -> tuple[int | None, ...]:
+    """The dim of a parameter that each axis shards; None if it shards none.
 
-    Attributes:
-        dims: the dim that each axis shards; None if it shards none.
+    All axes shard dim 0 if they can, as FSDP2 does, else the first dim that they can, else several.
+    Several axes shard a dim together only if it divides; one axis alone also if it does not.
+
+    Args:
+        shape: of the parameter.
+        sizes: of the axes.
     """
-
-    dims: tuple[int | None, ...]
-
-    @classmethod
-    def of(cls, shape: Sequence[int], sizes: Sequence[int]) -> "ParameterShards":
-        """Shards over all axes: of dim 0 if they can, else of the first dim, else of several.
-
-        Several axes shard a dim together only if it divides; one axis alone also if it does not.
-
-        Args:
-            shape: of the parameter.
-            sizes: of the axes.
-        """
-        for dim, size in enumerate(shape):
-            if _divides(size, sizes):
-                return cls((dim,) * len(sizes))
-        return cls(_several_dims(shape, sizes))
-
-    @property
-    def is_usual(self) -> bool:
-        """True if all axes shard dim 0, as FSDP2 does."""
-        return all(dim == 0 for dim in self.dims)
+    for dim, size in enumerate(shape):
+        if _divides(size, sizes):
+            return (dim,) * len(sizes)
+    return _several_dims(shape, sizes)
 
 
 def _divides(size: int, sizes: Sequence[int]) -> bool:
@@ -189,8 +173,8 @@ class _DataParallelPattern:
         return self._on_all_axes(both, ())
 
     def _parameter(self, shape: Sequence[int]) -> ShardingConstraint:
-        found = ParameterShards.of(shape, [self._sizes[axis] for axis in self._sharding])
-        dims = dict(zip(self._sharding, found.dims, strict=True))
+        found = parameter_shards(shape, [self._sizes[axis] for axis in self._sharding])
+        dims = dict(zip(self._sharding, found, strict=True))
         one = [
             _NONE if dims.get(axis) is None else frozenset({(0, dims[axis] or 0)})
             for axis in range(len(self._sizes))

@@ -27,7 +27,7 @@ from autoshard.constraints.constraints import (
     StrategyConstraint,
     shard_any,
 )
-from autoshard.constraints.data_parallel import ParameterShards
+from autoshard.constraints.data_parallel import parameter_shards
 from autoshard.constraints.letters import outermost_letters, propagated_letters
 from autoshard.constraints.nontrivial_axes import NontrivialAxes
 from autoshard.graph import Graph, InputKind, Node, Origin
@@ -158,15 +158,22 @@ def sequence_parallel_pattern(
     Korthikanti et al., "Reducing Activation Recomputation", arXiv:2205.05198: between the layers
     that shard weights, activations are sharded along the sequence.
 
+    Embeddings are sharded by vocabulary in any case.
+
     Args:
         graph: the program.
         sizes: size of each axis.
         weight_axis: the axis that shards weights and sequences.
         batch_axes: the axes that shard the batch.
     """
-    axes = MegatronAxes(weight_axis, tuple(batch_axes))
+    axes = MegatronAxes(weight_axis, tuple(batch_axes), by_sequence=True)
     pattern = _MegatronPattern(graph, sizes, axes, DimOrigins(graph))
-    return {node.name: pattern.sequence_parallel_node(node) for node in graph.nodes}
+    found = {node.name: pattern.node(node) for node in graph.nodes}
+    rows = frozenset({(0, 0)})
+    for node in graph.nodes:
+        if node.operator == _EMBEDDING:
+            found[node.name] = _with_axis(found[node.name], weight_axis, rows, rows)
+    return found
 
 
 class _MegatronPattern:
@@ -222,7 +229,7 @@ class _MegatronPattern:
         state = [axis for axis in self._axes.state if axis not in experts]
         others = {*experts, *(() if self._weight_axis is None else (self._weight_axis,))}
         sizes = [self._sizes[axis] for axis in (*state, *sorted(others))]
-        shards = ParameterShards.of(shape, sizes).dims
+        shards = parameter_shards(shape, sizes)
         for axis, dim in zip(state, shards, strict=False):
             one = _NONE if dim is None else frozenset({(0, dim)})
             found = _with_axis(found, axis, one, one)
@@ -313,24 +320,6 @@ class _MegatronPattern:
         A rank with one sequence has consecutive tokens of it.
         """
         return self._origins.of_call(node, Origin.BATCH, Origin.INPUT)
-
-    def sequence_parallel_node(self, node: Node) -> ShardingConstraint:
-        """The constraint of a call, whose sequence is sharded if it is between sharded layers."""
-        found = self.node(node)
-        axis = self._weight_axis
-        assert axis is not None
-        required, allowed = list(found.required), list(found.allowed)
-        if node.operator == _EMBEDDING:
-            required[axis] = frozenset({(0, 0)})
-            return ShardingConstraint(found.allowed, tuple(required))
-        sequence = self._origins.of_call(node, Origin.INPUT)
-        results = {(i, dim) for i, dim in sequence if i >= len(node.inputs)}
-        values = {value for value, _ in self._sharded}
-        has_gradient = any(self._graph.values[value].requires_grad for value in node.outputs)
-        if found.required[axis] or not results or not has_gradient or values & {*node.outputs}:
-            return found
-        allowed[axis] = required[axis] = sequence
-        return ShardingConstraint(tuple(allowed), tuple(required))
 
     def _weight_sharding(self, node: Node, rule: OperatorRule) -> frozenset[Dim]:
         """Dims of a product's weights of which one must be sharded.

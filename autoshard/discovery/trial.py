@@ -105,17 +105,6 @@ class Trial:
         except Exception:  # noqa: BLE001  backward of an operator may raise anything
             return set()
 
-    def canonical(self, option: Option) -> Option:
-        """Return the option with R instead of I wherever no gradient flows."""
-        inputs = (t if t is not I or self._flows(i) else R for i, t in enumerate(option.inputs))
-        outputs = (
-            t if t is not I or i in self.with_gradient else R for i, t in enumerate(option.outputs)
-        )
-        return Option(tuple(inputs), tuple(outputs))
-
-    def _flows(self, position: int) -> bool:
-        return position in self.gradients and bool(self.gradients[position].any())
-
     def _with_invariant(self, output: int, kinds: list[AxisType]) -> list[AxisType]:
         return [I, *kinds] if R in kinds and output in self.with_gradient else kinds
 

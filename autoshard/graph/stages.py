@@ -7,9 +7,8 @@ has the arguments of a call. Results of forward leave from the last stage.
 A node is *placed* if it derives from both user inputs and parameters (in a model without
 parameters, from user inputs), or must run once, such as one that draws random numbers; cuts divide
 the placed nodes. Other nodes, such as masks, tables of positions and transposed weights, are copied
-into every stage that uses them. A parameter that several stages use is an input of each of them,
-unless it is sent like an activation (`transmitted`). Reads and updates of a buffer that forward
-updates belong to one stage.
+into every stage that uses them. A parameter that several stages use is an input of each of them.
+Reads and updates of a buffer that forward updates belong to one stage.
 """
 
 from bisect import bisect_left, bisect_right
@@ -20,6 +19,7 @@ from itertools import pairwise
 
 from autoshard.errors import GraphError
 from autoshard.graph.blocks import Block, find_blocks
+from autoshard.graph.dependencies import nodes_making
 from autoshard.graph.ir import DimFactors, Graph, Input, InputKind, Node, Output
 
 _DATA, _STATE, _PLACED = 1, 2, 4
@@ -52,7 +52,6 @@ class StageCutter:
         graph: the normalised program.
         runs_once: returns True for nodes that must not be copied, such as those that draw random
             numbers.
-        transmitted: names of parameters that the first stage that uses them sends to the others.
         dims: gives `Input.dims` of a value that a stage receives.
 
     Attributes:
@@ -68,13 +67,11 @@ class StageCutter:
         graph: Graph,
         *,
         runs_once: Callable[[Node], bool] = lambda _: False,
-        transmitted: Collection[str] = (),
         dims: Callable[[str], tuple[DimFactors, ...]] = lambda _: (),
     ) -> None:
         self.graph = graph
         self._dims = dims
         self._inputs = {i.name: i for i in graph.inputs if i.kind is not InputKind.LITERAL}
-        self._transmitted = frozenset(transmitted)
         self._runs_once = runs_once
 
     @cached_property
@@ -175,11 +172,10 @@ class StageCutter:
         derived: dict[str, int] = {}
         for name, graph_input in self._inputs.items():
             kind = graph_input.kind
-            is_placed = name in self._transmitted or name in graph.updated
             derived[name] = (
                 (_DATA if kind is InputKind.USER else 0)
                 | (_STATE if kind is InputKind.PARAMETER else 0)
-                | (_PLACED if is_placed else 0)
+                | (_PLACED if name in graph.updated else 0)
             )
         for node in graph.nodes:
             found = _PLACED if self._runs_once(node) else 0
@@ -192,7 +188,7 @@ class StageCutter:
 
     @cached_property
     def _lifetimes(self) -> tuple[Mapping[str, int], Mapping[str, int]]:
-        """The placed nodes that make a value, or use it first, and that use it last.
+        """The placed nodes that make a value, and that use it last.
 
         Only of values that can cross a cut. A result of forward is used after the last node.
         """
@@ -201,8 +197,6 @@ class StageCutter:
         end: dict[str, int] = {}
         for i in self.placed:
             for value in nodes[i].inputs:
-                if value in self._transmitted:
-                    begin.setdefault(value, i)
                 if value in begin:
                     end[value] = i
             begin.update(dict.fromkeys(nodes[i].outputs, i))
@@ -350,16 +344,11 @@ class StageCutter:
         whole = self.graph.preparation
         if not names or whole is None:
             return None
-        read, nodes = set(names), list[Node]()
-        for node in reversed(whole.nodes):
-            if not read.isdisjoint(node.outputs):
-                nodes.append(node)
-                read.update(node.inputs)
-        nodes.reverse()
+        nodes = nodes_making(whole.nodes, names)
         made = (value for node in nodes for value in node.outputs)
         return replace(
             whole,
-            nodes=tuple(nodes),
+            nodes=nodes,
             outputs=tuple(map(Output, names)),
             values={value: whole.values[value] for value in made},
         )

@@ -132,15 +132,13 @@ def to_placements(layout: Layout, axis_sizes: Sequence[int]) -> tuple["Placement
     return tuple(placements)
 
 
-def from_placements(
-    placements: Sequence["Placement"], axis_sizes: Sequence[int], *, whole: AxisType = I
-) -> Layout:
-    """Return the layout for DTensor placements; `whole` is the type to use for `Replicate()`.
+def from_placements(placements: Sequence["Placement"], axis_sizes: Sequence[int]) -> Layout:
+    """Return the layout for DTensor placements; `Replicate()` is I.
 
     Raises:
         LayoutError: no layout can express a placement, such as a partial maximum.
     """
-    return layout_of_texts([_describe(p) for p in placements], axis_sizes, whole=whole)
+    return layout_of_texts([_describe(p) for p in placements], axis_sizes)
 
 
 def _describe(placement: "Placement") -> str:

@@ -5,10 +5,11 @@ base. Sizes that depend on data are estimated by their mean.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
-from autoshard.costs import Frequency
+from autoshard.costs import GATHERED_ONCE, Frequency
 from autoshard.graph import DType, Graph, Tensor
 from autoshard.graph.gradients import Gradients
 from autoshard.layouts import Action, S, parse_type
@@ -57,16 +58,16 @@ class MemoryOp(NamedTuple):
     Attributes:
         name: name of the node, or of the resharded value.
         instruction: number of the lowered instruction.
+        checkpoint: number of the checkpoint that it belongs to; -1 for none.
         reads: its input tensors.
         targets: its output tensors.
+        passes_gradient: for each input, True if it shares the gradient tensor of the output.
         saved: the inputs and outputs that autograd saves.
         saved_bytes: bytes of internal tensors that autograd saves.
         working: bytes of working memory in forward, without inputs and outputs.
         working_backward: bytes of working memory in backward, without gradients.
-        passes_gradient: for each input, True if it shares the gradient tensor of the output.
         uses: the uses for which its first outputs are resharded; empty for an operator.
         regather: True if backward reshards the outputs again instead of keeping them.
-        checkpoint: number of the checkpoint that it belongs to; -1 for none.
         frequency: how often it runs in a training step of several micro-batches.
         keeps: the kind of tensors that autograd saves in eager mode, which decides what a
             checkpoint runs again.
@@ -74,16 +75,16 @@ class MemoryOp(NamedTuple):
 
     name: str
     instruction: int
+    checkpoint: int
     reads: tuple[int, ...]
     targets: tuple[int, ...]
-    saved: tuple[int, ...]
-    saved_bytes: int
-    working: int
-    working_backward: int
     passes_gradient: tuple[bool, ...]
-    uses: tuple[Use, ...]
-    regather: bool
-    checkpoint: int
+    saved: tuple[int, ...] = ()
+    saved_bytes: int = 0
+    working: int = 0
+    working_backward: int = 0
+    uses: tuple[Use, ...] = ()
+    regather: bool = False
     frequency: Frequency = Frequency.MICRO_BATCH
     keeps: Keeps = Keeps.NOTHING
 
@@ -298,6 +299,20 @@ class StageMemory:
                     self._cast(instruction, number)
         self.outputs = tuple(self._of_slot[slot] for slot in lowering.outputs if slot is not None)
 
+    @cached_property
+    def storage_bytes(self) -> list[int]:
+        """Bytes of each storage: those of its first tensor."""
+        nbytes = [0] * len(self.made_by)
+        for storage, tensor in zip(reversed(self.storages), reversed(self.tensors), strict=True):
+            nbytes[storage] = tensor.nbytes
+        return nbytes
+
+    @cached_property
+    def gathered_once(self) -> frozenset[int]:
+        """The storages of what is gathered once per step of several micro-batches."""
+        once = (op for op in self.ops if op.frequency in GATHERED_ONCE)
+        return frozenset(self.storages[tensor] for op in once for tensor in op.targets)
+
     def saved_by(self, op: MemoryOp) -> Iterator[tuple[int, bool]]:
         """The storages that are saved for an operation, and True if they are saved in float8."""
         positions = () if op.uses else self._saving.in_float8.get(op.name, ())
@@ -347,16 +362,14 @@ class StageMemory:
             MemoryOp(
                 node.name,
                 number,
+                instruction.checkpoint,
                 reads,
                 targets,
+                call.passes_gradient,
                 tuple(saved),
                 call.saved_bytes,
                 call.working,
                 call.working_backward,
-                call.passes_gradient,
-                (),
-                regather=False,
-                checkpoint=instruction.checkpoint,
                 keeps=call.keeps,
             )
         )
@@ -414,16 +427,11 @@ class StageMemory:
             MemoryOp(
                 value,
                 number,
+                instruction.checkpoint,
                 (source,),
                 (target,),
-                (),
-                0,
-                0,
-                0,
-                (False,),
-                (),
+                passes_gradient=(False,),
                 regather=True,
-                checkpoint=instruction.checkpoint,
             )
         )
 
@@ -447,16 +455,14 @@ class StageMemory:
             MemoryOp(
                 resharding.value,
                 number,
+                instruction.checkpoint,
                 (source,),
                 (target,),
-                (),
-                0,
-                memory.working,
-                memory.working_backward,
-                (memory.passes_gradient,),
-                (resharding.use,),
+                passes_gradient=(memory.passes_gradient,),
+                working=memory.working,
+                working_backward=memory.working_backward,
+                uses=(resharding.use,),
                 regather=is_copy and (resharding.regather or _converts_again(instruction, memory)),
-                checkpoint=instruction.checkpoint,
             )
         )
 
@@ -481,16 +487,13 @@ class StageMemory:
                 MemoryOp(
                     resharding.value,
                     number,
+                    instruction.checkpoint,
                     (source,),
                     (gradient,) if moved is None else (moved, gradient),
-                    (),
-                    0,
-                    before.nbytes if memory.converts and moved is not None else 0,
-                    0,
-                    (memory.has_one_step and not memory.converts_gradient,),
-                    (resharding.use,),
+                    passes_gradient=(memory.has_one_step and not memory.converts_gradient,),
+                    working=before.nbytes if memory.converts and moved is not None else 0,
+                    uses=(resharding.use,),
                     regather=resharding.regather and is_view,
-                    checkpoint=instruction.checkpoint,
                 )
             )
 
@@ -523,17 +526,15 @@ class StageMemory:
             MemoryOp(
                 bucket.reshardings[0].value,
                 number,
+                instruction.checkpoint,
                 reads,
                 tuple(targets),
-                (),
-                0,
-                working,
-                backward,
-                (False,) * len(reads),
-                bucket.uses,
+                passes_gradient=(False,) * len(reads),
+                working=working,
+                working_backward=backward,
+                uses=bucket.uses,
                 regather=(bucket.regather and not members[0].is_view and bool(moved))
                 or (members[0].memory.converts and not moved),
-                checkpoint=instruction.checkpoint,
                 frequency=bucket.frequency,
             )
         )

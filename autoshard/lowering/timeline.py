@@ -45,7 +45,6 @@ from numpy.typing import NDArray
 
 from autoshard.base.collection import collection_paused
 from autoshard.costs import (
-    GATHERED_ONCE,
     Frequency,
     OptimizerSpec,
     inputs_held,
@@ -264,11 +263,7 @@ class _Lifetimes:
         self._schedule = schedule
         self._end = len(schedule.moments) - 1
         self._lives = array("q")  # kind, first and last moment, bytes; kind, ...
-        self._nbytes = [0] * len(memory.made_by)  # of each storage: its first tensor's
-        for storage, tensor in zip(
-            reversed(memory.storages), reversed(memory.tensors), strict=True
-        ):
-            self._nbytes[storage] = tensor.nbytes
+        self._nbytes = memory.storage_bytes
         self._saved: dict[int, int] = {}  # last moment of each storage that backward needs
         self._narrow: dict[int, int] = {}  # last moment of each copy in float8 that it needs
         self._regathered: dict[int, tuple[int, int]] = {}  # first and last one of a re-gathered one
@@ -333,13 +328,10 @@ class _Lifetimes:
             self._add("temporaries", i, i, op.working)
         returned = {storages[tensor] for tensor in self._memory.outputs}
         inference = not self._schedule.backward
-        kept = {
-            storages[tensor] for op in ops if op.frequency in GATHERED_ONCE for tensor in op.targets
-        }
         for storage, maker in enumerate(made_by):
             if maker < 0:
                 continue
-            if storage in kept:
+            if storage in self._memory.gathered_once:
                 self._add("temporaries", 0, self._end - 1, self._nbytes[storage])
                 continue
             saved = self._saved.get(storage)

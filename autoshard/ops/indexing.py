@@ -142,8 +142,11 @@ def _index_select(call: Call) -> OperatorRule:
     return space.rule([dims, (place,)], [after], linear=[{0}])
 
 
-def _index_add(call: Call) -> OperatorRule:
-    """A sum over the rows of `source`: their letter is contracted, `self` added once."""
+def _index_write(call: Call, *, adds: bool) -> OperatorRule:
+    """Writes the rows of `source` into those of `self`: the other dims are independent.
+
+    A sum over the rows contracts their letter, and adds `self` once.
+    """
     shape = call.inputs[0].shape
     index = call.tensor("index")
     if not shape or index is None or not index.shape:
@@ -151,25 +154,12 @@ def _index_add(call: Call) -> OperatorRule:
     dim = call.dim("dim", 0)
     space = IndexSpace(call)
     dims = space.free_dims(shape, fixed={dim})
-    place = space.free(index.shape[0])
+    place = (space.free if adds else space.fixed)(index.shape[0])
     source = (*dims[:dim], place, *dims[dim + 1 :])
-    return space.rule(
-        [dims, (place,), source], [dims], contracted=place, addends={0}, linear=[{0, 2}]
-    )
-
-
-def _index_copy(call: Call) -> OperatorRule:
-    """Writes the rows of `source` into those of `self`: the other dims are independent."""
-    shape = call.inputs[0].shape
-    index = call.tensor("index")
-    if not shape or index is None or not index.shape:
-        return replicated(call)
-    dim = call.dim("dim", 0)
-    space = IndexSpace(call)
-    dims = space.free_dims(shape, fixed={dim})
-    place = space.fixed(index.shape[0])
-    source = (*dims[:dim], place, *dims[dim + 1 :])
-    return space.rule([dims, (place,), source], [dims], linear=[{0, 2}])
+    tensors, linear = [dims, (place,), source], [{0, 2}]
+    if not adds:
+        return space.rule(tensors, [dims], linear=linear)
+    return space.rule(tensors, [dims], contracted=place, addends={0}, linear=linear)
 
 
 def _embedding(call: Call) -> OperatorRule:
@@ -261,14 +251,14 @@ SPECS = (
     ),
     OperatorSpec(
         "index_add.default",
-        _index_add,
+        partial(_index_write, adds=True),
         saves="index:source source:source",
         passes_gradient=addends(self=""),
         examples="self[n,h] index:int64[m] source[m,h] dim=0 -> [n,h]",
     ),
     OperatorSpec(
         "index_copy.default",
-        _index_copy,
+        partial(_index_write, adds=False),
         saves="index source:source",
         unsharded=_LAST_WRITE,
         examples="self[n,h] index:int64[m] source[m,h] dim=0 -> [n,h]",

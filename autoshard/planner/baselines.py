@@ -17,8 +17,8 @@ from autoshard.base.outcome import SolveStatus
 from autoshard.base.quantities import format_bytes
 from autoshard.constraints import (
     DimOrigins,
-    ParameterShards,
     check_batch,
+    parameter_shards,
     plan_constraints,
     sharding_axes,
 )
@@ -293,7 +293,7 @@ class _Baselines:
         unusual = [
             p.target
             for p in parameters
-            if not ParameterShards.of(self.graph.values[p.name].shape, sizes).is_usual
+            if any(dim != 0 for dim in parameter_shards(self.graph.values[p.name].shape, sizes))
         ]
         if not unusual:
             return ()

@@ -21,7 +21,7 @@ from autoshard.mesh import Mesh, MeshLike, to_mesh
 from autoshard.ops.rules.legality import without_invariant
 from autoshard.plan.document import Plan
 from autoshard.plan.options import Pins, PlanOptions, to_options
-from autoshard.planner.formulation.formulation import Formulation, same_label
+from autoshard.planner.formulation.formulation import Formulation
 from autoshard.planner.formulation.variables import Role
 from autoshard.planner.pipeline.policies import num_stages, stage_cutter
 from autoshard.planner.planner import make_stage_plan
@@ -241,7 +241,7 @@ def _joint_problem(
             other, others = first[key]
             _, labels = np.unique(np.concatenate([others, texts]), return_inverse=True)
             rows, cols = labels[: len(others)], labels[len(others) :]
-            edges.append(same_label(other, start + number, rows, cols))
+            edges.append(Edge.equal(other, start + number, rows, cols))
     return Problem(tuple(nodes), tuple(edges), repeats=tuple(repeats)), starts
 
 

@@ -18,7 +18,7 @@ Names of modules are not used. A *linear layer* is a contraction of an activatio
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 
 from autoshard.costs import Category, categorise
@@ -80,13 +80,6 @@ class _Flow:
 
     linear: frozenset[int] = frozenset()
     attended: bool = False
-
-
-@dataclass(slots=True)
-class _Uses:
-    """Uses of the result of a linear layer: numbers of contractions; -1 for others."""
-
-    readers: set[int] = field(default_factory=set)
 
 
 class _Classification:
@@ -170,16 +163,19 @@ class _Classification:
 
     def _forward(
         self, found: Mapping[int, ModuleKind]
-    ) -> tuple[dict[str, _Flow], dict[int, _Uses]]:
-        """The origin of every value, and the uses of every linear layer's result."""
+    ) -> tuple[dict[str, _Flow], dict[int, set[int]]]:
+        """The origin of every value, and the contractions that use every linear layer's result.
+
+        A use that is none is -1.
+        """
         flows: dict[str, _Flow] = {}
-        uses = {number: _Uses() for number in self._contractions}
+        uses: dict[int, set[int]] = {number: set() for number in self._contractions}
         nothing = _Flow()
         for number, node in enumerate(self._graph.nodes):
             given = [flows.get(value, nothing) for value in self._activations(node)]
             if number in self._is_contraction:
                 for origin in frozenset().union(*(flow.linear for flow in given)):
-                    uses[origin].readers.add(number)
+                    uses[origin].add(number)
                 is_linear = number not in found
                 made = _Flow(frozenset({number} if is_linear else ()), not is_linear)
                 if found.get(number) not in {None, ModuleKind.ATTENTION}:
@@ -189,7 +185,7 @@ class _Classification:
                 made = _Flow(linear, any(flow.attended for flow in given))
             else:
                 for origin in frozenset().union(*(flow.linear for flow in given)):
-                    uses[origin].readers.add(-1)
+                    uses[origin].add(-1)
                 made = nothing
             flows.update(dict.fromkeys(node.outputs, made))
         return flows, uses
@@ -242,18 +238,18 @@ class _Classification:
 
 
 def _find_mlps(
-    found: dict[int, ModuleKind], linear: Sequence[int], uses: Mapping[int, _Uses]
+    found: dict[int, ModuleKind], linear: Sequence[int], uses: Mapping[int, set[int]]
 ) -> None:
     """Turn linear layers into MLPs where only operators on single elements lie between them."""
     first = {
         number
         for number in linear
         if found[number] in _LINEAR
-        and uses[number].readers
-        and all(found.get(reader) in _LINEAR for reader in uses[number].readers)
+        and uses[number]
+        and all(found.get(reader) in _LINEAR for reader in uses[number])
     }
     for number in first:
-        for reader in (number, *uses[number].readers):
+        for reader in (number, *uses[number]):
             found[reader] = ModuleKind.MLP
 
 

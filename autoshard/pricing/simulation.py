@@ -104,13 +104,6 @@ class Simulation:
     numbers: NDArray[np.intp]
     memory: Timeline
 
-    def by_category(self) -> Mapping[Category, float]:
-        """Seconds of all events by category, overlapped ones included."""
-        found: dict[Category, float] = {}
-        for event in self.events:
-            found[event.category] = found.get(event.category, 0.0) + event.seconds
-        return found
-
     @property
     def overlapped(self) -> float:
         """Seconds of the events that overlap with compute."""

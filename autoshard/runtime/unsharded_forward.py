@@ -57,7 +57,7 @@ class UnshardedForward:
         self._policy = policy or MixedPrecision()
         self._forward = forward
         if policy is not None:
-            self._forward = with_casts(forward, policy, num_leading=1)
+            self._forward = with_casts(forward, policy)
         self._mesh = mesh
         self._seed = seed
         self._name = f"autoshard/unsharded/{next(_NUMBERS)}"  # alike on all ranks

@@ -5,12 +5,11 @@ from typing import TYPE_CHECKING
 from autoshard.base.lazy_imports import lazy_names
 
 if TYPE_CHECKING:
-    from autoshard.schedules.schedule import Schedule, schedule_error, schedule_name
+    from autoshard.schedules.schedule import Schedule, schedule_error
     from autoshard.schedules.simulation import (
         ScheduleSimulation,
         simulate_pipeline,
         simulate_schedule,
-        step_time_lower_bound,
     )
 else:
     __getattr__, __dir__ = lazy_names(__name__)
@@ -19,8 +18,6 @@ __all__ = [
     "Schedule",
     "ScheduleSimulation",
     "schedule_error",
-    "schedule_name",
     "simulate_pipeline",
     "simulate_schedule",
-    "step_time_lower_bound",
 ]

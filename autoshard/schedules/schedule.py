@@ -161,18 +161,6 @@ def planned_schedule(plan: Plan, pipeline: Pipeline) -> Schedule:
     )
 
 
-def schedule_name(text: str) -> ScheduleName:
-    """The schedule of a name; case does not matter, as in torch.
-
-    Raises:
-        OptionError: there is no such schedule.
-    """
-    for name in SCHEDULE_NAMES:
-        if name.lower() == text.lower():
-            return name
-    raise OptionError(f"schedule {text!r} is unknown; there are {', '.join(SCHEDULE_NAMES)}")
-
-
 def schedule_error(
     name: ScheduleName, num_ranks: int, stages_per_rank: int, micro_batches: int
 ) -> str | None:

@@ -141,57 +141,6 @@ def simulate_pipeline(plan: Plan) -> ScheduleSimulation:
     return simulate_schedule(schedule, [summary.times for summary in pipeline.stages])
 
 
-def step_time_lower_bound(schedule: Schedule, times: Sequence[StageTimes]) -> float:
-    """A lower bound of the duration of a step.
-
-    Proof. Let f be the first stage of a rank. The rank computes nothing before a micro-batch has
-    run forward on all stages before f and was sent from each to the next. From then on:
-
-    1. The rank does all its work, of all micro-batches, and what is due at the end of the step.
-    2. Its last backward of inputs on stage f comes after all its forwards and backwards of inputs,
-       because those of the same micro-batch on its other stages come before it. Then the gradient
-       goes through backward of inputs of all stages before f to rank 0, which has stage 0. There
-       the last gradients of weights and what is due at the end of the step are still to come.
-
-    If the schedule does not split backward, 2 holds of full backward. In inference, its last
-    forward on its last stage comes after all its forwards, and then goes through all later stages.
-
-    Args:
-        schedule: the schedule.
-        times: as for `simulate_schedule`.
-
-    Raises:
-        PlanError: there are times of another number of stages.
-    """
-    table = _seconds(schedule, times).reshape(-1, schedule.num_stages)
-    ranks = np.array(schedule.rank_of_stage)
-    sends = np.append(ranks[1:] != ranks[:-1], False)
-    to_next, to_previous = table[_SEND] * sends, table[_SEND_GRADIENT] * np.roll(sends, 1)
-    split = schedule.splits_backward
-    forward, weights = table[_ROWS["F"]], table[_ROWS["W"]] * split
-    ends = [sum(times[stage].end for stage in stages) for stages in schedule.ranks]
-    before = _sums_before(forward + to_next)
-    if schedule.training:
-        onward = table[_ROWS["I" if split else "B"]]
-        after = _sums_before(onward + to_previous) + to_previous + weights[0] + ends[0]
-        each = forward + onward
-    else:
-        after = _sums_before((forward + to_next)[::-1])[::-1] + to_next + ends[ranks[-1]]
-        each, weights = forward, np.zeros_like(weights)
-    found = [0.0]
-    for stages, end in zip(schedule.ranks, ends, strict=True):
-        work = schedule.micro_batches * each[list(stages)].sum()
-        late = schedule.micro_batches * weights[list(stages)].sum() + end
-        leaves = stages[0] if schedule.training else stages[-1]
-        found.append(float(before[stages[0]] + work + max(late, after[leaves])))
-    return max(found)
-
-
-def _sums_before(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The sum of all values before each."""
-    return np.append(0.0, np.cumsum(values)[:-1])
-
-
 def _seconds(schedule: Schedule, times: Sequence[StageTimes]) -> NDArray[np.float64]:
     """Seconds by kind and stage, flattened."""
     if len(times) != schedule.num_stages:

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from autoshard.base.arrays import FloatArray
 from autoshard.solve.problem import Edge, Problem, ProblemNode, UsageLimit
 from autoshard.solve.state import Solution
 
@@ -57,12 +56,6 @@ def _node(edge: Edge) -> ProblemNode:
 
 def _joins(edge: Edge, v: int) -> Iterator[Edge]:
     """Edges that make the node of an edge pick the entry at the strategies of the ends."""
-    num_rows, num_cols = edge.cost.shape
-    row, col = np.divmod(np.arange(edge.cost.size), num_cols)
-    yield Edge(edge.source, v, _equality(num_rows), edge.rows, row)
-    yield Edge(edge.target, v, _equality(num_cols), edge.cols, col)
-
-
-def _equality(size: int) -> FloatArray:
-    """Prices that forbid different labels."""
-    return np.where(np.eye(size, dtype=np.bool_), 0.0, np.inf)
+    row, col = np.divmod(np.arange(edge.cost.size), edge.cost.shape[1])
+    yield Edge.equal(edge.source, v, edge.rows, row)
+    yield Edge.equal(edge.target, v, edge.cols, col)

@@ -18,7 +18,8 @@ from autoshard.solve.presolve import (
     Presolve,
 )
 from autoshard.solve.problem import Problem
-from autoshard.solve.programs.linear_program import HighsSolver, LinearModel, linear_model
+from autoshard.solve.programs.highs import HighsSolver
+from autoshard.solve.programs.linear_program import LinearModel, linear_model
 from autoshard.solve.runs import RunOutcome, solve_runs
 from autoshard.solve.state import Interrupted, SolveState
 

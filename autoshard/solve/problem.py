@@ -8,7 +8,7 @@ same strategy index. The public contest format IOPDDL is a special case of this.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import chain
 from typing import Any
 
@@ -85,6 +85,27 @@ class Edge:
     def dense(self) -> FloatArray:
         """The full matrix, shape [S_source, S_target]."""
         return self.cost[np.ix_(self.rows, self.cols)]
+
+    @classmethod
+    def equal(cls, source: int, target: int, rows: IntArray, cols: IntArray) -> "Edge":
+        """An edge that forces two nodes to strategies with equal labels.
+
+        Args:
+            source: index of the first node.
+            target: index of the second node.
+            rows: label of each strategy of the first, shape [S_source].
+            cols: label of each strategy of the second, shape [S_target].
+        """
+        prices = _equality(int(rows.max()) + 1, int(cols.max()) + 1)
+        return cls(source, target, prices, rows, cols)
+
+
+@cache
+def _equality(num_rows: int, num_cols: int) -> FloatArray:
+    """Prices that forbid different labels."""
+    prices = np.full((num_rows, num_cols), np.inf)
+    np.fill_diagonal(prices, 0.0)
+    return prices
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,7 +78,6 @@ def _peaks(problem: Problem, limit: UsageLimit, choices: IntArray) -> FloatArray
 
 _SLACK = 5e-7
 """Relative tolerance of another solver's optimum."""
-_LARGEST_COST = 1e4
 
 
 class _OptionNames(NamedTuple):
@@ -202,11 +201,10 @@ def _solved(
 ) -> tuple[FloatArray | None, str]:
     """The value of each binary column, and the status that the solver reports."""
     split = model.num_strategies
-    scale = _LARGEST_COST / max(float(np.abs(model.cost).max(initial=0.0)), 1e-300)
+    scale, row_scale = model.cost_scale, model.row_scale
     strategies = cvxpy.Variable(split, boolean=True)
     flows = cvxpy.Variable(max(len(model.cost) - split, 1), nonneg=True)
     usage = model.usage[:, :split]
-    row_scale = np.maximum(abs(usage).max(axis=1).toarray().ravel(), 1.0)
     rows = [
         model.matrix[:, :split] @ strategies + _padded(model.matrix[:, split:]) @ flows
         == model.right,

@@ -18,13 +18,9 @@ from autoshard.solve.local_search import CoordinateDescent
 from autoshard.solve.minimum_usage import minimum_usage
 from autoshard.solve.network import Network
 from autoshard.solve.problem import Problem
+from autoshard.solve.programs.highs import HighsSolver, RunStatus
 from autoshard.solve.programs.integer_program import solve_integer_program
-from autoshard.solve.programs.linear_program import (
-    HighsSolver,
-    LinearModel,
-    RunStatus,
-    linear_model,
-)
+from autoshard.solve.programs.linear_program import LinearModel, linear_model
 from autoshard.solve.programs.restricted_problem import solve_wide
 from autoshard.solve.reduced_problem import ReducedProblem
 from autoshard.solve.reference import solve_with_cvxpy

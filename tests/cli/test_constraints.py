@@ -9,7 +9,7 @@ from support.command_line import autoshard
 from support.models import meta, residuals
 from typer.testing import Result
 
-from autoshard.cli import NO_PLAN
+from autoshard.cli import ExitCode
 from autoshard.cli.rendering.output import console
 from autoshard.graph import export_model, graph_from_json
 from autoshard.plan import Plan, PlanOptions
@@ -131,7 +131,7 @@ def test_modules_to_recompute_arrive_in_the_plan(tmp_path: Path) -> None:
 def test_a_conflict_is_told(archive: Path) -> None:
     pins = ("--pin", "node:linear=P,R", "--forbid", "all_reduce", "--forbid", "reduce_scatter")
     result = autoshard("plan", archive, "--mesh", "2,2", *pins)
-    assert result.exit_code == NO_PLAN
+    assert result.exit_code == ExitCode.NO_PLAN
     assert "these options contradict each other: pin of node 'linear'" in words(result)
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from support.command_line import autoshard
 from support.models import meta, residuals
 
-from autoshard.cli import NO_PLAN
+from autoshard.cli import ExitCode
 from autoshard.graph import export_model
 from autoshard.plan import Plan
 
@@ -56,7 +56,7 @@ def test_json_is_the_plan(archive: Path) -> None:
 
 def test_a_budget_that_is_too_small_ends_with_a_status_of_its_own(archive: Path) -> None:
     result = autoshard("plan", archive, "--mesh", "2", "--memory-budget", "1MB")
-    assert result.exit_code == NO_PLAN
+    assert result.exit_code == ExitCode.NO_PLAN
     assert "the smallest feasible budget" in " ".join(result.output.split())
 
 

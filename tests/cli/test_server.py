@@ -15,7 +15,7 @@ from support.proxy import Say, proxied
 from support.services import Mlp, keeping, serving
 from typer.testing import CliRunner, Result
 
-from autoshard.cli import NO_PLAN, app, options, progress
+from autoshard.cli import ExitCode, app, options, progress
 from autoshard.cli.commands.runs import fetch_plan_file
 from autoshard.client import Client, JobProgress, Retry
 from autoshard.errors import OptionError, RequestRejectedError, ServiceUnavailableError
@@ -95,7 +95,7 @@ def test_a_service_searches_as_the_command_does(url: str, archive: Path, tmp_pat
     one, two = (Plan.from_json(path.read_bytes()) for path in (here, there))
     assert (one.id, one.stages) == (two.id, two.stages)
     none = autoshard("search", archive, "--devices", "2", "--memory", "10B", "--server", url)
-    assert none.exit_code == NO_PLAN
+    assert none.exit_code == ExitCode.NO_PLAN
     failed = autoshard("search", archive, "--devices", "2", "--server", NOBODY)
     assert (failed.exit_code, "does not answer" in failed.stderr) == (1, True)
 
@@ -104,7 +104,7 @@ def test_a_mesh_whose_plan_was_not_kept_says_so(archive: Path) -> None:
     # The service's memory is that of its process, which the search's is not.
     with serving(ThreadExecutor(solve)) as forgetful:
         asked = autoshard("search", archive, "--devices", "2", "--server", forgetful)
-    assert asked.exit_code == NO_PLAN
+    assert asked.exit_code == ExitCode.NO_PLAN
     words = " ".join(asked.stdout.split())
     assert "no plan was" in words
     assert "--mesh 2" in words

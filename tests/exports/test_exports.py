@@ -452,6 +452,7 @@ MADE_FOR: list[tuple[str, Any, dict[str, int]]] = [
     ("hf-tp-plan", llama, {"tp": 4}),
     ("hf-tp-plan", gpt2, {"tp": 4}),
     ("torchtitan", llama, {"dp": 2, "tp": 2}),
+    ("torchtitan", gpt2, {"dp": 2, "tp": 2}),
     ("torchtitan", gpt2, {"dp": 4}),
 ]
 

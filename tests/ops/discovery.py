@@ -36,11 +36,20 @@ NOT_POSSIBLE = (RuntimeError, IndexError, ValueError, AssertionError)
 """What an operator says to local tensors that do not fit."""
 
 
+def _canonical(trial: Trial, inputs: Types, outputs: Types) -> Option:
+    """The option with R instead of I wherever no gradient flows."""
+    flows = {i for i, gradient in trial.gradients.items() if bool(gradient.any())}
+    return Option(
+        tuple(t if t is not I or i in flows else R for i, t in enumerate(inputs)),
+        tuple(t if t is not I or i in trial.with_gradient else R for i, t in enumerate(outputs)),
+    )
+
+
 def missing_options(example: Example, rule: OperatorRule | None = None) -> set[Option]:
     """What holds though the operator's rule, or the rule given, does not offer it."""
     trial = trial_of(example)
     rules = list(axis_rules(rule or rule_for(example.call), 2))
-    offered = {trial.canonical(Option(rule.inputs, rule.outputs)) for rule in rules}
+    offered = {_canonical(trial, rule.inputs, rule.outputs) for rule in rules}
     again = trial_of(_shuffled(example))
     found: set[Option] = set()
     for inputs in _candidates(example, {rule.inputs for rule in rules}):

@@ -9,7 +9,7 @@ from support.meshes import slow_devices
 from support.models import Planner, gpt2, llama, mlp, small_graph
 
 from autoshard.base.outcome import SolveStatus
-from autoshard.constraints import ParameterShards
+from autoshard.constraints import parameter_shards
 from autoshard.graph import Graph
 from autoshard.mesh import make_mesh
 from autoshard.plan import Baseline, Plan, PlanOptions
@@ -189,12 +189,12 @@ def test_why_a_pattern_is_impossible() -> None:
 
 
 def test_where_dim_0_does_not_divide_another_dim_is_sharded() -> None:
-    assert ParameterShards.of((8, 3), (2, 4)).dims == (0, 0)
-    assert ParameterShards.of((50257, 768), (2, 4)).dims == (1, 1)
-    assert ParameterShards.of((50257,), (8,)).dims == (0,)
-    assert ParameterShards.of((4, 2), (2, 4)).dims == (1, 0)
-    assert ParameterShards.of((3, 5), (2, 64)).dims == (0, None)
-    assert ParameterShards.of((), (2, 4)).dims == (None, None)
+    assert parameter_shards((8, 3), (2, 4)) == (0, 0)
+    assert parameter_shards((50257, 768), (2, 4)) == (1, 1)
+    assert parameter_shards((50257,), (8,)) == (0,)
+    assert parameter_shards((4, 2), (2, 4)) == (1, 0)
+    assert parameter_shards((3, 5), (2, 64)) == (0, None)
+    assert parameter_shards((), (2, 4)) == (None, None)
 
 
 @pytest.mark.thorough

@@ -44,23 +44,19 @@ def cast_parameter(parameter: torch.Tensor, policy: MixedPrecision) -> torch.Ten
     return parameter.to(torch_dtype(policy.param_dtype))
 
 
-def with_casts(
-    forward: Callable[..., Any], policy: MixedPrecision, *, num_leading: int = 0
-) -> Callable[..., Any]:
+def with_casts(forward: Callable[..., Any], policy: MixedPrecision) -> Callable[..., Any]:
     """A forward that converts its arguments and its result.
 
     Args:
-        forward: takes the arguments of a model's forward.
+        forward: takes a model, which is left alone, and the arguments of its forward.
         policy: the policy.
-        num_leading: number of the first arguments that are left alone, such as `self`.
     """
 
     @wraps(forward)
-    def cast(*args: Any, **kwargs: Any) -> Any:
-        leading, rest = args[:num_leading], args[num_leading:]
+    def cast(model: Any, /, *args: Any, **kwargs: Any) -> Any:
         if policy.cast_forward_inputs:
-            rest, kwargs = _cast((rest, kwargs), policy.param_dtype)
-        return _cast(forward(*leading, *rest, **kwargs), policy.output_dtype)
+            args, kwargs = _cast((args, kwargs), policy.param_dtype)
+        return _cast(forward(model, *args, **kwargs), policy.output_dtype)
 
     return cast
 

@@ -224,7 +224,7 @@ def _change_forward(
     """Make forward convert arguments and results, and return the loss if there is one."""
     if policy is not None:
         kind = type(twin)
-        members = {"forward": with_casts(kind.forward, policy, num_leading=1)}
+        members = {"forward": with_casts(kind.forward, policy)}
         twin.__class__ = type(kind.__name__, (kind,), {"__module__": kind.__module__, **members})
     if loss is not None:
         with _named(f"the loss {loss!r} cannot be copied"):

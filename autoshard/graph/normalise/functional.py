@@ -11,11 +11,10 @@ overwrites is marked: the caller's tensor keeps its contents.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import takewhile
-from typing import Protocol
 
 from autoshard.errors import SchemaError, UnsupportedError
 from autoshard.graph.dtype import DType
@@ -31,7 +30,7 @@ from autoshard.graph.ir import (
     Token,
     TokenKind,
 )
-from autoshard.graph.normalise.rewriting import UniqueNames, integer, required, rewire, sizes
+from autoshard.graph.normalise.rewriting import GraphBuilder, integer, required, rewire, sizes
 
 _WITHOUT_FUNCTIONAL_FORM = frozenset(
     {
@@ -271,12 +270,9 @@ def _split_views(node: Node, values: Mapping[str, Tensor]) -> list[ViewCall]:
     return views
 
 
-class Emit(Protocol):
-    """Function that adds an operator call."""
-
-    def __call__(self, operator: str, out: Tensor, /, **arguments: Argument) -> str:
-        """Add a call whose result has the shape and type `out`; return the result's name."""
-        ...
+Emit = Callable[..., str]
+"""Adds a call, given its operator, the shape and type of its result, and its arguments by name, and
+returns the result's name: `GraphBuilder.call` for one node."""
 
 
 def write_back(view: ViewCall, source: Tensor, *, old: str, new: str, emit: Emit) -> str | None:
@@ -389,11 +385,9 @@ class _CurrentNames:
     """Current name, in the functional graph, of every value of the original graph."""
 
     def __init__(self, graph: Graph) -> None:
-        self.nodes: list[Node] = []
-        self.values: dict[str, Tensor] = dict(graph.values)
+        self._builder = GraphBuilder.of(graph)
+        self.nodes, self.values = self._builder.nodes, self._builder.values
         self._inputs: Mapping[str, Input] = {i.name: i for i in graph.inputs}
-        self._value_names = UniqueNames(graph.values)
-        self._node_names = UniqueNames(node.name for node in graph.nodes)
         self._base = {name: name for name in graph.values}
         self._views: dict[str, tuple[ViewCall, ...]] = dict.fromkeys(graph.values, ())
         self._current = {name: name for name in graph.values}
@@ -435,7 +429,7 @@ class _CurrentNames:
             )
         if self._seen[name] != self._version[base]:
             value = self._contents.get(base, base)
-            emit = self._emitter(user)
+            emit = partial(self._builder.call, user)
             for view in self._views[name]:
                 source = Ref(value)
                 value = emit(view.operator, view.tensor, self=source, **dict(view.arguments))
@@ -508,7 +502,7 @@ class _CurrentNames:
 
     def _overwrite(self, node: Node, old: str) -> str:
         """Add the new contents of a tensor that is overwritten completely."""
-        emit = self._emitter(node)
+        emit = partial(self._builder.call, node)
         tensor = self.values[old]
         source = OVERWRITES[node.operator]
         if source is None:
@@ -527,7 +521,7 @@ class _CurrentNames:
 
     def _propagate_write(self, node: Node, base: str, views: tuple[ViewCall, ...], new: str) -> str:
         """Name of the base's contents after new contents of a view were propagated."""
-        emit = self._emitter(node)
+        emit = partial(self._builder.call, node)
         chain = [base]
         for view in views[:-1]:
             arguments = {"self": Ref(chain[-1]), **dict(view.arguments)}
@@ -541,16 +535,3 @@ class _CurrentNames:
                 )
             new = written
         return new
-
-    def _emitter(self, origin: Node) -> Emit:
-        def emit(operator: str, out: Tensor, /, **arguments: Argument) -> str:
-            stem = f"{origin.name}_{operator.split('.')[1]}"
-            name = self._value_names.fresh(stem)
-            node = self._node_names.fresh(stem)
-            self.values[name] = out
-            self.nodes.append(
-                Node(node, operator, tuple(arguments.items()), (name,), origin.module, origin.part)
-            )
-            return name
-
-        return emit

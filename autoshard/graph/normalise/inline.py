@@ -14,8 +14,8 @@ from dataclasses import replace
 
 from autoshard.errors import SchemaError, UnsupportedError
 from autoshard.graph.archive.parse import PIPE_SPLIT, Body, Program, Region
-from autoshard.graph.ir import Argument, Graph, Node, Output, Ref, Tensor
-from autoshard.graph.normalise.rewriting import UniqueNames, rewire
+from autoshard.graph.ir import Argument, Graph, Node, Output, Ref
+from autoshard.graph.normalise.rewriting import GraphBuilder, rewire
 
 _SET_GRAD = "higher_order.wrap_with_set_grad_enabled"
 _AUTOCAST = "higher_order.wrap_with_autocast"
@@ -56,10 +56,8 @@ class _Inliner:
     """Collects the operators of nested bodies, with unique names."""
 
     def __init__(self, body: Body) -> None:
-        self.values: dict[str, Tensor] = dict(body.values)
-        self.nodes: list[Node] = []
-        self._value_names = UniqueNames(body.values)
-        self._node_names = UniqueNames(step.name for step in body.steps)
+        self._builder = GraphBuilder((step.name for step in body.steps), body.values)
+        self.nodes, self.values = self._builder.nodes, self._builder.values
         self._region_outputs: dict[str, Argument] = {}
         self._part = 0
 
@@ -108,7 +106,7 @@ class _Inliner:
         body = region.body
         for step in body.steps:
             for name in filter(None, step.outputs):
-                names[name] = Ref(self._new_value(name, body.values.get(name)))
+                names[name] = Ref(self._builder.value(name, body.values.get(name)))
             local = self._renamed(step, names)
             self.add(local, scope, gradients=gradients)
         if len(region.outputs) != len(body.outputs):
@@ -126,7 +124,7 @@ class _Inliner:
 
     def _renamed(self, step: Node | Region, names: dict[str, Argument]) -> Node | Region:
         """Rename a step and its outputs with unique names."""
-        name = self._node_names.fresh(step.name)
+        name = self._builder.node_name(step.name)
         renamed = (names[o] if o else "" for o in step.outputs)
         outputs = tuple(new.name if isinstance(new, Ref) else "" for new in renamed)
         if isinstance(step, Node):
@@ -137,17 +135,11 @@ class _Inliner:
         if not isinstance(value, Ref) or value.name not in self.values:
             return value
         tensor = self.values[value.name]
-        name = self._new_value(f"{value.name}_detached", tensor)
-        node = self._node_names.fresh(f"{region.name}_detach")
+        name = self._builder.value(f"{value.name}_detached", tensor)
+        node = self._builder.node_name(f"{region.name}_detach")
         arguments = (("self", value),)
         self.nodes.append(Node(node, "aten.detach.default", arguments, (name,), part=self._part))
         return Ref(name)
-
-    def _new_value(self, stem: str, tensor: Tensor | None) -> str:
-        name = self._value_names.fresh(stem)
-        if tensor is not None:
-            self.values[name] = tensor
-        return name
 
 
 def _gradients_inside(region: Region, *, gradients: bool) -> bool:

@@ -18,7 +18,7 @@ from autoshard.graph.ir import (
     Token,
     TokenKind,
 )
-from autoshard.graph.normalise.rewriting import UniqueNames, required
+from autoshard.graph.normalise.rewriting import GraphBuilder, required
 
 _OPERATOR = "aten.cross_entropy_loss.default"
 _NONE, _MEAN, _SUM = 0, 1, 2
@@ -35,10 +35,11 @@ def split_mean_losses(graph: Graph) -> Graph:
     """
     if not any(_is_mean_over_labels(node, graph) for node in graph.nodes):
         return graph
-    builder = _Builder(graph)
+    splitter = _Splitter(graph)
+    builder = splitter.builder
     for node in graph.nodes:
         if _is_mean_over_labels(node, graph):
-            builder.split(node)
+            splitter.split(node)
         else:
             builder.nodes.append(node)
     return replace(graph, nodes=tuple(builder.nodes), values=builder.values)
@@ -51,87 +52,66 @@ def _is_mean_over_labels(node: Node, graph: Graph) -> bool:
     return not graph.values[target.name].dtype.is_differentiable
 
 
-class _Builder:
+class _Splitter:
     def __init__(self, graph: Graph) -> None:
-        self.nodes: list[Node] = []
-        self.values = dict(graph.values)
-        self._value_names = UniqueNames(graph.values)
-        self._node_names = UniqueNames(node.name for node in graph.nodes)
+        self.builder = GraphBuilder.of(graph)
 
     def split(self, node: Node) -> None:
         """Replace one loss."""
-        loss = self.values[node.outputs[0]]
+        loss = self.builder.values[node.outputs[0]]
         wide = DType.FLOAT32 if loss.dtype in _HALF else loss.dtype
         total = self._half_sum(node) if loss.dtype in _HALF else self._sum(node, loss)
-        count = self._count(node, wide)
-        divide = (("self", total), ("other", count))
+        divide = {"self": Ref(total), "other": Ref(self._count(node, wide))}
         if wide is loss.dtype:
-            self.nodes.append(replace(node, operator="aten.div.Tensor", arguments=divide))
-            return
-        mean = self._add(node, "div.Tensor", divide, Tensor((), wide))
-        cast = (("self", mean), ("dtype", Token(TokenKind.DTYPE, loss.dtype.value)))
-        self.nodes.append(replace(node, operator="aten.to.dtype", arguments=cast))
+            mean = replace(node, operator="aten.div.Tensor", arguments=tuple(divide.items()))
+        else:
+            exact = self.builder.call(node, "aten.div.Tensor", Tensor((), wide), **divide)
+            cast = ("self", Ref(exact)), ("dtype", _token(loss.dtype))
+            mean = replace(node, operator="aten.to.dtype", arguments=cast)
+        self.builder.nodes.append(mean)
 
-    def _sum(self, node: Node, loss: Tensor) -> Ref:
-        return self._add(node, "cross_entropy_loss.default", _reduced(node, _SUM), loss)
+    def _sum(self, node: Node, loss: Tensor) -> str:
+        return self.builder.call(node, _OPERATOR, loss, **_reduced(node, _SUM))
 
-    def _half_sum(self, node: Node) -> Ref:
-        target = required(node, "target", Ref)
-        loss = self.values[node.outputs[0]]
-        each = self._add(
-            node,
-            "cross_entropy_loss.default",
-            _reduced(node, _NONE),
-            replace(loss, shape=self.values[target.name].shape),
-        )
-        arguments = (("self", each), ("dtype", Token(TokenKind.DTYPE, DType.FLOAT32.value)))
-        return self._add(node, "sum.default", arguments, Tensor((), DType.FLOAT32))
+    def _half_sum(self, node: Node) -> str:
+        call, values = self.builder.call, self.builder.values
+        shape = values[required(node, "target", Ref).name].shape
+        out = replace(values[node.outputs[0]], shape=shape)
+        each = call(node, _OPERATOR, out, **_reduced(node, _NONE))
+        total, dtype = Tensor((), DType.FLOAT32), _token(DType.FLOAT32)
+        return call(node, "aten.sum.default", total, self=Ref(each), dtype=dtype)
 
-    def _count(self, node: Node, dtype: DType) -> Ref:
-        target = required(node, "target", Ref)
+    def _count(self, node: Node, dtype: DType) -> str:
+        call, target = self.builder.call, required(node, "target", Ref)
         ignored = node.argument("ignore_index", _IGNORE_INDEX)
-        labels = self.values[target.name]
-        valid = self._add(
-            node,
-            "ne.Scalar",
-            (("self", target), ("other", ignored)),
-            replace(labels, dtype=DType.BOOL),
-        )
+        flags = replace(self.builder.values[target.name], dtype=DType.BOOL)
+        valid = Ref(call(node, "aten.ne.Scalar", flags, self=target, other=ignored))
         weight = node.argument("weight")
         if isinstance(weight, Ref):
             return self._weights(node, weight, target, valid, dtype)
-        count = self._add(node, "sum.default", (("self", valid),), Tensor((), DType.INT64))
-        cast = (("self", count), ("dtype", Token(TokenKind.DTYPE, dtype.value)))
-        return self._add(node, "to.dtype", cast, Tensor((), dtype))
+        count = call(node, "aten.sum.default", Tensor((), DType.INT64), self=valid)
+        return call(node, "aten.to.dtype", Tensor((), dtype), self=Ref(count), dtype=_token(dtype))
 
-    def _weights(self, node: Node, weight: Ref, target: Ref, valid: Ref, dtype: DType) -> Ref:
+    def _weights(self, node: Node, weight: Ref, target: Ref, valid: Ref, dtype: DType) -> str:
         """The sum of the weights of the labels that are not ignored."""
-        labels = self.values[target.name]
-        wide = (("dtype", Token(TokenKind.DTYPE, dtype.value)),)
+        call, values = self.builder.call, self.builder.values
+        labels = values[target.name]
         # An ignored label may be out of the range of classes.
-        choice = (("condition", valid), ("self", target), ("other", 0))
-        inside = self._add(node, "where.ScalarOther", choice, labels)
-        picked = (("self", weight), ("indices", (inside,)))
-        each = Tensor(labels.shape, self.values[weight.name].dtype)
-        weights = self._add(node, "index.Tensor", picked, each)
-        counted = self._add(node, "mul.Tensor", (("self", weights), ("other", valid)), each)
-        return self._add(node, "sum.default", (("self", counted), *wide), Tensor((), dtype))
-
-    def _add(
-        self, origin: Node, operator: str, arguments: tuple[tuple[str, Argument], ...], out: Tensor
-    ) -> Ref:
-        stem = f"{origin.name}_{operator.split('.', maxsplit=1)[0]}"
-        name = self._value_names.fresh(stem)
-        self.values[name] = out
-        node = self._node_names.fresh(stem)
-        self.nodes.append(
-            Node(node, f"aten.{operator}", arguments, (name,), origin.module, origin.part)
-        )
-        return Ref(name)
+        choice: dict[str, Argument] = {"condition": valid, "self": target, "other": 0}
+        inside = call(node, "aten.where.ScalarOther", labels, **choice)
+        each = Tensor(labels.shape, values[weight.name].dtype)
+        picked = call(node, "aten.index.Tensor", each, self=weight, indices=(Ref(inside),))
+        counted = call(node, "aten.mul.Tensor", each, self=Ref(picked), other=valid)
+        total = Tensor((), dtype)
+        return call(node, "aten.sum.default", total, self=Ref(counted), dtype=_token(dtype))
 
 
-def _reduced(node: Node, reduction: int) -> tuple[tuple[str, Argument], ...]:
+def _token(dtype: DType) -> Token:
+    return Token(TokenKind.DTYPE, dtype.value)
+
+
+def _reduced(node: Node, reduction: int) -> dict[str, Argument]:
     """Arguments of the loss with another reduction, in schema order."""
     given = {**dict(node.arguments), "reduction": reduction}
     order = ("self", "target", "weight", "reduction", "ignore_index", "label_smoothing")
-    return tuple((key, given[key]) for key in order if key in given)
+    return {key: given[key] for key in order if key in given}

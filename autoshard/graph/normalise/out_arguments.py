@@ -10,7 +10,7 @@ from autoshard.errors import UnsupportedError
 from autoshard.graph.checks import CREATION_PACKETS
 from autoshard.graph.dtype import DType
 from autoshard.graph.ir import Argument, Graph, Node, Ref, Tensor, Token, TokenKind
-from autoshard.graph.normalise.rewriting import UniqueNames
+from autoshard.graph.normalise.rewriting import GraphBuilder
 
 _OUT = ("out",)
 _OTHER_NAMES: Mapping[str, str] = {
@@ -79,9 +79,8 @@ def without_out_arguments(graph: Graph) -> Graph:
     forms = [functional_overload(node) for node in graph.nodes]
     if not any(forms):
         return graph
-    values = dict(graph.values)
-    value_names, node_names = UniqueNames(values), UniqueNames(node.name for node in graph.nodes)
-    nodes: list[Node] = []
+    builder = GraphBuilder.of(graph)
+    nodes, values = builder.nodes, builder.values
     for node, form in zip(graph.nodes, forms, strict=True):
         if form is None:
             nodes.append(node)
@@ -89,7 +88,9 @@ def without_out_arguments(graph: Graph) -> Graph:
         operator, names = form
         written = [node.argument(name) for name in names]
         outs = [argument.name for argument in written if isinstance(argument, Ref)]
-        results = tuple(value_names.fresh(f"{output}_result") for output in node.outputs)
+        results = tuple(
+            builder.value(f"{output}_result", values[output]) for output in node.outputs
+        )
         if len(outs) != len(node.outputs):
             raise UnsupportedError(
                 f"node {node.name!r}: {node.operator} writes into several tensors; leave out=... "
@@ -100,8 +101,8 @@ def without_out_arguments(graph: Graph) -> Graph:
             _check_shape(node, values[out], values[output])
             dtype = _dtype(node, call, name, values[out].dtype, values)
             values[result] = replace(values[output], dtype=dtype)
-        nodes.append(replace(call, name=node_names.fresh(f"{node.name}_result")))
-        nodes += _copies(node, outs, results, node_names)
+        nodes.append(replace(call, name=builder.node_name(f"{node.name}_result")))
+        nodes += _copies(node, outs, results, builder)
     return replace(graph, nodes=tuple(nodes), values=values)
 
 
@@ -178,9 +179,11 @@ def _dtype(node: Node, call: Node, name: str, out: DType, values: Mapping[str, T
 
 
 def _copies(
-    node: Node, outs: list[str], results: tuple[str, ...], names: UniqueNames
+    node: Node, outs: list[str], results: tuple[str, ...], builder: GraphBuilder
 ) -> Iterator[Node]:
     for out, output, result in zip(outs, node.outputs, results, strict=True):
-        name = node.name if output == node.outputs[0] else names.fresh(f"{node.name}_{output}")
+        name = (
+            node.name if output == node.outputs[0] else builder.node_name(f"{node.name}_{output}")
+        )
         arguments: tuple[tuple[str, Argument], ...] = (("self", Ref(out)), ("src", Ref(result)))
         yield Node(name, "aten.copy_.default", arguments, (output,), node.module, node.part)

@@ -6,10 +6,11 @@ tensors filled with one number; and very large values, since every rank prepares
 but computes only its shard in a step.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from autoshard.graph.checks import FILL_PACKETS, may_prepare
+from autoshard.graph.dependencies import nodes_making
 from autoshard.graph.ir import Graph, Input, InputKind, Node, Output, Ref, Tensor
 from autoshard.graph.normalise.functional import may_share, views_of
 from autoshard.graph.normalise.rewriting import rewire
@@ -112,16 +113,10 @@ def _is_light(node: Node, values: Mapping[str, Tensor]) -> bool:
     return may_share(node) or bool(views_of(node, values))
 
 
-def _program(graph: Graph, making: Iterable[Node], kept: tuple[str, ...]) -> Graph:
+def _program(graph: Graph, making: Sequence[Node], kept: tuple[str, ...]) -> Graph:
     """A program without inputs that returns the values."""
-    read = set(kept)
-    nodes: list[Node] = []
-    for node in reversed(list(making)):
-        if not read.isdisjoint(node.outputs):
-            nodes.append(node)
-            read.update(node.inputs)
-    nodes.reverse()
-    return Graph((), tuple(nodes), tuple(map(Output, kept)), _values(graph, [], nodes))
+    nodes = nodes_making(making, kept)
+    return Graph((), nodes, tuple(map(Output, kept)), _values(graph, [], nodes))
 
 
 def _values(graph: Graph, names: Iterable[str], nodes: Iterable[Node]) -> Mapping[str, Tensor]:

@@ -1,13 +1,13 @@
-"""Helpers of the passes: unique names, renaming of references, typed access to arguments."""
+"""What the passes share: new nodes and values, renamed references, typed access to arguments."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
 from autoshard.errors import SchemaError
-from autoshard.graph.ir import Argument, Node, Ref
+from autoshard.graph.ir import Argument, Graph, Node, Ref, Tensor
 
 
-class UniqueNames:
+class _UniqueNames:
     """Generator of unique names."""
 
     def __init__(self, taken: Iterable[str]) -> None:
@@ -21,6 +21,56 @@ class UniqueNames:
             name = f"{stem}_{number}"
         self._taken.add(name)
         return name
+
+
+class GraphBuilder:
+    """The nodes and values of a graph that a pass writes, node by node, with unique new names.
+
+    Args:
+        nodes: names of the nodes that are read.
+        values: the values that are read.
+
+    Attributes:
+        nodes: the nodes written so far.
+        values: the values that are read, and the new ones.
+    """
+
+    def __init__(self, nodes: Iterable[str], values: Mapping[str, Tensor]) -> None:
+        self.nodes: list[Node] = []
+        self.values = dict(values)
+        self._node_names = _UniqueNames(nodes)
+        self._value_names = _UniqueNames(values)
+
+    @classmethod
+    def of(cls, graph: Graph) -> "GraphBuilder":
+        """The builder of a graph that takes the place of another."""
+        return cls((node.name for node in graph.nodes), graph.values)
+
+    def node_name(self, stem: str) -> str:
+        """An unused name of a node."""
+        return self._node_names.fresh(stem)
+
+    def value(self, stem: str, tensor: Tensor | None) -> str:
+        """Add a value, unless it is no tensor; return its name."""
+        name = self._value_names.fresh(stem)
+        if tensor is not None:
+            self.values[name] = tensor
+        return name
+
+    def call(self, origin: Node, operator: str, out: Tensor, /, **arguments: Argument) -> str:
+        """Add a call for a node; return the name of its result.
+
+        Args:
+            origin: the node, in whose module the call is.
+            operator: of the call.
+            out: shape and type of the result.
+            **arguments: of the call, in schema order.
+        """
+        stem = f"{origin.name}_{operator.split('.')[1]}"
+        result, pairs = self.value(stem, out), tuple(arguments.items())
+        name = self.node_name(stem)
+        self.nodes.append(Node(name, operator, pairs, (result,), origin.module, origin.part))
+        return result
 
 
 def replace_refs(argument: Argument, rename: Callable[[str], Argument]) -> Argument:

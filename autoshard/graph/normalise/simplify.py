@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import accumulate
 
 from autoshard.errors import SchemaError
+from autoshard.graph.dependencies import nodes_making
 from autoshard.graph.dims import with_explicit_dims, within
 from autoshard.graph.ir import Argument, Graph, InputKind, Node, Ref, Tensor, Token, TokenKind
 from autoshard.graph.normalise.functional import is_same
@@ -21,13 +22,7 @@ def drop_dead_code(graph: Graph) -> Graph:
     Outputs that do not change their buffer are removed too.
     """
     outputs = tuple(o for o in graph.outputs if o.updates is None or o.updates != o.name)
-    needed = {output.name for output in outputs}
-    kept = []
-    for node in reversed(graph.nodes):
-        if not needed.isdisjoint(node.outputs):
-            kept.append(node)
-            needed.update(node.inputs)
-    nodes = tuple(reversed(kept))
+    nodes = nodes_making(graph.nodes, (o.name for o in outputs if o.name is not None))
     names = [i.name for i in graph.inputs if i.kind is not InputKind.LITERAL]
     names += [name for node in nodes for name in node.outputs]
     values = {name: graph.values[name] for name in names}

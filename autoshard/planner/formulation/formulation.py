@@ -4,12 +4,15 @@ Every graph input, operator and output is a variable whose domain are its strate
 several uses has an additional variable, the layout that its consumers share, so that one
 resharding can serve all of them. Every use of a value is an edge, whose cost is that of the
 resharding between the layout of the producer and that of the consumer.
+
+In the program of `autoshard.solve.programs.linear_program`, x_v(s) is the strategy of a variable,
+c_v(s) its seconds, and p_e(i, j) the seconds of the resharding from layout i to layout j.
 """
 
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import groupby
 
 import numpy as np
@@ -133,7 +136,7 @@ class Formulation:
             nodes=tuple(variable.problem_node(totals) for variable in self.variables),
             edges=(
                 *(Edge(use.source, use.target, *edges[kind]) for use, kind in pairs),
-                *(same_label(*tie) for tie in self.ties),
+                *(Edge.equal(*tie) for tie in self.ties),
             ),
             repeats=self.repeats(self.variables_of),
         )
@@ -517,26 +520,6 @@ class Formulation:
     def _add_use(self, value: str, target: int, position: int, gradient: Gradient) -> None:
         source, output = self._made_by[value]
         self.uses.append(Use(value, source, output, target, position, gradient))
-
-
-def same_label(first: int, second: int, rows: IntArray, cols: IntArray) -> Edge:
-    """An edge that forces two nodes of a problem to strategies with equal labels.
-
-    Args:
-        first: a node.
-        second: a node.
-        rows: label of each strategy of the first, shape [R].
-        cols: label of each strategy of the second, shape [C].
-    """
-    cost = _same_label_cost(int(rows.max()) + 1, int(cols.max()) + 1)
-    return Edge(first, second, cost, rows, cols)
-
-
-@cache
-def _same_label_cost(num_rows: int, num_cols: int) -> FloatArray:
-    cost = np.full((num_rows, num_cols), np.inf)
-    np.fill_diagonal(cost, 0.0)
-    return cost
 
 
 def _last_uses(graph: Graph) -> list[int]:

@@ -4,7 +4,8 @@ In addition to the variables of the formulation it has a residency for each tens
 needs, and a binary variable for the checkpointing of each unit, such as a repeated block. Usage is
 the memory of a training step at some time points, see `autoshard.planner.memory.time_points`. It
 is a lower bound of the true memory, so a lower bound of this problem is valid for every plan that
-fits.
+fits. In the program of `autoshard.solve.programs.linear_program` it is m_v(s), the time points are
+the times t, and the memory budget is M.
 
 What a micro-batch saves for backward is counted for each micro-batch in flight: once until the
 backward that needs it, and until the optimizer's step for the micro-batches that wait.
@@ -19,7 +20,7 @@ import numpy as np
 from autoshard.base.arrays import BoolArray, FloatArray, IntArray
 from autoshard.costs import Frequency
 from autoshard.plan.options import Recomputing
-from autoshard.planner.formulation.formulation import Formulation, same_label
+from autoshard.planner.formulation.formulation import Formulation
 from autoshard.planner.formulation.saved_tensors import CheckpointSpan, SavedTensors
 from autoshard.planner.formulation.stage_builder import Decisions
 from autoshard.planner.formulation.variables import Role, Use, Variable
@@ -309,7 +310,7 @@ class MemoryProblem:
 
     def _equate(self, first: int, second: int, rows: IntArray, cols: IntArray) -> None:
         """Add an edge that forces two nodes to strategies with equal labels."""
-        self._edges.append(same_label(first, second, rows, cols))
+        self._edges.append(Edge.equal(first, second, rows, cols))
 
     def _span(self, variable: Variable) -> CheckpointSpan | None:
         if variable.role is Role.OPERATOR:

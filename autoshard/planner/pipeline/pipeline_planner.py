@@ -171,27 +171,16 @@ def _plan(graph: Graph, mesh: Mesh, options: PlanOptions, given: ComparisonLimit
 
 def _planned(graph: Graph, mesh: Mesh, options: PlanOptions, given: ComparisonLimits) -> Plan:
     """The plan of one stage or of a pipeline, by the least times of the steps of planning."""
-
-    def plan_stage(
-        program: Graph,
-        devices: Mesh,
-        own: PlanOptions,
-        report: Callable[[Progress], None] | None,
-    ) -> Plan:
-        return make_stage_plan(
-            program,
-            devices,
-            own,
-            on_progress=report,
-            cancel=given.cancel,
-            block_cache=given.block_cache,
-            max_strategies=given.max_strategies,
-        )
-
+    plan_stage = partial(
+        make_stage_plan,
+        cancel=given.cancel,
+        block_cache=given.block_cache,
+        max_strategies=given.max_strategies,
+    )
     cutter = stage_cutter(graph, options)
     number = num_stages(options, cutter)
     if number == 1:
-        return plan_stage(graph, mesh, options, given.on_progress)
+        return plan_stage(graph, mesh, options, on_progress=given.on_progress)
     check_runs(graph)
     check_checkpointing(graph, options)
     if options.mode == "training":
@@ -209,7 +198,7 @@ def _planned(graph: Graph, mesh: Mesh, options: PlanOptions, given: ComparisonLi
         given.on_progress,
         total=options.solver.time_limit,
     )
-    plan_one = partial(plan_stage, report=limits.report)
+    plan_one = partial(plan_stage, on_progress=limits.report)
     return _Request(cutter, mesh, options, plan_one, limits, given.block_cache).plan(number)
 
 

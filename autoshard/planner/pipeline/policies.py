@@ -1,6 +1,5 @@
 """Cuts of a program into pipeline stages, as far as options say them without optimization."""
 
-from collections.abc import Collection
 from functools import cache
 
 from autoshard.constraints import DimOrigins
@@ -13,25 +12,21 @@ from autoshard.planner.pipeline.balance import balanced_cuts, node_weights
 from autoshard.planner.pipeline.named_cuts import layer_cuts, marked_cuts, named_cuts
 
 
-def stage_cutter(
-    graph: Graph, options: PlanOptions | None = None, *, transmitted: Collection[str] = ()
-) -> StageCutter:
+def stage_cutter(graph: Graph, options: PlanOptions | None = None) -> StageCutter:
     """A `StageCutter` that copies neither nodes that draw random numbers nor opaque modules.
 
     Args:
         graph: the normalised program.
         options: of planning; some need to know where the batch is in what a stage receives.
-        transmitted: names of parameters that the first stage that uses them sends to the others.
     """
     if options is None or (
         options.constraints.batch_axis is None and options.constraints.algo == "optimal"
     ):
-        return StageCutter(graph, runs_once=_runs_once, transmitted=transmitted)
+        return StageCutter(graph, runs_once=_runs_once)
     origins = cache(lambda: DimOrigins(graph))
     return StageCutter(
         graph,
         runs_once=_runs_once,
-        transmitted=transmitted,
         dims=lambda value: origins().of_value(value),
     )
 

@@ -20,7 +20,7 @@ from autoshard.planner.budget.search import BudgetSearch
 from autoshard.planner.formulation.formulation import Formulation
 from autoshard.planner.formulation.stage_builder import Decisions
 from autoshard.planner.pipeline.limits import SearchLimits, Stopped
-from autoshard.planner.pipeline.range_costs import SHARES_OF_TIME, fastest, frugal
+from autoshard.planner.pipeline.range_costs import SHARES_OF_TIME, frugal
 from autoshard.planner.planner import plan_document, plan_id
 from autoshard.solve import KeyValueStore, Solution
 
@@ -79,7 +79,7 @@ class QuickPlanner:
     def _solved(
         self, formulation: Formulation, options: PlanOptions, limits: SearchLimits
     ) -> tuple[Solution, list[Decisions]]:
-        solution = fastest(formulation, options, limits, self._block_cache)
+        solution = limits.solve(formulation.problem, options, self._block_cache)
         assert solution.choice is not None
         prices = (
             share * solution.objective / formulation.prices.memory_budget

@@ -37,7 +37,6 @@ from autoshard.planner.planner import plan_id
 from autoshard.solve import (
     Edge,
     KeyValueStore,
-    Solution,
     content_key,
     read_sealed,
     write_sealed,
@@ -134,7 +133,7 @@ def range_costs(
         return _from_json(mesh, stored)
     short = shorten(cutter.graph)
     formulation = limits.formulated(short.graph, mesh, options)
-    solution = fastest(formulation, options, limits, block_cache)
+    solution = limits.solve(formulation.problem, options, block_cache)
     choice, bound = solution.choice, solution.bound
     assert choice is not None
     segments = _SegmentSums(cutter, points, short)
@@ -189,24 +188,10 @@ def whole_bound(
     if stored is not None:
         return float(stored)
     formulation = limits.formulated(graph, mesh, options)
-    bound = fastest(formulation, options, limits, block_cache).bound
+    bound = limits.solve(formulation.problem, options, block_cache).bound
     if block_cache is not None and not limits.is_over:
         write_sealed(block_cache, key, repr(bound).encode())
     return bound
-
-
-def fastest(
-    formulation: Formulation,
-    options: PlanOptions,
-    limits: SearchLimits,
-    cache: KeyValueStore | None,
-) -> Solution:
-    """The best choice without a memory budget.
-
-    Raises:
-        Stopped: the search ended before there was a choice.
-    """
-    return limits.solve(formulation.problem, options, cache)
 
 
 def frugal(
@@ -450,24 +435,17 @@ class _NodeCosts:
         saving = formulation.prices.saving
         memory = StageMemory(lower(stage, self.graph), formulation.gradients, saving)
         places = [self._place_of_operation(op) for op in memory.ops]
-        nbytes: dict[int, int] = {}
-        for storage, tensor in zip(memory.storages, memory.tensors, strict=True):
-            nbytes.setdefault(storage, tensor.nbytes)
         saved: set[tuple[int, bool]] = set()
-        once = {
-            memory.storages[tensor]
-            for op in memory.ops
-            if op.frequency in GATHERED_ONCE
-            for tensor in op.targets
-        }
         for op, place in zip(memory.ops, places, strict=True):
             self._add("saved", place, op.saved_bytes)
             saved.update(memory.saved_by(op))
         for storage, in_float8 in saved:
             maker = memory.made_by[storage]
             if maker >= 0 and not memory.ops[maker].regather:
-                kind = "state" if storage in once else "saved"
-                self._add(kind, places[maker], nbytes[storage] / (2 if in_float8 else 1))
+                kind = "state" if storage in memory.gathered_once else "saved"
+                self._add(
+                    kind, places[maker], memory.storage_bytes[storage] / (2 if in_float8 else 1)
+                )
 
     def _place_of_operation(self, op: MemoryOp) -> int:
         numbers = self.graph.numbers

@@ -1,6 +1,6 @@
 """Plans of all stages of a pipeline, and the plan document that joins them."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -21,9 +21,6 @@ from autoshard.planner.pipeline.search import StagePlace
 from autoshard.schedules.schedule import Schedule
 from autoshard.schedules.simulation import ScheduleSimulation, simulate_schedule
 from autoshard.schedules.transfers import largest_load, messages, transfer_seconds
-
-Layouts = Mapping[str, str]
-"""Layout of each value that can cross a cut, as text."""
 
 
 @dataclass(frozen=True)

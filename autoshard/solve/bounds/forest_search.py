@@ -25,7 +25,7 @@ from scipy import sparse
 
 from autoshard.base.arrays import BoolArray, FloatArray, IntArray
 from autoshard.solve.network import Network, NetworkLink, UsageTable, component_labels
-from autoshard.solve.programs.linear_program import integer_point
+from autoshard.solve.programs.highs import integer_point
 from autoshard.solve.reduced_problem import ReducedProblem
 from autoshard.solve.settings import DEFAULT_EFFORT, Effort
 

@@ -1,4 +1,6 @@
-"""Lower bounds of a quotient graph by TRW-S and a spanning forest.
+"""TRW-S on classes of equal nodes, without limits, and bounds of strategies by a spanning forest.
+
+`trws` has TRW-S on the single variables of a reduced network, with prices on usage.
 
 Messages move prices between edge classes and node classes without changing the price of any
 choice; the sum of all least prices is then a lower bound. Forward and backward passes alternate

@@ -1,9 +1,14 @@
-"""Sequential tree-reweighted message passing (TRW-S) on a network, vectorised.
+"""TRW-S on a reduced network, under usage limits: every link has messages, a level at a time.
+
+`quotient_bounds` has TRW-S on classes of equal nodes, for problems with runs or path costs. It
+shares no step with this one: all edges of a class have one message, weighted by their number,
+classes are visited one by one, and sweeps have momentum in place of prices on usage.
 
 Messages move prices between links and variables without changing the price of any choice; the
-sum of all least prices is then a lower bound, which TRW-S never lowers (Kolmogorov, IEEE TPAMI
-28:1568, 2006). Usage limits are priced too; prices follow the usage of the choice of each sweep
-(the volume algorithm, Barahona and Anbil, Math. Program. 87:385, 2000, with the step of Polyak).
+sum of all least prices is then a lower bound, which sequential tree-reweighted message passing
+(TRW-S; Kolmogorov, IEEE TPAMI 28:1568, 2006) never lowers. Usage limits are priced too; prices
+follow the usage of the choice of each sweep (the volume algorithm, Barahona and Anbil, Math.
+Program. 87:385, 2000, with the step of Polyak).
 
 The network is compiled to flat arrays. Variables are grouped in levels without links inside, so
 that a level is processed at once. There are two sets of levels: a colouring has few levels and is

@@ -1,9 +1,7 @@
-"""The integer program of a problem, stated as it is given, without reductions; HiGHS solves it.
+"""The integer program of a problem as it is given, without reductions; HiGHS solves it.
 
-It has a binary column per allowed strategy, one of which each node picks. The price of an edge is
-that of a flow of one from the row of the first node's strategy to the column of the second's: a
-column per finite price or, for a `ShortestPathCost`, per step. Tied nodes share their columns, and
-equal edges between the same columns share their flow.
+`linear_program` states it. Tied nodes share their columns, and equal edges between the same columns
+share theirs.
 """
 
 from dataclasses import dataclass, replace
@@ -15,12 +13,8 @@ from autoshard.base.arrays import BoolArray, FloatArray, IntArray
 from autoshard.errors import OptionError
 from autoshard.solve.bounds.path_costs import ShortestPathCost
 from autoshard.solve.problem import Edge, Problem, UsageLimit
-from autoshard.solve.programs.linear_program import (
-    HighsSolver,
-    LinearModel,
-    ModelBuilder,
-    RunStatus,
-)
+from autoshard.solve.programs.highs import HighsSolver, RunStatus
+from autoshard.solve.programs.linear_program import LinearModel, ModelBuilder
 from autoshard.solve.state import Interrupted, SolveState
 
 MAX_COLUMNS = 4_000_000

@@ -1,40 +1,48 @@
-"""The linear relaxation of a network, and branch and bound, with HiGHS.
+"""The integer program: its columns, rows and objective, for every solver of integer programs.
 
-The model is the local polytope with usage rows: one column per strategy and one per allowed
-pair of (row, column) of each link. The strategies of a variable sum to one; the pairs of a link
-in one row sum to the strategies with that row, and the same holds for columns. HiGHS is called
-through its own API, so that a run reports progress and can be stopped.
+    minimise    sum_v sum_s c_v(s) x_v(s) + sum_e sum_ij p_e(i, j) y_e(i, j)
+    subject to  sum_s x_v(s)    = 1                           each node v                      (1)
+                sum_j y_e(i, j) = sum_{s of row i} x_u(s)     each edge e = (u, v) and row i   (2)
+                sum_i y_e(i, j) = sum_{s of column j} x_v(s)  each edge e = (u, v), column j   (3)
+                sum_{v alive at t} sum_s m_v(s) x_v(s) <= M   each time t of a limit           (4)
+                x_v(s) in {0, 1},  y_e(i, j) >= 0
+
+x_v(s) is 1 if node v has strategy s, of cost c_v(s) and usage m_v(s); y_e(i, j) is 1 if the
+strategies at the ends of edge e have row i and column j of its matrix p_e. There are no columns for
+strategies and entries of infinite cost. Where x is integral, (1) to (3) leave one y, so only x is
+binary. Without (4) and with x >= 0 this is the local polytope (Wainwright and Jordan, Found. Trends
+Mach. Learn. 1:1, 2008, section 4.1): exact on trees, and tight enough that branching is rare.
+
+The edge of a `ShortestPathCost` has one y per step between states k instead of one per pair:
+
+    sum_{s of row k} x_u(s) + sum_{into k} y = sum_{s of column k} x_v(s) + sum_{from k} y     (2')
+
+Its cheapest flow of one is a shortest path, whose length is the entry of the matrix.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
 
-import highspy
 import numpy as np
 from scipy import sparse
-from scipy.optimize import Bounds, LinearConstraint, milp
 
-from autoshard.base.arrays import BoolArray, FloatArray, IntArray
+from autoshard.base.arrays import FloatArray, IntArray
 from autoshard.solve.bounds.path_costs import ShortestPathCost
 from autoshard.solve.network import Network
-from autoshard.solve.state import SolveState
 
-_EAGER_ENTRIES = 200_000
-"""Entries of usage rows up to which all of them are loaded at once."""
-_INTERIOR_POINT_COLUMNS = 40_000
-"""Columns from which on relaxations are solved by interior point."""
+_LARGEST_COST = 1e4
+"""Largest coefficient of the objective that a solver gets."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LinearModel:
-    """Minimise `cost @ x` where `matrix @ x = right` and `usage @ x <= capacity`, x >= 0.
+    """Minimise `cost @ z` where `matrix @ z = right` and `usage @ z <= capacity`, z = (x, y) >= 0.
 
     Attributes:
-        cost: objective, shape [n].
-        matrix: equality rows, shape [m, n].
+        cost: objective: c, then p, shape [n].
+        matrix: equality rows (1), (2), (3), shape [m, n].
         right: their right-hand side, shape [m].
-        usage: usage rows, one per checkpoint, shape [T, n].
+        usage: usage rows (4), one per checkpoint, shape [T, n].
         capacity: slack at each checkpoint, shape [T].
         starts: first column of each variable, then of each link, shape [V + L + 1]; the
             columns from one start to the next sum to one.
@@ -55,6 +63,19 @@ class LinearModel:
     def num_strategies(self) -> int:
         """Number of columns that are strategies; they come first."""
         return int(self.starts[len(self.variables)])
+
+    @property
+    def cost_scale(self) -> float:
+        """Factor of the objective for a solver, so that its tolerances fit any unit of prices."""
+        return _LARGEST_COST / max(float(np.abs(self.cost).max(initial=0.0)), 1e-300)
+
+    @property
+    def row_scale(self) -> FloatArray:
+        """Divisor of each usage row for a solver: its largest coefficient, shape [T]."""
+        if not self.usage.nnz:
+            return np.ones(len(self.capacity))
+        largest = abs(self.usage).max(axis=1).toarray().ravel()
+        return np.where(largest > 0, largest, 1.0)
 
     def rounded(self, x: FloatArray) -> dict[int, int]:
         """The strategy of each variable with the largest share."""
@@ -105,6 +126,7 @@ class ModelBuilder:
         self._width = self._starts[-1]
         self._entries: list[Entries] = []
         self._usage: list[Entries] = []
+        # (1) sum_s x_v(s) = 1
         self._add(np.repeat(np.arange(len(sizes)), sizes), np.arange(self._width), 1.0)
 
     def columns(self, i: int) -> IntArray:
@@ -127,6 +149,7 @@ class ModelBuilder:
             kept = np.isfinite(steps)
             flows = self._new_columns(number * steps[kept])
             row = self._new_rows(prices.num_states)
+            # (2') what enters state k, from the source or by steps, leaves it
             self._add(row + source[1], source[0], 1.0)
             self._add(row + target[1], target[0], -1.0)
             self._add(row + afters[kept], flows, 1.0)
@@ -143,11 +166,15 @@ class ModelBuilder:
             (target, cols, second, len(used_cols)),
         ):
             row = self._new_rows(size)
+            # (2) sum_j y(i, j) - sum_{s of row i} x_u(s) = 0, then (3), the same for columns
             self._add(row + ends, flows, 1.0)
             self._add(row + labels, own, -1.0)
 
     def add_usage(self, first: int, last: int, columns: IntArray, usage: FloatArray) -> None:
-        """Add the usage of some columns, shape [S], at the times from `first` to `last - 1`."""
+        """Add the usage of some columns, shape [S], at the times from `first` to `last - 1`.
+
+        They are the terms m_v(s) x_v(s) of a node in (4).
+        """
         times, used = np.arange(first, last), np.flatnonzero(usage)
         columns, values = np.tile(columns[used], len(times)), np.tile(usage[used], len(times))
         self._usage.append((np.repeat(times, len(used)), columns, values))
@@ -202,268 +229,3 @@ def assembled(entries: Sequence[Entries], shape: tuple[int, int]) -> sparse.csr_
         return sparse.csr_array(shape)
     rows, cols, values = (np.concatenate(parts) for parts in zip(*entries, strict=True))
     return sparse.csr_array((values, (rows, cols)), shape=shape)
-
-
-def integer_point(
-    cost: FloatArray,
-    matrix: sparse.csr_array,
-    low: FloatArray,
-    high: FloatArray,
-    most: FloatArray,
-    *,
-    max_nodes: int,
-    relative_gap: float,
-    time_limit: float = float("inf"),
-) -> FloatArray | None:
-    """The best integral point of a small program that HiGHS finds, shape [n]; None without one.
-
-    Args:
-        cost: to minimise, shape [n].
-        matrix: of the rows, shape [m, n].
-        low: least value of each row, shape [m].
-        high: largest value of each row, shape [m].
-        most: largest value of each column, shape [n]; the least is 0.
-        max_nodes: of branch and bound.
-        relative_gap: at which it stops.
-        time_limit: in seconds.
-    """
-    found = milp(
-        cost,
-        integrality=np.ones(len(cost), dtype=np.intp),
-        bounds=Bounds(0.0, most),
-        constraints=LinearConstraint(matrix, low, high),
-        options={
-            "node_limit": max_nodes,
-            "mip_rel_gap": relative_gap,
-            "time_limit": min(time_limit, _LONG),
-        },
-    )
-    return None if found.x is None else np.rint(found.x)
-
-
-def _is_feasible(highs: highspy.Highs) -> bool:
-    """True if the last run has found a point."""
-    feasible = int(highspy.SolutionStatus.kSolutionStatusFeasible)
-    return bool(highs.getInfo().primal_solution_status == feasible)
-
-
-_LARGEST_COST = 1e4
-_LONG = 1e9
-"""Seconds that stand for no time limit."""
-_FEASIBILITY = 1e-9
-_DUAL_FEASIBILITY = 1e-7
-
-
-class RunStatus(Enum):
-    """Status of a run of HiGHS."""
-
-    SOLVED = auto()
-    INFEASIBLE = auto()
-    STOPPED = auto()
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LinearOutcome:
-    """Result of a run; prices are in the units of the model.
-
-    Attributes:
-        status: of the run.
-        x: the point found, shape [n], or None.
-        duals: multipliers of the equality rows of a relaxation, shape [m], or None.
-        prices: multipliers of the usage rows of a relaxation, shape [T], or None.
-        bound: lower bound of the integral optimum, with all tolerances subtracted.
-    """
-
-    status: RunStatus
-    x: FloatArray | None
-    duals: FloatArray | None
-    prices: FloatArray | None
-    bound: float
-
-
-class HighsSolver:
-    """One linear model in HiGHS.
-
-    Costs are scaled so that the tolerances of HiGHS do not depend on the unit of prices, and each
-    usage row is scaled to coefficients of at most one. Usage rows are added when a point violates
-    them, or all at once if they are few.
-
-    Args:
-        model: to minimise.
-        state: provides the seed, the time limit and the cancel token; receives progress.
-        offer: called with integral points found during a run, shape [n].
-        cap: upper limit of the bounds reported during a run.
-    """
-
-    def __init__(
-        self,
-        model: LinearModel,
-        state: SolveState,
-        *,
-        offer: Callable[[FloatArray], None],
-        cap: float = float("inf"),
-    ) -> None:
-        self._model = model
-        self._state = state
-        self._offer = offer
-        self._cap = cap
-        self._scale = _LARGEST_COST / max(float(np.abs(model.cost).max(initial=0.0)), 1e-300)
-        self._row_scale = np.ones(len(model.capacity))
-        if model.usage.nnz:
-            largest = abs(model.usage).max(axis=1).toarray().ravel()
-            self._row_scale = np.where(largest > 0, largest, 1.0)
-        self._active: list[int] = []
-        self._highs = self._loaded()
-        if model.usage.nnz <= _EAGER_ENTRIES:
-            self._activate(np.ones(len(model.capacity), dtype=np.bool_))
-
-    @property
-    def slack(self) -> float:
-        """Largest error of a bound because of the tolerances of HiGHS."""
-        return _DUAL_FEASIBILITY * (len(self._model.starts) - 1) / self._scale
-
-    def relax(self) -> LinearOutcome:
-        """Solve the linear relaxation."""
-        large = len(self._model.cost) > _INTERIOR_POINT_COLUMNS
-        self._highs.setOptionValue("solver", "ipm" if large else "choose")
-        return self._until_fits()
-
-    def branch(
-        self, start: Mapping[int, int] | None, *, relative_gap: float | None = None
-    ) -> LinearOutcome:
-        """Solve with integral strategies.
-
-        Args:
-            start: a position per variable to start from, unless it is None.
-            relative_gap: gap relative to the objective, without a limit of work; None for the gap
-                of the state, and its limit of work.
-        """
-        columns = np.arange(self._model.num_strategies, dtype=np.int32)
-        kinds = np.full(len(columns), int(highspy.HighsVarType.kInteger), dtype=np.uint8)
-        self._highs.changeColsIntegrality(len(columns), columns, kinds)
-        if start is not None:
-            point = np.zeros(len(columns))
-            point[
-                [self._model.starts[i] + start[v] for i, v in enumerate(self._model.variables)]
-            ] = 1
-            self._highs.setSolution(len(columns), columns, point)
-        allowed = self._state.gap * self._state.magnitude * self._scale
-        self._highs.setOptionValue("mip_abs_gap", max(0.25 * allowed, 1e-6))
-        self._highs.setOptionValue("mip_rel_gap", relative_gap or 0.0)
-        if relative_gap is None:
-            nodes = self._state.settings.branch_work / len(self._model.cost)
-            self._highs.setOptionValue("mip_max_nodes", max(int(nodes), 1))
-        return self._until_fits()
-
-    def forbid(self, x: FloatArray, times: BoolArray) -> None:
-        """Add cover inequalities that exclude an integral point which exceeds some checkpoints.
-
-        At each of them, the strategies of the point with usage there are a cover: usage is not
-        negative, so they cannot all be chosen together.
-        """
-        for time in np.flatnonzero(times):
-            row = self._model.usage[[time]].tocoo()
-            cover = row.col[x[row.col] > 0.5].astype(np.int32)  # noqa: PLR2004 - rounding
-            self._highs.addRow(-np.inf, len(cover) - 1.0, len(cover), cover, np.ones(len(cover)))
-
-    def violated(self, x: FloatArray) -> BoolArray:
-        """Mask of checkpoints at which a point exceeds the capacity, shape [T]."""
-        slack = self._model.capacity + _FEASIBILITY * self._row_scale
-        over: BoolArray = self._model.usage @ x > slack
-        return over
-
-    def _until_fits(self) -> LinearOutcome:
-        """Run and add the usage rows that the point violates, until there are none."""
-        while True:
-            outcome = self._run()
-            if outcome.x is None or outcome.status is not RunStatus.SOLVED:
-                return outcome
-            over = self.violated(outcome.x)
-            over[self._active] = False
-            if not over.any():
-                return outcome
-            self._activate(over)
-
-    def _loaded(self) -> highspy.Highs:
-        model, lp = self._model, highspy.HighsLp()
-        columns = sparse.csc_array(model.matrix)
-        lp.num_col_, lp.num_row_ = len(model.cost), len(model.right)
-        lp.col_cost_ = model.cost * self._scale
-        lp.col_lower_, lp.col_upper_ = np.zeros(len(model.cost)), np.ones(len(model.cost))
-        lp.row_lower_ = lp.row_upper_ = model.right
-        lp.a_matrix_.format_ = highspy.MatrixFormat.kColwise
-        lp.a_matrix_.start_ = columns.indptr.astype(np.int32)
-        lp.a_matrix_.index_ = columns.indices.astype(np.int32)
-        lp.a_matrix_.value_ = columns.data
-        highs = highspy.Highs()
-        highs.setOptionValue("output_flag", False)
-        highs.setOptionValue("random_seed", self._state.seed)
-        highs.setOptionValue("primal_feasibility_tolerance", _FEASIBILITY)
-        highs.setOptionValue("mip_feasibility_tolerance", _FEASIBILITY)
-        highs.setOptionValue("dual_feasibility_tolerance", _DUAL_FEASIBILITY)
-        highs.passModel(lp)
-        for event in (highs.cbSimplexInterrupt, highs.cbIpmInterrupt, highs.cbMipInterrupt):
-            event.subscribe(self._on_event)
-        highs.cbMipImprovingSolution.subscribe(self._on_solution)
-        return highs
-
-    def _activate(self, times: BoolArray) -> None:
-        fresh = np.flatnonzero(times)
-        if len(fresh) == 0:
-            return
-        row_scale = self._row_scale[fresh]
-        rows = sparse.csr_array(self._model.usage[fresh])
-        values = rows.data / np.repeat(row_scale, np.diff(rows.indptr))
-        self._highs.addRows(
-            len(fresh),
-            np.full(len(fresh), -np.inf),
-            self._model.capacity[fresh] / row_scale,
-            len(values),
-            rows.indptr[:-1].astype(np.int32),
-            rows.indices.astype(np.int32),
-            values,
-        )
-        self._active.extend(fresh.tolist())
-
-    def _run(self) -> LinearOutcome:
-        self._state.check()
-        if np.isfinite(self._state.remaining):
-            end = self._highs.getRunTime() + self._state.remaining
-            self._highs.setOptionValue("time_limit", end)
-        self._highs.run()
-        status = self._highs.getModelStatus()
-        if status == highspy.HighsModelStatus.kTimeLimit:
-            self._state.record_time_limit()
-        statuses = {
-            highspy.HighsModelStatus.kOptimal: RunStatus.SOLVED,
-            highspy.HighsModelStatus.kInfeasible: RunStatus.INFEASIBLE,
-            highspy.HighsModelStatus.kUnboundedOrInfeasible: RunStatus.INFEASIBLE,
-        }
-        return self._outcome(statuses.get(status, RunStatus.STOPPED))
-
-    def _outcome(self, status: RunStatus) -> LinearOutcome:
-        info, solution = self._highs.getInfo(), self._highs.getSolution()
-        x = np.array(solution.col_value) if _is_feasible(self._highs) else None
-        duals = prices = None
-        if solution.dual_valid:
-            rows = np.array(solution.row_dual) / self._scale
-            duals = rows[: len(self._model.right)]
-            prices = np.zeros(len(self._model.capacity))
-            usage_rows = rows[len(duals) : len(duals) + len(self._active)]
-            prices[self._active] = -usage_rows / self._row_scale[self._active]
-        return LinearOutcome(status, x, duals, prices, self._priced(info.mip_dual_bound))
-
-    def _priced(self, bound: float) -> float:
-        """A bound of HiGHS in the units of the problem, minus its tolerances."""
-        if not np.isfinite(bound):
-            return -float("inf")
-        return float(bound) / self._scale + self._model.constant - self.slack
-
-    def _on_event(self, event: highspy.highs.HighsCallbackEvent) -> None:
-        if self._state.must_stop:
-            event.interrupt()
-        if event.callback_type == highspy.cb.HighsCallbackType.kCallbackMipInterrupt:
-            self._state.raise_bound(min(self._priced(event.data_out.mip_dual_bound), self._cap))
-
-    def _on_solution(self, event: highspy.highs.HighsCallbackEvent) -> None:
-        self._offer(np.array(event.data_out.mip_solution))

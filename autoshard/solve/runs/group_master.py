@@ -18,7 +18,7 @@ from scipy import sparse
 from autoshard.base.arrays import BoolArray, FloatArray, IntArray
 from autoshard.solve.network import spread
 from autoshard.solve.problem import Problem
-from autoshard.solve.programs.linear_program import integer_point
+from autoshard.solve.programs.highs import integer_point
 from autoshard.solve.runs.find import Run, independent_runs
 from autoshard.solve.state import SolveState
 

@@ -126,6 +126,7 @@ def describe(
     headers: tuple[str, ...] = (),
     body: Mapping[str, Any] | None = None,
     answers: Mapping[int, tuple[str, ...]] | None = None,
+    tagged: tuple[str, str] | None = None,
     content: Mapping[str, Any] | None = None,
     created: type[BaseModel] | None = None,
     job: str = "",
@@ -137,10 +138,15 @@ def describe(
         headers: that it reads.
         body: content of its request body, by media type.
         answers: responses by status: a description, then the names of headers.
+        tagged: of a document with an ETag: descriptions of responses 200, and 304 if the caller has
+            it.
         content: of response 200, by media type, if it is not JSON.
         created: document of response 201.
         job: description of the job that makes the result; empty if there is none.
     """
+    if tagged is not None:
+        headers = (*headers, "If-None-Match")
+        answers = {200: (tagged[0], "ETag", "Cache-Control"), 304: (tagged[1],)}
     responses: dict[int | str, dict[str, Any]] = {
         status: {"description": text, **_answer_headers(*names)}
         for status, (text, *names) in (answers or {}).items()

@@ -171,11 +171,7 @@ async def list_plans(
     **describe(
         ProblemType.NOT_FOUND,
         ProblemType.REQUEST,
-        headers=("If-None-Match",),
-        answers={
-            200: ("The plan.", "ETag", "Cache-Control"),
-            304: ("The caller has the plan; it never changes.",),
-        },
+        tagged=("The plan.", "The caller has the plan; it never changes."),
     ),
 )
 async def get_plan(
@@ -261,14 +257,10 @@ async def compare_plans(request: Request, service: ServiceParameter, caller: Rea
     **describe(
         *(ProblemType.NOT_FOUND, ProblemType.PLAN, ProblemType.OPTIONS, ProblemType.REQUEST),
         ProblemType.LIMIT,
-        headers=("If-None-Match",),
-        answers={
-            200: (
-                "Code or settings; the first lines say what share of the plan they express.",
-                *("ETag", "Cache-Control"),
-            ),
-            304: ("The caller has this export.",),
-        },
+        tagged=(
+            "Code or settings; the first lines say what share of the plan they express.",
+            "The caller has this export.",
+        ),
         content=_EXPORTS,
     ),
 )
@@ -308,11 +300,7 @@ async def export_plan(
     response_class=Response,
     **describe(
         *(ProblemType.NOT_FOUND, ProblemType.PLAN, ProblemType.REQUEST, ProblemType.LIMIT),
-        headers=("If-None-Match",),
-        answers={
-            200: ("A trace of the Trace Event Format, in JSON.", "ETag", "Cache-Control"),
-            304: ("The caller has this trace.",),
-        },
+        tagged=("A trace of the Trace Event Format, in JSON.", "The caller has this trace."),
         content={JSON: {"schema": _TRACE}},
     ),
 )

@@ -70,11 +70,7 @@ async def search_meshes(request: Request, service: ServiceParameter, caller: Pla
     **describe(
         ProblemType.NOT_FOUND,
         ProblemType.REQUEST,
-        headers=("If-None-Match",),
-        answers={
-            200: ("Every mesh of the devices, best first.", "ETag", "Cache-Control"),
-            304: ("The caller has this search.",),
-        },
+        tagged=("Every mesh of the devices, best first.", "The caller has this search."),
     ),
 )
 async def get_search(

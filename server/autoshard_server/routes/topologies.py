@@ -46,11 +46,7 @@ async def list_topologies(service: ServiceParameter, caller: Reader) -> Topologi
     **describe(
         ProblemType.NOT_FOUND,
         ProblemType.REQUEST,
-        headers=("If-None-Match",),
-        answers={
-            200: ("The topology.", "ETag", "Cache-Control"),
-            304: ("The caller has this topology.",),
-        },
+        tagged=("The topology.", "The caller has this topology."),
     ),
 )
 async def get_topology(
