@@ -92,7 +92,8 @@ limits_reached_total = Counter(
 refused_connections_total = Counter(
     "autoshard_refused_connections",
     "Connections that were refused or closed by a limit: total, address, displaced, header, "
-    "header-timeout, body-timeout, no-request, pipelined, host, body, unread-body or response.",
+    "header-timeout, body-timeout, no-key, no-request, pipelined, host, body, unread-body or "
+    "response.",
     ("reason",),
     registry=_registry,
 )

@@ -90,6 +90,9 @@ class Connections:
         self.settings = settings
         self.limit = min(settings.max_connections, _open_files(settings.max_connections))
         self.max_discarded = settings.max_body_bytes
+        self._keys_required = settings.auth == "required"
+        root = settings.root_path.encode()
+        self._api = (b"/v1/", root + b"/v1/")
         self._open: dict[LimitedProtocol, str] = {}
         self._by_address: Counter[str] = Counter()
         self._waiting: dict[LimitedProtocol, None] = {}
@@ -123,6 +126,10 @@ class Connections:
             return None
         detail = f"the service has {self.limit} connections, all with requests"
         return _too_many("total", detail, "max_connections", self.limit)
+
+    def needs_key(self, path: bytes) -> bool:
+        """True if a request for a path without a key is refused in any case."""
+        return self._keys_required and path.startswith(self._api)
 
     def is_exhausted(self, address: str) -> bool:
         """True if there are too many connections even for refusals."""
@@ -216,6 +223,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._discarded = 0
         self._stalled_since: float | None = None
         self._unsent = 0
+        self._has_key = False
         self._closing_since: float | None = None
 
     @property
@@ -255,6 +263,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """A request begins."""
         super().on_message_begin()
+        self._has_key = False
         self._header_bytes = self._num_headers = self._num_hosts = 0
         if self._phase is not _Phase.HEADER:
             self._enter(_Phase.HEADER)
@@ -272,6 +281,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._count(len(name) + len(value), 1)
         if self._phase is _Phase.HEADER:
             self._num_hosts += name.lower() == b"host"
+            self._has_key |= name.lower() == b"authorization"
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -283,6 +293,9 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._num_hosts != 1 and self.parser.get_http_version() == "1.1":
             detail = f"the request has {self._num_hosts} Host headers in place of one"
             self._refusal = _Refusal("host", ServerError(ProblemType.HOST, detail))
+            raise _RefusedError
+        if self._all.needs_key(self.url) and not self._has_key and self._is_first:
+            self._refusal = _NO_KEY
             raise _RefusedError
         if len(self.pipeline) >= _MAX_PIPELINED:
             self._stop("pipelined", "too many requests are waiting on this connection")
@@ -314,6 +327,7 @@ class LimitedProtocol(HttpToolsProtocol):
         connection is closed, so that it is not held by a body that nobody reads.
         """
         if self._phase is _Phase.BODY and not self.transport.is_closing():
+            self._all.count("unread-body", self._address)
             self._linger()
             return
         super().on_response_complete()
@@ -323,7 +337,11 @@ class LimitedProtocol(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         """Respond to a request that cannot be parsed, or was refused while it was parsed."""
         refusal, self._refusal = self._refusal, None
-        if refusal is not None:
+        if refusal is _NO_KEY:
+            self._all.count(refusal.reason, self._address)
+            self.transport.write(_NO_KEY_RESPONSE)
+            self._linger()
+        elif refusal is not None:
             self._refuse(refusal)
         elif self._is_waiting or self.transport.is_closing():
             self.transport.close()
@@ -387,7 +405,6 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _linger(self) -> None:
         """Send nothing more, and read for a short time what the client still sends."""
-        self._all.count("unread-body", self._address)
         self._enter(_Phase.CLOSING)
         self._all.wait(self)
         if self.transport.can_write_eof():
@@ -395,6 +412,15 @@ class LimitedProtocol(HttpToolsProtocol):
             self.flow.resume_reading()
         else:
             self.transport.close()
+
+    @property
+    def _is_first(self) -> bool:
+        """True for a request that no other one of the connection is before, and for no preflight.
+
+        Browsers send OPTIONS without a key (CORS).
+        """
+        method = self.parser.get_method()
+        return not (self.pipeline or self._is_waiting) and method != b"OPTIONS"
 
     @property
     def _is_waiting(self) -> bool:
@@ -490,3 +516,16 @@ def _open_files(connections: int) -> int:
     if allowed < connections:
         _log.warning("connections_limited", by="open files (ulimit -n)", limit=max(allowed, 1))
     return max(allowed, 1)
+
+
+_NO_KEY = _Refusal(
+    "no-key",
+    ServerError(
+        ProblemType.UNAUTHENTICATED,
+        "send 'Authorization: Bearer KEY'",
+        headers={"WWW-Authenticate": "Bearer"},
+    ),
+)
+"""Refusal of a request without a key where each needs one: made here, since it costs a hundredth of
+the application's, and strangers may send thousands."""
+_NO_KEY_RESPONSE = _response(_NO_KEY.error)
