@@ -257,6 +257,8 @@ def _flat(state: SolveState) -> bool:
         return False
     if not state.problem.can_bind:
         return _solve_reduced(reduced)
+    # An optimum without the limit that satisfies it is the optimum, and its proof is far cheaper.
+    # If it seems to exceed the limit, the solve would be in vain.
     if not state.closed and _seems_unlimited(reduced):
         _solve_reduced(reduced)
     return state.closed or _under_limit(state)
@@ -352,6 +354,8 @@ def _search_tree(reduced: ReducedProblem) -> bool:
             return True
         picks = model.rounded(outcome.x)
         over = reduced.network.usage(picks) > reduced.network.capacity
+        # HiGHS may exceed a limit by its tolerance, and the limit is kept exactly. A cover excludes
+        # this choice, no choice that fits, and there are finitely many.
         if reduced.offer(picks) or not over.any():
             return True
         state.count("branch.covers", float(over.sum()))

@@ -234,6 +234,8 @@ class RestrictedSolver:
             report(answer.bound)
             if answer.is_within(slack) or (rough and answer.choice is not None):
                 break
+            # The first restricted problem has fewer strategies than the width allows; the second
+            # one has them all before the width grows.
             if not is_first:
                 width *= 2
             is_first = False
@@ -317,6 +319,8 @@ class RestrictedSolver:
         if choice is not None and solution.objective < answer.value:
             answer.value, answer.choice = solution.objective, choice
             self._state.offer(choice)
+        # A choice either lies in the restricted problem, or has a strategy that was left out, and
+        # costs at least the bound of that strategy.
         answer.bound = max(answer.bound, min(solution.bound, *left_out))
         self.tried = [old | new for old, new in zip(self.tried, masks, strict=True)]
 
@@ -427,6 +431,8 @@ class LimitedRestriction:
             masks = [mask.copy() for mask in masks]
             for node_class, mask in zip(self._graph.node_classes, masks, strict=True):
                 mask[warm_start.restricted[0].kept[node_class.nodes[0]]] = True
+        # Run contraction needs groups that are equal, so all groups of a run keep the same
+        # strategies.
         masks = one_per_run(self._graph, masks)
         restricted = restrict(self._problem, self._graph.by_node(masks))
         if warm_start.restricted is not None:
@@ -464,6 +470,8 @@ class LimitedRestriction:
         if not prices.any():
             return
         slack = _PROOF_GAP * self._state.gap * self._state.magnitude
+        # The messages bound price plus priced usage. `proven` takes the price of the whole limit
+        # from that, so it is added to what must be reached.
         enough = self._state.objective - slack + float(prices.sum()) * limit
 
         def report(bound: float) -> None:

@@ -270,6 +270,8 @@ class BlockTable:
         self._place = {v: i for i, v in enumerate([*seen, *(v for v in group if v not in own)])}
         self.shape = tuple(block.num_strategies(v) for v in seen)
         fixed = [shared.get(h, -1) for h in run.shared_nodes]
+        # The limit of work is part of the key: an entry may say that the table is too large, which
+        # another limit would not.
         self._kept = block.kept_table(costs, repr((fixed, most_work)).encode())
         self._parts: list[_ComponentTable] | None = None
         self.values = None if self._is_too_large else self._computed()
@@ -294,6 +296,8 @@ class BlockTable:
         self._parts = self._solve()
         values = None
         if self._parts is not None:
+            # Every choice of finite price is in one component, so the least of them is the least of
+            # all.
             values = np.minimum.reduce([part.values for part in self._parts])
         if self._kept is not None:
             self._kept.keep(np.zeros(0) if values is None else values)
@@ -399,6 +403,8 @@ class BlockTable:
     def _paid(self, prices: FloatArray, shared_node: int) -> FloatArray:
         """Prices of a link to a shared node without an axis, by the strategy at the other end."""
         strategy = self._shared[shared_node]
+        # If each group may take another strategy of the shared node, choices are only added: the
+        # least price of all is a lower bound.
         paid: FloatArray = prices.min(axis=0) if strategy is None else prices[strategy]
         return paid
 
@@ -429,4 +435,6 @@ def reduce_around(
     links = NormalizeLinks()
     eliminate = EliminateNeighbours(links, keep=keep, products=known.products, effort=effort)
     dominated = DropDominated(keep=keep, losses=known.losses, effort=effort)
+    # Only reductions that leave some variables alone: the others would drop strategies of those
+    # that are kept, and a table has an entry for each of them.
     return Presolve((links, eliminate, dominated), effort).apply(network)
