@@ -115,6 +115,7 @@ class BudgetSearch(BudgetSolver):
         seconds = max(self.remaining - _FIRST_SECONDS, _FIRST_SECONDS)
         solution = self.solve(problem, warm_start=self._unlimited, seconds=seconds, proves=True)
         plan = None if solution.choice is None else self.build(Decisions(solution.choice))
+        # Counting memory only takes choices away, so this bound holds for all plans that fit.
         rounds.bound = solution.bound
         if rounds.quick and plan is not None:
             regathering = self._all_regathered(solution)
@@ -170,6 +171,8 @@ class BudgetSearch(BudgetSolver):
         given = self._with_layouts(layouts, memory_budget, points=peaks)
         # All strategies of a problem that is not wide take little more time than these layouts.
         tried = rounds.quick or self._unlimited.strategy_bounds
+        # Whatever is recomputed, the layouts of the fastest plan may not fit. With a price on
+        # memory, others are best, which are smaller; what is kept is then optimized for these.
         for elasticity in _ELASTICITIES if tried else ():
             if same_layouts is not None or given.best is not None:
                 break
@@ -198,6 +201,7 @@ class BudgetSearch(BudgetSolver):
             points: time points of backward at which memory is counted from the start.
         """
         masks = self._only(strategies)
+        # Rounds of their own: what these solves prove holds for plans with these layouts only.
         rounds = Rounds(memory_budget, -float("inf"))
         rounds.add_points(chain(points, self.block_points()))
         for _ in range(_FIRST_ROUNDS):
@@ -241,6 +245,8 @@ class BudgetSearch(BudgetSolver):
         """
         counted, limit = rounds.counted, rounds.limits.limit
         assert counted is not None
+        # A smaller limit, which makes up for what the problem does not count, also excludes plans
+        # that fit, so it proves nothing.
         is_budget = limit == rounds.budget
         limited = replace(counted.problem, usage_limit=limit)
         solution = self.solve(
