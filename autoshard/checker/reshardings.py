@@ -148,6 +148,8 @@ class ReshardingCheck:
         after = layout.replace_all(axes, target)
         sizes = self._mesh.axis_sizes
         before, behind = (x.local_shape(tensor.shape, sizes) for x in (layout, after))
+        # From the layouts on both sides, not from the planner's table of steps: a mistake there
+        # must not be made twice.
         elements, num_ranks = prod(before), prod(sizes[axis] for axis in axes)
         # Uneven slices are padded to the largest one.
         if target.is_shard and source.is_shard:
