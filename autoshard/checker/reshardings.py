@@ -17,7 +17,8 @@ from autoshard.plan.stage import PlannedStep, Resharding
 from autoshard.pricing.prices import communication_of
 
 TOLERANCE = 1e-6
-"""Maximum relative difference between stated and computed seconds."""
+"""Maximum relative difference between stated and computed seconds: sums of the same seconds in
+another order differ by their rounding."""
 
 
 class ReshardedValue(NamedTuple):

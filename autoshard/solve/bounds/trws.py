@@ -149,6 +149,8 @@ class FlatNetwork:
         values: list[FloatArray] = []
         first = 0
         for u in self.variables:
+            # Greedy colouring: as few colours as levels, since a level is one step of vector
+            # operations.
             taken = {int(colour[place[v]]) for v in network.links[u] if v < u}
             colour[place[u]] = next(c for c in range(len(taken) + 1) if c not in taken)
             for v, link in network.links[u].items():

@@ -76,6 +76,8 @@ def find_components(
     ways = _ways(splitting, place, sizes)
     if not 1 < prod(map(len, ways)) <= _MAX_COMPONENTS:
         return ({},)
+    # No splitting edge joins two of these sets of nodes, so each may be in any of its own
+    # components: what a group can be in is every combination.
     return tuple({v: s for way in ways for v, s in way.items()} for ways in product(*ways))
 
 
@@ -106,6 +108,9 @@ def _ways(
         size += int(parts.max()) + 1
     if not splitting:
         return []
+    # One graph of strategies and parts of matrices, in which a strategy is linked to the part that
+    # it has in each matrix. Strategies of two nodes that are never in one component exclude each
+    # other.
     joined = component_labels(size, np.concatenate(first), np.concatenate(second))
     spans = {v: joined[place[v] : place[v] + n] for v, n in zip(place, sizes, strict=True)}
     return [
