@@ -144,7 +144,6 @@ class _PipelineCheck:
         self._meshes = [stage_mesh(plan.mesh, stage) for stage in plan.stages]
 
     def findings(self) -> Iterator[str]:
-        """All errors."""
         for cut in range(len(self._plan.stages) - 1):
             yield from self._check_transfers(cut)
         yield from self._check_tied()

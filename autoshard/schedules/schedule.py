@@ -467,8 +467,8 @@ class _Definition:
 
 # GPipe: Huang et al. 2019. 1F1B and Interleaved1F1B: Narayanan et al., SC 2021. LoopedBFS:
 # Lamy-Poirier, "Breadth-first pipeline parallelism", 2023. InterleavedZeroBubble and ZBVZeroBubble:
-# Qi et al., "Zero bubble pipeline parallelism", 2024. DualPipeV: DualPipe of DeepSeek-V3 (2024), cut
-# in half to a V shape.
+# Qi et al., "Zero bubble pipeline parallelism", 2024. DualPipeV: DualPipe of DeepSeek-V3 (2024),
+# cut in half to a V shape.
 _SCHEDULES: Mapping[ScheduleName, _Definition] = {
     "GPipe": _Definition(_gpipe, stages_per_rank=1),
     "1F1B": _Definition(

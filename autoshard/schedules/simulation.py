@@ -188,7 +188,6 @@ def step_time_lower_bound(schedule: Schedule, times: Sequence[StageTimes]) -> fl
 
 
 def _sums_before(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The sum of all values before each."""
     return np.append(0.0, np.cumsum(values)[:-1])
 
 

@@ -448,7 +448,6 @@ class BudgetSearch(BudgetSolver):
         return objective - bound <= self._options.solver.relative_gap * objective
 
     def _bounded(self, outcome: Outcome, bound: float) -> Outcome:
-        """An outcome with another bound."""
         return replace(outcome, solution=self._with_bound(outcome.solution, bound))
 
     def _with_bound(self, solution: Solution, bound: float) -> Solution:

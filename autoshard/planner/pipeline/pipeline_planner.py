@@ -142,7 +142,6 @@ def _remade(graph: Graph, mesh: Mesh, limits: ComparisonLimits, options: PlanOpt
 
 
 def _with_performance(plan: Plan, program: Graph) -> Plan:
-    """The plan of a program with its performance."""
     found = None
     if plan.found:
         work = program_work(program, plan.options) if len(plan.stages) == 1 else None
@@ -500,7 +499,6 @@ class _DocumentBuilder:
     def with_stages(
         self, schedule: Schedule, stages: Sequence[PlannedStage], proven: "_Bound"
     ) -> Plan:
-        """A plan of several stages."""
         proof = proven.proof
         pipeline, simulation = pipeline_document(self.graph, self.mesh, schedule, stages, proof)
         costs = _costs(stages, schedule, simulation)

@@ -531,7 +531,6 @@ class _SegmentSums:
         self._node_of = short.node_of
 
     def of(self, costs: _NodeCosts) -> Segments:
-        """The costs of each segment."""
         found: dict[str, FloatArray] = {}
         for name, values in costs.sums.items():
             whole = values[self._node_of]

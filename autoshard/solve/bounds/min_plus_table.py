@@ -40,7 +40,6 @@ class _FiniteBlock:
 
     @classmethod
     def of(cls, matrix: FloatArray, rows: IntArray, columns: IntArray) -> "_FiniteBlock":
-        """The block of some rows and columns."""
         part = np.ascontiguousarray(matrix[np.ix_(rows, columns)].T)
         known: dict[bytes, int] = {}
         labels = np.array([known.setdefault(column.tobytes(), len(known)) for column in part])

@@ -181,7 +181,6 @@ def _covered(first: IntArray, last: IntArray, capacity: FloatArray) -> BoolArray
 
 
 def _drop_checkpoints(network: Network, needed: BoolArray) -> None:
-    """Drop the checkpoints that are not needed."""
     if needed.all():
         return
     place = np.concatenate([[0], np.cumsum(needed)]).tolist()

@@ -113,7 +113,6 @@ class _Shared:
         return self._positions.setdefault(mask.tobytes(), np.flatnonzero(mask))
 
     def part(self, values: FloatArray, keep: IntArray) -> FloatArray:
-        """The values at some indices."""
         key = (id(values), id(keep))
         if key not in self._parts:
             self._parts[key] = values[keep]

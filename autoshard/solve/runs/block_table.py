@@ -375,7 +375,6 @@ class BlockTable:
         return parts
 
     def _solve_component(self, component: Component) -> "_ComponentTable | None":
-        """The table of one component."""
         network, effort = Network(), self._block.effort
         for v, number in self._place.items():
             labels = np.arange(self._block.num_strategies(v))

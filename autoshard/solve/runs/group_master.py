@@ -104,7 +104,6 @@ class _ProgramRows:
         self.high.append(high)
 
     def matrix(self, num_columns: int) -> sparse.csr_array:
-        """The matrix of all rows."""
         rows, cols, values = zip(*self._entries, strict=True)
         shape = (len(self.low), num_columns)
         return sparse.csr_array((values, (rows, cols)), shape=shape)

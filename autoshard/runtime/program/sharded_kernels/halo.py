@@ -188,7 +188,6 @@ def _check(local: LocalNode, border: _Border, ratio: tuple[int, int]) -> None:
 
 
 def _last(tensor: torch.Tensor, dim: int, count: int) -> torch.Tensor:
-    """The last elements of a dim."""
     return tensor.narrow(dim, tensor.shape[dim] - count, count)
 
 
