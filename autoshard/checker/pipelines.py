@@ -301,6 +301,7 @@ class _PipelineCheck:
         ranks = [self._rank_costs(held) for held in self._schedule.ranks]
         most = max(rank["total"] for rank in ranks)
         names = [name for name in Costs.model_fields if name not in ("total", "idle")]
+        # Several ranks may have the most work; the costs may be those of any of them.
         if not any(
             _is_close(rank["total"], most)
             and all(_is_close(rank[name], getattr(costs, name)) for name in names)

@@ -511,4 +511,5 @@ def _check_moments(stated: Memory, found: Timeline) -> Iterator[str]:
 
 
 def _as_seen(layout: Layout, gradient: Gradient) -> Layout:
+    # I and R differ in their gradients only.
     return without_invariant(layout) if gradient is Gradient.NONE else layout

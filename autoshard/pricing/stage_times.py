@@ -329,6 +329,7 @@ class StageTiming:
                 backward.insert(0, reduced)
         again = forward if resharding.use in self.again.reshardings else []
         early, late = self._overlapped(resharding, forward, [*again, *backward])
+        # What overlaps is the last that runs: the reduction, and before it what is gathered again.
         trailing = min(late, _seconds(backward))
         return ReshardingTiming(
             Split.of(forward, early),

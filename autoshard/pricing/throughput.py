@@ -90,7 +90,8 @@ def program_work(graph: Graph, options: PlanOptions) -> StepWork:
 
 
 def utilisation(work: StepWork, mesh: Mesh, seconds: float) -> float | None:
-    """Model FLOPs utilisation: the share of the devices' peak that a step reaches.
+    """Model FLOPs utilisation (MFU; Chowdhery et al., PaLM, 2022): the share of the devices'
+    peak that a step reaches.
 
     The peak is that of the element type of each contraction. None if there are no contractions.
 

@@ -101,6 +101,7 @@ class CoordinateDescent:
         fits: BoolArray = np.ones(len(variable.cost), dtype=np.bool_)
         for term in variable.terms:
             span = slice(term.first, term.last)
+            # Above the capacity, strategies with no more usage than the present one still fit.
             left = max(float((self._network.capacity[span] - usage[span]).min()), 0.0)
             fits &= term.usage <= left + term.usage[pick]
         return fits

@@ -124,6 +124,8 @@ class BudgetSearch(BudgetSolver):
                 solution = self._with_bound(solution, rounds.bound)
                 return self._of_variables(solution, regathering)
         if not self.must_recompute:
+            # Recomputing and gathering again only add time, so no plan is better. Most requests end
+            # here.
             if plan is None or plan.memory.peak <= memory_budget:
                 return self._of_variables(solution, plan)
             rounds.unlimited = solution, plan

@@ -252,10 +252,13 @@ def _is_feasible(highs: highspy.Highs) -> bool:
 
 
 _LARGEST_COST = 1e4
+"""Tolerances of HiGHS are absolute, so costs are scaled to at most this."""
 _LONG = 1e9
 """Seconds that stand for no time limit."""
 _FEASIBILITY = 1e-9
 _DUAL_FEASIBILITY = 1e-7
+"""Tolerances of rows, in which usage has coefficients of at most one, and of reduced costs: 1e-11
+of the largest cost."""
 
 
 class RunStatus(Enum):

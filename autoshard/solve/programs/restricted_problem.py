@@ -436,6 +436,8 @@ class LimitedRestriction:
         restricted = restrict(self._problem, self._graph.by_node(masks))
         if warm_start.restricted is not None:
             old, seen = warm_start.restricted
+            # The new problem has all strategies of the old one, so its choices are choices of the
+            # new one.
             inner.best_choices = [
                 restricted.part(old.whole(choice)) for choice in seen.best_choices
             ]
@@ -475,6 +477,7 @@ class LimitedRestriction:
 
         def report(bound: float) -> None:
             self._state.raise_bound(self._lagrangian.proven(bound, prices))
+            # A smaller limit leaves fewer choices, so later solves under one start from this bound.
             warm_start.proven = limit, self._state.bound
 
         sweeps = _FIRST_LIMITED_SWEEPS if np.isinf(warm_start.proven[0]) else _MORE_LIMITED_SWEEPS

@@ -207,6 +207,7 @@ def _run(instances: Sequence[Sequence[int]], read: Sequence[_Instance]) -> Run |
     if len(instances) <= 1 or not len(read[1].back):
         return None
     outside = [Counter(_rows(instance.outside)) for instance in read]
+    # Links that every group has in the same way; a counter, since there may be parallel ones.
     shared_nodes = outside[0]
     for links in outside[1:]:
         shared_nodes = shared_nodes & links

@@ -265,8 +265,7 @@ class UsageLagrangian:
                 break
             best, before = self.padded(best), prices
             # The optimum of few cutting planes jumps from one extreme to another; half of the way
-            # to it gives cutting planes near the best prices. With one price, it converges as it
-            # is.
+            # to it gives cutting planes near the best prices.
             prices = 0.5 * (target + best) if len(best) > 1 and best.any() else target
             # Evaluating the same prices again gives nothing new.
             same = len(before) == len(prices) and np.allclose(before, prices, rtol=SAME, atol=0)
