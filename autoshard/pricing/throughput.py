@@ -1,4 +1,7 @@
-"""Throughput of a plan: samples and tokens per second, and model FLOPs utilisation (MFU)."""
+"""Throughput of a plan: samples and tokens per second, and model FLOPs utilisation (MFU).
+
+MFU is that of Chowdhery et al., "PaLM", 2022: what backward computes again is no work of the model.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -90,8 +93,7 @@ def program_work(graph: Graph, options: PlanOptions) -> StepWork:
 
 
 def utilisation(work: StepWork, mesh: Mesh, seconds: float) -> float | None:
-    """Model FLOPs utilisation (MFU; Chowdhery et al., PaLM, 2022): the share of the devices'
-    peak that a step reaches.
+    """Model FLOPs utilisation: the share of the devices' peak that a step reaches.
 
     The peak is that of the element type of each contraction. None if there are no contractions.
 

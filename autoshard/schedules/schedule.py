@@ -280,7 +280,7 @@ def _interleaved(
     forward = _in_rounds("F", stages, num_ranks, micro_batches)
     backward = _in_rounds("B", stages[::-1], num_ranks, micro_batches)
     per_round = micro_batches // _num_rounds(num_ranks, micro_batches)
-    # As in Megatron-LM (Narayanan et al., SC 2021).
+    # As in Megatron-LM (Narayanan et al., SC 2021), where a round has a micro-batch for each rank.
     warmup = (stages_per_rank - 1) * per_round + 2 * (num_ranks - 1 - rank)
     return _alternate(forward, [[action] for action in backward], warmup)
 

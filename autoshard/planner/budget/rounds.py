@@ -230,7 +230,7 @@ class Rounds:
         new = [point for point in dict.fromkeys(points) if point not in self.points]
         if new:
             self.points += new
-            # With more time points counted, the same plan has more usage: what was learned of
+            # With more time points counted, the same plan may have more usage: what was learned of
             # limits does not hold any more.
             self.counted, self.limits = None, LimitSearch(self.budget)
         return bool(new)

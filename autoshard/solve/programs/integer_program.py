@@ -208,8 +208,8 @@ def solve_integer_program(state: SolveState) -> bool:
             raise Interrupted
         choice = program.choice(outcome.x)
         exceeded = program.exceeded(choice)
-        # The choice is optimal for the rows that HiGHS keeps to within its tolerance. If it exceeds
-        # the limit for good, it is excluded and HiGHS runs again.
+        # HiGHS keeps rows to within its tolerance. A choice that exceeds a limit by that is
+        # excluded, and HiGHS runs again.
         if state.offer(choice) or not exceeded.any():
             return True
         solver.forbid(outcome.x, exceeded)
