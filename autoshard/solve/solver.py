@@ -173,6 +173,8 @@ def _solve_structured(state: SolveState) -> RunOutcome:
         return RunOutcome.SKIPPED
     solve = partial(_solve_restricted, state)
     was_wide = state.warm_start.restricted is not None
+    # What was solved through restricted problems under one limit is solved so under others: the
+    # warm start has the restricted problem.
     least = 0.0 if was_wide else state.settings.wide_strategies
     wide = solve_wide(state, solve, least_strategies=least)
     if _is_solution(state, wide):
@@ -324,6 +326,8 @@ def _relax(reduced: ReducedProblem) -> bool:
         return False
     reduced.state.check()
     if relaxed.x is not None:
+        # First choices, then bounds: the better the best choice is, the more strategies are
+        # excluded.
         picks = model.rounded(relaxed.x)
         reduced.offer(picks)
         if not reduced.state.closed:

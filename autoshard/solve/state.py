@@ -294,6 +294,7 @@ class SolveState:
         """The solution with the best choice and bound so far."""
         if self.remaining <= 0 and not (infeasible or self.closed):
             self.record_time_limit()
+        # By rounding, the bound of an optimum may be above its price.
         choice, objective, bound = self.choice, self.objective, min(self.bound, self.objective)
         status = self._status()
         if objective > self.problem.cutoff:
