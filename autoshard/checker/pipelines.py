@@ -144,7 +144,6 @@ class _PipelineCheck:
         self._meshes = [stage_mesh(plan.mesh, stage) for stage in plan.stages]
 
     def findings(self) -> Iterator[str]:
-        """All errors."""
         for cut in range(len(self._plan.stages) - 1):
             yield from self._check_transfers(cut)
         yield from self._check_tied()
@@ -302,6 +301,7 @@ class _PipelineCheck:
         ranks = [self._rank_costs(held) for held in self._schedule.ranks]
         most = max(rank["total"] for rank in ranks)
         names = [name for name in Costs.model_fields if name not in ("total", "idle")]
+        # Several ranks may have the most work; the costs may be those of any of them.
         if not any(
             _is_close(rank["total"], most)
             and all(_is_close(rank[name], getattr(costs, name)) for name in names)

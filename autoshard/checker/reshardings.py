@@ -17,7 +17,8 @@ from autoshard.plan.stage import PlannedStep, Resharding
 from autoshard.pricing.prices import communication_of
 
 TOLERANCE = 1e-6
-"""Maximum relative difference between stated and computed seconds."""
+"""Maximum relative difference between stated and computed seconds: sums of the same seconds in
+another order differ by their rounding."""
 
 
 class ReshardedValue(NamedTuple):
@@ -148,6 +149,8 @@ class ReshardingCheck:
         after = layout.replace_all(axes, target)
         sizes = self._mesh.axis_sizes
         before, behind = (x.local_shape(tensor.shape, sizes) for x in (layout, after))
+        # From the layouts on both sides, not from the planner's table of steps: a mistake there
+        # must not be made twice.
         elements, num_ranks = prod(before), prod(sizes[axis] for axis in axes)
         # Uneven slices are padded to the largest one.
         if target.is_shard and source.is_shard:

@@ -180,6 +180,7 @@ class StageCheck:
             self._is_sound = False
             yield f"resharding of {value} for {consumer} at {position} serves no use"
         yield from self._check_costs(self._costs)
+        # A stage that is inconsistent cannot be lowered, and so has no timeline.
         if self._is_sound:
             yield from self._check_memory(self._memory)
 
@@ -510,4 +511,5 @@ def _check_moments(stated: Memory, found: Timeline) -> Iterator[str]:
 
 
 def _as_seen(layout: Layout, gradient: Gradient) -> Layout:
+    # I and R differ in their gradients only.
     return without_invariant(layout) if gradient is Gradient.NONE else layout

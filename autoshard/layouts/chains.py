@@ -157,6 +157,8 @@ class Chains:
 
     def _parts_from(self, first: int) -> _Parts:
         """The parts of the chains of all rows from one on."""
+        # Dijkstra minimises the seconds of both passes together. Their parts are those of the chain
+        # that it found, summed along it; a chain of its own for forward may be another one.
         steps, num = self._steps, self._num
         before, shape = self._before[first:], self.seconds[first:].shape
         rows = np.flatnonzero(self._row_of >= first)

@@ -314,6 +314,8 @@ class Layout:
         if len(old) > 1:
             raise LayoutError(f"axes {tuple(axes)} of {self} have different types")
         self._check_sub_shards(axis_type)
+        # Taken off innermost first, and put on outermost first, since only the innermost axis of a
+        # dim may change. Meanwhile they are P, which shards nothing.
         layout = self
         for axis in reversed(axes):
             layout = layout.replace(axis, P)

@@ -147,6 +147,7 @@ class ReshardingTable:
         for bit, (sharding_axis, dim) in enumerate(self._uneven):
             if padding >> bit & 1:
                 num_ranks = self._axis_sizes[sharding_axis]
+                # Collectives move parts of one size, so uneven shards are padded to the largest.
                 shape[dim] = largest_shard(self._shape[dim], num_ranks) * num_ranks
                 padded = padded or sharding_axis in axes
         parts, gradient = int(table.parts[i]), self._gradient_itemsize

@@ -157,6 +157,9 @@ class _CodedLayouts:
         sources, new, changes = (
             np.concatenate([empty, *(part[i] for part in found)]) for i in range(3)
         )
+        # A layout is a number with a digit for each axis: its type and its place in the nesting. A
+        # step adds to some digits, so one binary search finds the layouts after all steps, and
+        # tells which steps lead to no legal layout: their numbers are missing.
         numbers = (self.type_of * self.ranks.shape[1] + self.ranks) @ self._weights
         numbers_after = numbers[sources] + changes
         order = np.argsort(numbers)

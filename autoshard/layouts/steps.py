@@ -40,6 +40,13 @@ _COLLECTIVES = frozenset(Action) - {Action.NOTHING, Action.SLICE, Action.PAD, Ac
 
 _I, _R, _S, _P = Kind.INVARIANT, Kind.REPLICATE, Kind.SHARD, Kind.PARTIAL
 
+# Backward follows from the gradients of the types: that of I is the same on every rank, that of R a
+# partial sum, that of S a slice, that of P the same on every rank. So where the gradient of R comes
+# from one that every rank has, one rank keeps it (MASK), or the sum would count it once per rank.
+#
+# In Megatron-LM (Shoeybi et al. 2019), I -> R is f, and P -> I is g. In its sequence parallelism
+# (Korthikanti et al. 2022), S -> R is g, and P -> S is its conjugate. Parameters are read by I -> R
+# in DDP, and by S -> R in FSDP.
 STEPS: dict[tuple[Kind, Kind], tuple[Action, Action]] = {
     (_I, _R): (Action.NOTHING, Action.ALL_REDUCE),
     (_I, _S): (Action.SLICE, Action.ALL_GATHER),

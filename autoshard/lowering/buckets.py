@@ -104,6 +104,8 @@ def buckets_of(stage: Stage, graph: Graph, again: Recomputed | None = None) -> t
         if inside is None or not _gathers(resharding):
             # Re-gathering saves memory only if a bucket is limited to one block.
             block = blocks.get(reader, -1) if resharding.regather else None
+            # A bucket outside of a checkpoint must have ended before it: backward runs what is
+            # inside again.
             if reader in number_of:
                 reader = again.spans[number_of[reader]].start
             members.append(_Member(reader, resharding, -1, (steps, block)))
@@ -174,6 +176,7 @@ def _packed(found: Sequence[_Member], graph: Graph) -> list[list[_Member]]:
         members, filled = open_buckets.get(member.key, ([], LARGEST))
         if nbytes > SMALL:
             packed.append([member])
+        # In the order of readers, as they are sorted: a bucket is waited for by its first reader.
         elif filled + nbytes > LARGEST:
             packed.append([member])
             open_buckets[member.key] = packed[-1], nbytes

@@ -385,6 +385,8 @@ class _Lowerer:
     def _as_read(self, value: str) -> int:
         """The slot of a value in the element type in which operators read it."""
         slot = self._current[value]
+        # Only what is stored is converted here: reshardings return the type in which operators
+        # read.
         if value not in self._graph.converted or slot >= len(self._stage.inputs):
             return slot
         if slot not in self._converted:

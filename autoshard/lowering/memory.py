@@ -152,6 +152,8 @@ class ReshardingMemory(NamedTuple):
         if before.strides is not None and moves:
             # Collectives need contiguous memory, so a strided tensor is copied first.
             forward[0] += before.nbytes
+        # A step has its input and its output in memory. Those between two steps are working memory;
+        # source and result are counted as tensors.
         between = [0, *sizes[1:-1], 0]
         around = [between[i] + between[i + 1] for i in range(len(steps))]
         return cls(
@@ -474,9 +476,12 @@ class StageMemory:
             source = self._of_slot[slot]
             before = self._as_read(resharding.value, source)
             memory = self._resharding_memory(resharding.value, resharding.steps, source)
+            # What ranks send of several tensors lies rank by rank in the result, so each is copied
+            # out of it; a single one is there as it is.
             is_view = memory.arrives_in_order and not several
             moved = None
             if not memory.in_place:
+                # Several tensors are copied into one buffer, which is sent.
                 nbytes = memory.result.nbytes + (before.nbytes if several else 0)
                 flat = LocalTensor(nbytes, False, memory.result.shape, None)
                 moved = self._add(flat, self._new_storage())

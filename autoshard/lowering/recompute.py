@@ -147,6 +147,8 @@ def recomputed_part(span: range, keeps: Callable[[int], Keeps]) -> tuple[range, 
     Returns:
         The members whose inputs are recomputed, and those of them that also run.
     """
+    # Results of the members after it are not needed in backward: recomputation stops early, as that
+    # of `torch.utils.checkpoint` does.
     for last in reversed(span):
         kept = keeps(last)
         if kept is not Keeps.NOTHING:

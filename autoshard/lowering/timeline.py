@@ -227,6 +227,8 @@ class _Schedule:
             return
         self.turn = self._add(Phase.TURN)
         self.backward = [0] * len(self._ops)
+        # Backward runs the other way round, but what is recomputed runs in the order of forward,
+        # right before the backward of its checkpoint.
         for region in reversed(self._regions()):
             for i in self._recomputed(region):
                 self.recompute[i] = self._add(Phase.RECOMPUTE, self._ops[i])
@@ -272,6 +274,8 @@ class _Lifetimes:
     def timeline(self, in_flight: int) -> Timeline:
         """Sum the bytes of all lifetimes, and of the micro-batches that wait."""
         lives = np.frombuffer(self._lives, dtype=np.int64).reshape(-1, 4)
+        # A tensor is a change before its first moment and one after its last; sums over time are
+        # then linear in tensors plus moments, however long they live.
         changes = np.zeros((len(KINDS), self._end + 2), dtype=np.int64)
         np.add.at(changes, (lives[:, 0], lives[:, 1]), lives[:, 3])
         np.subtract.at(changes, (lives[:, 0], lives[:, 2] + 1), lives[:, 3])
@@ -280,6 +284,7 @@ class _Lifetimes:
         if self._schedule.turn is not None:
             activations = alive[_NUMBER["activations"]]
             kept = int(activations[self._schedule.turn])
+            # None waits at the optimizer's step, the last moment: all backwards are over.
             activations[:-1] += (in_flight - 1) * kept
         regathered = {use: self._regathered.get(storage) for use, storage in self._regathers()}
         return Timeline(
@@ -515,6 +520,7 @@ class _GradientLiveness:
         for tensor, passes in zip(op.reads, op.passes_gradient, strict=True):
             if not self._memory.tensors[tensor].requires_grad:
                 continue
+            # The gradient of a sum, say, is the same tensor for all summands.
             made = source if passes else self._new(tensor, moment, moment)
             known = self._of.get(tensor)
             if known is None:
@@ -529,6 +535,7 @@ class _GradientLiveness:
     def _accumulate(self, tensor: int, known: int, moment: int) -> None:
         """Add to the gradient of a tensor, in place unless others share it."""
         self._extend(known, moment)
+        # As autograd does: it adds in place only to a gradient that nothing else refers to.
         if self._num_tensors[known] > 1:
             self._num_tensors[known] -= 1
             self._assign(tensor, self._new(tensor, moment, moment))

@@ -135,6 +135,7 @@ class _FusedScores(NamedTuple):
     def of(cls, graph: Graph, loss: Node, executed: Sequence[Execution]) -> "_FusedScores":
         """Follow the scores of a loss back to their cast."""
         returned = {output.name for output in graph.outputs}
+        # Back as far as nothing else reads a value, which therefore never has to be in memory.
         values: list[str] = []
         value = loss.inputs[0]
         while len(graph.consumers[value]) == 1 and value not in returned and value in graph.makers:

@@ -121,6 +121,7 @@ def communication_of(
         frequency,
         contention,
     )
+    # `gathers` times forward and `reductions` times backward, which is the total less forward.
     return communication, [
         reductions * total + (gathers - reductions) * moved
         for (gathers, reductions), total, moved in zip(runs, both, forward, strict=True)
@@ -377,6 +378,8 @@ class Prices:
         times = self.micro_batches * self._times(node, found, backward=backward)
         if rule.communicates:
             times = times + self.micro_batches * self._inside(seen, backward=backward)
+        # Strategies that differed in gradients that nothing computes are equal now. One of each is
+        # left, the cheapest: every strategy is a column of the integer program.
         cheapest: dict[Strategy, int] = {}
         for i, strategy in enumerate(seen):
             if strategy not in cheapest or times[i] < times[cheapest[strategy]]:

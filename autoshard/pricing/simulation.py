@@ -260,6 +260,7 @@ class _Simulator:
         category: Category = "recompute" if again else "compute"
         self._compute(node.operator, node.name, phase, category, seconds)
         micro_batches = self._stage.micro_batches
+        # What overlaps starts with the operator, on the lane of its axis.
         end, self._now = self._now, start
         for use in () if again else self._into.get(node.name, ()):
             timing, label = self._timings[use], self._labels[use]

@@ -77,6 +77,8 @@ def stage_times(stage: Stage, graph: Graph, mesh: Mesh, options: PlanOptions) ->
     every, once = timing.communication()
     backward_input += every.again
     backward_weight += every.backward
+    # Autograd would run collectives and recomputation in both parts; so all gradients are computed
+    # at once.
     if not splits_backward(stage):
         backward_input, backward_weight = backward_input + backward_weight, 0.0
     return StageTimes(
@@ -252,6 +254,8 @@ class StageTiming:
         every = self._exposed(first=number == 1, last=number == 1)
         if number == 1:
             return every, 0.0
+        # What runs once is in the first micro-batch (gathers) or in the last one (reductions): what
+        # they have more than one in the middle.
         first, last = self._exposed(first=True, last=False), self._exposed(first=False, last=True)
         return every, max(sum(first) + sum(last) - 2 * sum(every), 0.0)
 
@@ -325,6 +329,7 @@ class StageTiming:
                 backward.insert(0, reduced)
         again = forward if resharding.use in self.again.reshardings else []
         early, late = self._overlapped(resharding, forward, [*again, *backward])
+        # What overlaps is the last that runs: the reduction, and before it what is gathered again.
         trailing = min(late, _seconds(backward))
         return ReshardingTiming(
             Split.of(forward, early),

@@ -1,4 +1,7 @@
-"""Throughput of a plan: samples and tokens per second, and model FLOPs utilisation (MFU)."""
+"""Throughput of a plan: samples and tokens per second, and model FLOPs utilisation (MFU).
+
+MFU is that of Chowdhery et al., "PaLM", 2022: what backward computes again is no work of the model.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

@@ -239,6 +239,8 @@ def _gpipe(rank: int, _num_ranks: int, _v: int, micro_batches: int) -> list[Comp
 def _one_forward_one_backward(
     rank: int, num_ranks: int, _stages_per_rank: int, micro_batches: int
 ) -> list[ComputeAction]:
+    # After as many forwards as there are ranks behind it, the first gradient is on its way back. So
+    # a rank holds at most `num_ranks - rank` micro-batches, however many there are in a step.
     forward = [ComputeAction(rank, "F", number) for number in range(micro_batches)]
     backward = [ComputeAction(rank, "B", number) for number in range(micro_batches)]
     return _alternate(forward, [[action] for action in backward], num_ranks - 1 - rank)
@@ -266,6 +268,7 @@ def _interleaved(
     forward = _in_rounds("F", stages, num_ranks, micro_batches)
     backward = _in_rounds("B", stages[::-1], num_ranks, micro_batches)
     per_round = micro_batches // _num_rounds(num_ranks, micro_batches)
+    # As in Megatron-LM (Narayanan et al., SC 2021), where a round has a micro-batch for each rank.
     warmup = (stages_per_rank - 1) * per_round + 2 * (num_ranks - 1 - rank)
     return _alternate(forward, [[action] for action in backward], warmup)
 
@@ -277,6 +280,8 @@ def _interleaved_zero_bubble(
     forward = _in_rounds("F", stages, num_ranks, micro_batches)
     backward = [[a] for a in _in_rounds("I", stages[::-1], num_ranks, micro_batches)]
     weights = _in_rounds("W", stages[::-1], num_ranks, micro_batches)
+    # Nothing waits for gradients of weights, so they run later than those of inputs and fill the
+    # time in which the rank would wait (Qi et al. 2024).
     for weight, group in zip(weights, backward[rank:], strict=False):
         group.append(weight)
     late = weights[max(len(weights) - rank, 0) :]
@@ -448,6 +453,10 @@ class _Definition:
     micro_batch_error: Callable[[ScheduleName, int, int], str | None] = _any_number
 
 
+# GPipe: Huang et al. 2019. 1F1B and Interleaved1F1B: Narayanan et al., SC 2021. LoopedBFS:
+# Lamy-Poirier, "Breadth-first pipeline parallelism", 2023. InterleavedZeroBubble and ZBVZeroBubble:
+# Qi et al., "Zero bubble pipeline parallelism", 2024. DualPipeV: DualPipe of DeepSeek-V3 (2024),
+# cut in half to a V shape.
 _SCHEDULES: Mapping[ScheduleName, _Definition] = {
     "GPipe": _Definition(_gpipe, stages_per_rank=1),
     "1F1B": _Definition(

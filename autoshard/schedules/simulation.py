@@ -166,6 +166,7 @@ def _run(
     ends = [0.0] * (len(durations) + 1)  # the last stands for nothing to wait for
     columns = (*(row.tolist() for row in order.waits), durations.tolist())
     for number, (a, b, c, duration) in enumerate(zip(*columns, strict=True)):
+        # Each comes after those that it waits for, so one pass finds the longest paths.
         start = max(ends[a], ends[b], ends[c])
         starts.append(start)
         ends[number] = start + duration
@@ -195,6 +196,8 @@ class _Order:
 
 @lru_cache(maxsize=32)
 def _order_of(schedule: Schedule) -> _Order:
+    # The order follows from the lists of actions, not from seconds: a search simulates one schedule
+    # with the times of many partitions, and makes it once.
     if schedule.name in ("GPipe", "1F1B"):
         return _LoopOrder(schedule).build()
     return _InstructionOrder(schedule).build()

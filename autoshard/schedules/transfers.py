@@ -85,6 +85,8 @@ def messages(
         high = np.minimum(boxes[:, :, 1], box[:, 1])
         for number in np.flatnonzero((low < high).all(axis=1)).tolist():
             candidates = replicas[number]
+            # Relative positions sender / num_senders and receiver / num_receivers, compared in
+            # whole numbers: the same on every machine, as both ends must agree.
             distance = np.abs(candidates * num_receivers - receiver * num_senders)
             part = tuple(map(slice, low[number].tolist(), high[number].tolist()))
             found.append(Message(int(candidates[distance.argmin()]), receiver, part))

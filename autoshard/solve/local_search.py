@@ -75,6 +75,7 @@ class CoordinateDescent:
             over = self._network.usage(picks) > capacity
             if not over.any():
                 return self.improve(picks, within=True)
+            # A factor alone would leave a price of zero at zero.
             prices[over] = np.maximum(prices[over] * 1.5, prices[over] + step)
             step *= 2.0
             picks = self.improve(picks, prices=prices)
@@ -92,6 +93,7 @@ class CoordinateDescent:
         if variable.terms and usage is not None:
             total = np.where(self._fits(variable, picks[v], usage), total, np.inf)
         best = int(total.argmin())
+        # Only for a gain: moves between equally good strategies could go in circles.
         return best if total[best] < total[picks[v]] else picks[v]
 
     def _fits(self, variable: NetworkVariable, pick: int, usage: FloatArray) -> BoolArray:
@@ -99,6 +101,7 @@ class CoordinateDescent:
         fits: BoolArray = np.ones(len(variable.cost), dtype=np.bool_)
         for term in variable.terms:
             span = slice(term.first, term.last)
+            # Above the capacity, strategies with no more usage than the present one still fit.
             left = max(float((self._network.capacity[span] - usage[span]).min()), 0.0)
             fits &= term.usage <= left + term.usage[pick]
         return fits

@@ -65,6 +65,8 @@ def _least_of_all(problem: Problem, free: Problem, slack: float, state: SolveSta
     """Least peak usage by reductions and HiGHS."""
     network = Network.from_problem(free)
     links = NormalizeLinks()
+    # `SimplifyLimits` must not be among them: no choice exceeds this limit, so it would drop all
+    # checkpoints, whose peak is what is minimised.
     presolve = Presolve(
         (
             MergeTies(),
@@ -110,7 +112,8 @@ def _least_peak(network: Network, slack: float, state: SolveState) -> dict[int, 
     if not network.variables:
         return {}
     model = linear_model(network)
-    # One more column is the peak in units of the slack, subtracted from every usage row.
+    # One more column is the peak in units of the slack, subtracted from every usage row: columns of
+    # the model lie between 0 and 1, and no peak exceeds the slack.
     peak = sparse.csr_array(np.full((len(model.capacity), 1), -slack))
     model = LinearModel(
         np.append(np.zeros_like(model.cost), slack),

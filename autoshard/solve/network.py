@@ -138,6 +138,8 @@ class Network:
             for place, (limit, slack) in enumerate(zip(limits, slacks, strict=True)):
                 usage = limit.nodes.get(v)
                 if usage is not None and first < last:
+                    # What exceeds a limit by itself is forbidden by its cost. Its usage may be inf,
+                    # and must not spoil sums.
                     fits, start = usage <= slack, place * num_times
                     terms.append(Term(start + first, start + last, np.where(fits, usage, 0.0)))
                     cost = np.where(fits, cost, np.inf)
@@ -264,6 +266,7 @@ def spread(
     first: IntArray, last: IntArray, amounts: FloatArray, num_checkpoints: int
 ) -> FloatArray:
     """Sum at each checkpoint, shape [T], of amounts that are each alive in a span [first, last)."""
+    # Differences at starts and ends, summed once: linear in terms plus checkpoints.
     delta = np.bincount(first, amounts, num_checkpoints + 1)
     delta -= np.bincount(last, amounts, num_checkpoints + 1)
     return np.cumsum(delta[:-1])
@@ -300,6 +303,7 @@ class UsageTable:
             cost: price of each strategy, shape [K].
             prices: of usage at each checkpoint, shape [T].
         """
+        # Prefix sums: the price of a span in one subtraction, however long the node lives.
         total = np.concatenate([[0.0], np.cumsum(prices)])
         price = total[self.spans[:, 1]] - total[self.spans[:, 0]]
         used = np.bincount(self._strategy, self._usage * price[self._term], minlength=len(cost))

@@ -54,6 +54,8 @@ class ReducedProblem:
 
     def _rounded_bound(self, bound: float) -> float:
         """The objective, if an exact bound differs from it by rounding only; else the bound."""
+        # The objective of the choice and the constant of the network are sums of the same prices in
+        # another order; a gap of their rounding would keep a solved problem open.
         near = abs(self.state.objective - bound) <= 1e-12 * self.state.magnitude
         return self.state.objective if near else bound
 
@@ -91,6 +93,8 @@ class ReducedProblem:
                 dropped += int((~keep).sum())
                 self.network.keep(v, keep)
         if dropped:
+            # What was dropped costs at least the cut-off, so a bound of what is left holds for all
+            # choices up to there only.
             self.cap = min(self.cap, cutoff)
             self.state.count("pruned.strategies", dropped)
         return dropped

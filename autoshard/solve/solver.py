@@ -169,6 +169,8 @@ def _solve_structured(state: SolveState) -> RunOutcome:
         return RunOutcome.SKIPPED
     solve = partial(_solve_restricted, state)
     was_wide = state.warm_start.restricted is not None
+    # What was solved through restricted problems under one limit is solved so under others: the
+    # warm start has the restricted problem.
     least = 0.0 if was_wide else state.settings.wide_strategies
     wide = solve_wide(state, solve, least_strategies=least)
     if _is_solution(state, wide):
@@ -253,6 +255,8 @@ def _flat(state: SolveState) -> bool:
         return False
     if not state.problem.can_bind:
         return _solve_reduced(reduced)
+    # An optimum without the limit that satisfies it is the optimum, and its proof is far cheaper.
+    # If it seems to exceed the limit, the solve would be in vain.
     if not state.closed and _seems_unlimited(reduced):
         _solve_reduced(reduced)
     return state.closed or _under_limit(state)
@@ -318,6 +322,8 @@ def _relax(reduced: ReducedProblem) -> bool:
         return False
     reduced.state.check()
     if relaxed.x is not None:
+        # First choices, then bounds: the better the best choice is, the more strategies are
+        # excluded.
         picks = model.rounded(relaxed.x)
         reduced.offer(picks)
         if not reduced.state.closed:
@@ -348,6 +354,8 @@ def _search_tree(reduced: ReducedProblem) -> bool:
             return True
         picks = model.rounded(outcome.x)
         over = reduced.network.usage(picks) > reduced.network.capacity
+        # HiGHS may exceed a limit by its tolerance, and the limit is kept exactly. A cover excludes
+        # this choice, no choice that fits, and there are finitely many.
         if reduced.offer(picks) or not over.any():
             return True
         state.count("branch.covers", float(over.sum()))

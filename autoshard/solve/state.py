@@ -233,6 +233,8 @@ class SolveState:
         """Upper limit of the price of choices that would be an improvement."""
         if self.choice is None or self.objective > self.problem.cutoff:
             return min(float(np.nextafter(self._price_limit, np.inf)), self.objective)
+        # A bound at this value closes the solve, so strategies may be dropped up to here although
+        # better choices may be lost: those are within the gap.
         return self.objective - 0.5 * self.gap * self.magnitude
 
     def is_set(self) -> bool:
@@ -292,6 +294,7 @@ class SolveState:
         """The solution with the best choice and bound so far."""
         if self.remaining <= 0 and not (infeasible or self.closed):
             self.record_time_limit()
+        # By rounding, the bound of an optimum may be above its price.
         choice, objective, bound = self.choice, self.objective, min(self.bound, self.objective)
         status = self._status()
         if objective > self.problem.cutoff:

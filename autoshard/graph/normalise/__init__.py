@@ -42,10 +42,14 @@ def normalise(program: Program, *, ties: Sequence[Sequence[str]] | None = None) 
     """
     graph = inline_regions(program)
     check_wiring(graph)
+    # An `out` argument becomes a copy in place. To write through views, dims must be explicit.
     graph = make_explicit(without_out_arguments(graph))
     graph = drop_dead_code(make_functional(graph))
+    # Of tied names, the one that is used stays; dead code may use others.
     graph = merge_ties(graph, ties)
+    # A `detach` is a no-op only where no gradient flows.
     graph = simplify(propagate_gradients(graph))
+    # Patterns of one canonical form each. Both leave dead code, and new values without gradients.
     graph = group_experts(split_mean_losses(graph))
     graph = propagate_gradients(drop_dead_code(graph))
     graph = prepare(graph, merges=not program.has_dynamic_sizes)

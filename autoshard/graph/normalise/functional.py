@@ -427,6 +427,8 @@ class _CurrentNames:
                 f"{self._stale[base]!r} has overwritten; clone it first, or write "
                 "the operator without the trailing underscore"
             )
+        # Views are taken again when they are used, and not at each write: nobody may use them
+        # again.
         if self._seen[name] != self._version[base]:
             value = self._contents.get(base, base)
             emit = partial(self._builder.call, user)

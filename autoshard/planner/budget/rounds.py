@@ -153,6 +153,8 @@ class LimitSearch:
         excess = peak - self._budget
         if excess <= 0:
             self.fits = self.limit
+            # The peak differs from the usage by what the problem does not count, which is much the
+            # same in similar plans: so the limit moves by as much as the peak is off.
             promising = usage - excess
         else:
             # Any limit between its usage and this limit would give the same plan.
@@ -228,5 +230,7 @@ class Rounds:
         new = [point for point in dict.fromkeys(points) if point not in self.points]
         if new:
             self.points += new
+            # With more time points counted, the same plan may have more usage: what was learned of
+            # limits does not hold any more.
             self.counted, self.limits = None, LimitSearch(self.budget)
         return bool(new)

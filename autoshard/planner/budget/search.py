@@ -115,6 +115,7 @@ class BudgetSearch(BudgetSolver):
         seconds = max(self.remaining - _FIRST_SECONDS, _FIRST_SECONDS)
         solution = self.solve(problem, warm_start=self._unlimited, seconds=seconds, proves=True)
         plan = None if solution.choice is None else self.build(Decisions(solution.choice))
+        # Counting memory only takes choices away, so this bound holds for all plans that fit.
         rounds.bound = solution.bound
         if rounds.quick and plan is not None:
             regathering = self._all_regathered(solution)
@@ -123,6 +124,8 @@ class BudgetSearch(BudgetSolver):
                 solution = self._with_bound(solution, rounds.bound)
                 return self._of_variables(solution, regathering)
         if not self.must_recompute:
+            # Recomputing and gathering again only add time, so no plan is better. Most requests end
+            # here.
             if plan is None or plan.memory.peak <= memory_budget:
                 return self._of_variables(solution, plan)
             rounds.unlimited = solution, plan
@@ -170,6 +173,8 @@ class BudgetSearch(BudgetSolver):
         given = self._with_layouts(layouts, memory_budget, points=peaks)
         # All strategies of a problem that is not wide take little more time than these layouts.
         tried = rounds.quick or self._unlimited.strategy_bounds
+        # Whatever is recomputed, the layouts of the fastest plan may not fit. With a price on
+        # memory, others are best, which are smaller; what is kept is then optimized for these.
         for elasticity in _ELASTICITIES if tried else ():
             if same_layouts is not None or given.best is not None:
                 break
@@ -198,6 +203,7 @@ class BudgetSearch(BudgetSolver):
             points: time points of backward at which memory is counted from the start.
         """
         masks = self._only(strategies)
+        # Rounds of their own: what these solves prove holds for plans with these layouts only.
         rounds = Rounds(memory_budget, -float("inf"))
         rounds.add_points(chain(points, self.block_points()))
         for _ in range(_FIRST_ROUNDS):
@@ -241,6 +247,8 @@ class BudgetSearch(BudgetSolver):
         """
         counted, limit = rounds.counted, rounds.limits.limit
         assert counted is not None
+        # A smaller limit, which makes up for what the problem does not count, also excludes plans
+        # that fit, so it proves nothing.
         is_budget = limit == rounds.budget
         limited = replace(counted.problem, usage_limit=limit)
         solution = self.solve(
@@ -442,7 +450,6 @@ class BudgetSearch(BudgetSolver):
         return objective - bound <= self._options.solver.relative_gap * objective
 
     def _bounded(self, outcome: Outcome, bound: float) -> Outcome:
-        """An outcome with another bound."""
         return replace(outcome, solution=self._with_bound(outcome.solution, bound))
 
     def _with_bound(self, solution: Solution, bound: float) -> Solution:

@@ -221,6 +221,8 @@ class BudgetSolver:
     def block_points(self) -> Iterator[BackwardPoint]:
         """The time points at which the backward of each block that may be checkpointed starts."""
         formulation = self._formulation
+        # It makes a difference there which blocks are recomputed: gradients of parameters have
+        # grown, and activations of the blocks before are still in memory.
         # With several micro-batches, gradients of parameters do not grow during backward.
         grows = formulation.prices.training and formulation.prices.micro_batches == 1
         if grows and self._options.memory.activation_checkpointing != "never":

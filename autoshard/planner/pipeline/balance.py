@@ -151,6 +151,8 @@ def _fewest_bytes(
 ) -> list[int]:
     """The places of the cuts with the fewest bytes, so that no stage weighs more than a limit."""
     num_places = len(ends)
+    # A dynamic program over the places of the last cut, stages x places^2: cuts are compared by
+    # bytes, and only among equals by squares, so one pass per stage has both.
     first = np.maximum(lows, np.searchsorted(ends, ends - limit))
     crossing = np.where(first == 0, 0.0, np.inf)
     crossing[0] = np.inf

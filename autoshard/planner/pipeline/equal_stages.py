@@ -196,6 +196,8 @@ class EqualStages:
         number = min(number, options.training.micro_batches)
         if options.mode != "training" or number == options.pipeline.in_flight:
             return None
+        # Its bound is left out: with fewer micro-batches in flight there is more memory, and there
+        # may be faster plans.
         more = options.with_values(in_flight=number)
         return self._if_it_fits(self._known_or_new(graph, mesh, more), graph, mesh, options)
 
@@ -260,6 +262,7 @@ class EqualStages:
             times = StageTimes.model_validate(document["times"])
         except (ValueError, LookupError, TypeError, PlanError):
             return None
+        # The store is shared: its entry must be of this program and of these options.
         is_same = plan.id == key and plan.graph.digest == graph_digest(graph) and plan.found
         return StagePlan(plan, times) if is_same else None
 

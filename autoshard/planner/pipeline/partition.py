@@ -154,6 +154,8 @@ class PartitionProblem:
                 best, found = node.done, seconds
         if best is None:
             return None
+        # What was cut off has a bound of at least `found`; what is still on the stack was not
+        # looked at. It is there only if the search ended early.
         bound = min((node.bound for node in stack), default=found)
         return PartitionResult(best, found, min(found, max(bound, self.bound)), number)
 
@@ -164,6 +166,11 @@ class PartitionProblem:
             for devices in self._reachable(remaining):
                 best = np.full(self._last_point + 1, np.inf)
                 for table, after in self._options(remaining, devices):
+                    # Alpa (Zheng et al., OSDI 2022) minimises a sum plus a multiple of a maximum,
+                    # and has to try all values of the maximum. This bound is a maximum of sums,
+                    # which needs none: its least value for a suffix is made of that of the next
+                    # one. In all S x D x K x P^2 additions, for S stages, D numbers of devices and
+                    # K kinds of sub-meshes.
                     bound = np.maximum(table.busy, table.through + after[None, :])
                     best = np.minimum(best, bound.min(axis=1))
                 row[devices] = best

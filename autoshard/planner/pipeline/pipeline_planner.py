@@ -142,7 +142,6 @@ def _remade(graph: Graph, mesh: Mesh, limits: ComparisonLimits, options: PlanOpt
 
 
 def _with_performance(plan: Plan, program: Graph) -> Plan:
-    """The plan of a program with its performance."""
     found = None
     if plan.found:
         work = program_work(program, plan.options) if len(plan.stages) == 1 else None
@@ -437,6 +436,8 @@ class _Request:
             share = max(left / (len(places) - number), min(LEAST_TIME_LIMIT, left / 2))
             share = max(share, _LEAST_SHARE)
             limits = limits.model_copy(update={"time_limit": share})
+            # Stages are planned separately: what crosses a cut has the layout that the search has
+            # assumed on both sides.
             limits = with_pinned_ends(limits, program, search.costs(place.devices).layouts)
             limits = with_stored_layouts(limits, place, program, stages)
             if self.limits.is_cancelled:
@@ -489,7 +490,6 @@ class _DocumentBuilder:
     def with_stages(
         self, schedule: Schedule, stages: Sequence[PlannedStage], proven: "_Bound"
     ) -> Plan:
-        """A plan of several stages."""
         proof = proven.proof
         pipeline, simulation = pipeline_document(self.graph, self.mesh, schedule, stages, proof)
         costs = _costs(stages, schedule, simulation)

@@ -111,5 +111,7 @@ def _fitted(
 
     if not fits(len(blocks)):
         return None
+    # Log2(blocks) plans instead of one for each number. If more recomputed blocks need more memory
+    # somewhere, the number may not be the least, but it is one that was tried and fits.
     number = bisect_left(range(len(blocks)), True, key=fits)
     return made[number] if number in made else made[len(blocks)]

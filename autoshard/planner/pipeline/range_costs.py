@@ -224,6 +224,8 @@ def frugal(
     for number, costs in reading:
         if id(costs) not in priced:
             every = [costs.seconds_of(f) + price * _kept(costs, f) for f in Frequency]
+            # How often a resharding runs concerns no other variable, so the best frequency can be
+            # picked for each pair of layouts beforehand.
             priced[id(costs)] = np.minimum.reduce(every)
         edge = edges[number]
         edges[number] = Edge(edge.source, edge.target, priced[id(costs)], costs.rows, costs.cols)
@@ -302,6 +304,8 @@ def _sent_layout(formulation: Formulation, value: str, candidates: Sequence[Layo
 
 
 def _can_be_sent(layout: Layout) -> bool:
+    # Ranks send slices: the sum of partial values would need a collective across stages, and an
+    # interleaved shard is not one slice.
     return not any(t.kind is Kind.PARTIAL or t.sub_shards for t in layout.types)
 
 
@@ -505,7 +509,6 @@ class _SegmentSums:
         self._node_of = short.node_of
 
     def of(self, costs: _NodeCosts) -> Segments:
-        """The costs of each segment."""
         found: dict[str, FloatArray] = {}
         for name, values in costs.sums.items():
             whole = values[self._node_of]

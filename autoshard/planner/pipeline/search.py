@@ -226,6 +226,8 @@ class PipelineSearch:
         if unequal and per_rank == 1:
             most = total - schedule.num_ranks + 1
             sizes = tuple(n for n in sub_mesh_sizes(self._mesh) if n <= most)
+        # The busiest rank has at least the mean work, even in plans without a memory limit: if that
+        # is too slow, no table needs to be made.
         if not sizes or (sizes == (equal,) and self._mean_work(schedule, equal) >= below):
             return None
         stages = [

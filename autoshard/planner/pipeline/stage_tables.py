@@ -98,6 +98,8 @@ class RangeSums:
         saving = in_flight * (self._saved - self._kept)
         excess = np.where(is_larger, fixed + in_flight * self._saved - budget, 0.0)
         with np.errstate(divide="ignore", invalid="ignore"):
+            # Whole blocks are recomputed; nan or inf where there are none, or recomputing saves
+            # nothing.
             share = np.ceil(excess / saving * self._blocks) / self._blocks
         share = np.where(is_larger, share, 0.0)
         fits = np.isfinite(share) & (share <= 1.0) & ~self._is_empty
@@ -153,6 +155,7 @@ def _seconds(option: Sequence[FloatArray]) -> FloatArray:
 
 def _ranges(segments: FloatArray) -> FloatArray:
     """Sums over ranges [i, j) of segments, shape [P, P]; 0 where j <= i."""
+    # All P^2 ranges as differences of prefix sums; rounding must not make an empty one negative.
     sums = np.concatenate([[0.0], np.cumsum(segments)])
     differences: FloatArray = np.maximum(sums[None, :] - sums[:, None], 0.0)
     return differences

@@ -87,6 +87,7 @@ class SplitBackward:
             for node in frozenset[Node]().union(*self._groups):
                 handle = node.register_prehook(partial(self._arrived.__setitem__, node))
                 hooks.callback(handle.remove)
+            # The graph is kept: the second part runs some of its nodes for the leaves.
             found = torch.autograd.grad(
                 outputs, inputs, gradients, retain_graph=True, allow_unused=True
             )

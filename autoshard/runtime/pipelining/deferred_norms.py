@@ -105,6 +105,7 @@ class DeferredBatchNorms:
         """Keep the statistics of a micro-batch."""
         for norm in self._norms:
             if norm.momentum:
+                # The buffers were zero, so the operator has written momentum times the statistics.
                 mean, variance = (buffer / norm.momentum for buffer in norm.running)
                 norm.found.append((mean, variance))
 
@@ -171,6 +172,8 @@ def _joined(
     """Mean and unbiased variance of a batch, from those of equal parts with `count` elements."""
     means, variances = (torch.stack(one) for one in zip(*found, strict=True))
     mean = means.mean(0)
+    # Law of total variance: the mean of the variances, and the variance of the means, of equal
+    # parts. Both without the correction by one, which is then that of the whole batch.
     inside = variances.mean(0) * (count - 1) / count
     total = inside + (means - mean).square().mean(0)
     number = count * len(found)

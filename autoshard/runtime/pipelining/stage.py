@@ -196,6 +196,7 @@ class ScheduledStage(StageBase):
     def _send(self, tensors: Sequence[tuple[Route, torch.Tensor]], tag: int) -> None:
         group = self._groups[tag]
         operations = [op for route, tensor in tensors for op in route.send(tensor, group, tag)]
+        # Messages keep their tensors until they are sent; those that are done are let go.
         self._sending = [one for one in self._sending if not one.is_done]
         self._sending.append(Messages(operations))
 

@@ -97,6 +97,8 @@ class TiedParameters:
     def summing(self) -> Iterator[None]:
         """A context for a step, at whose end the gradients of the step are those of all copies."""
         self._check_equal()
+        # Gradients of earlier steps have been summed over the copies already, so they are put aside
+        # and added afterwards.
         earlier = {}
         for tied in self._own:
             parameter = self._parameter(tied)

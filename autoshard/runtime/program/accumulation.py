@@ -243,6 +243,7 @@ class GradientAccumulation:
             for n, owner in accumulated.items():
                 if owner.can_wait:
                     found[n] = self._take(owner.parameter, found[n], reduce(n)[0])
+        # A bucket is reduced by one collective, so its gradients wait together or not at all.
         elif accumulated and all(owner is None or owner.can_wait for owner in owners):
             for n, owner in accumulated.items():
                 gradient = found[n]

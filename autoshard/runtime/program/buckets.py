@@ -235,6 +235,8 @@ class _Gather:
         ]
 
     def _whole(self, part: torch.Tensor, shape: torch.Size, source: AxisType) -> torch.Tensor:
+        # A collective puts the ranks along dim 0. Slices of another dim have to be moved next to
+        # each other, which copies.
         slices = part.reshape(self._num_ranks, *shape)
         whole = slices.movedim(0, source.dim).flatten(source.dim, source.dim + 1).contiguous()
         return from_rank_major(whole, source, self._num_ranks) if source.sub_shards else whole
@@ -307,6 +309,9 @@ class BucketOp:
     def begin(self, tensors: Sequence[torch.Tensor]) -> None:
         """Start the collectives of forward, as an autograd node."""
         self.sources = tuple(tensors)
+        # The token is empty. It only links the two nodes, so that autograd runs the backward of
+        # `_End` before that of `_Begin`; what is under way in between is no tensor that it could
+        # pass.
         self._token = _Begin.apply(self, *tensors)  # type: ignore[no-untyped-call]  # torch
 
     def end(self) -> tuple[torch.Tensor, ...]:

@@ -276,6 +276,8 @@ class Recompute(Instruction):
         registers: Registers = [None] * self.num_slots
         for slot, tensor in zip(self.reads, tensors, strict=True):
             registers[slot] = tensor
+        # `checkpoint` calls this again in backward with the same arguments: the counter tells the
+        # second call from the first.
         inner = ProgramRun(execution.step, Regathers(), execution.checks_shapes)
         execute(self.instructions, registers, inner, recomputing=next(runs) > 0)
         return tuple(registers[slot] for slot in self.targets)

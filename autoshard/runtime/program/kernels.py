@@ -62,6 +62,8 @@ def _vocabulary(local: LocalNode, _argument: str) -> LocalKernel:
 
     def run(tensors: Sequence[torch.Tensor], _step: Step) -> tuple[torch.Tensor, ...]:
         table, ids = tensors
+        # As in the vocabulary-parallel embedding of Megatron-LM: ids of other ranks give zeros, and
+        # the sum over ranks has the row of the one that has it.
         elsewhere = (ids < first) | (ids >= first + rows)
         (found,) = call((table, (ids - first).masked_fill(elsewhere, 0)))
         return (found.masked_fill(elsewhere.unsqueeze(-1), 0),)
@@ -87,6 +89,7 @@ def _scaling(local: LocalNode, argument: str, plain: LocalKernel) -> LocalKernel
     local_size = prod(local.input_shapes[tensor][dim] for tensor, dim in averaged)
     if size == local_size or (argument and local.node.argument(argument, MEAN) != MEAN):
         return plain
+    # The mean of a shard times its share of the elements: the sum over ranks is the mean of all.
     num_shards = size / local_size
 
     def run(tensors: Sequence[torch.Tensor], step: Step) -> tuple[torch.Tensor, ...]:

@@ -126,6 +126,7 @@ def exchange_edges(
         )
         if neighbour is not None and tensor is not None and tensor.numel()
     ]
+    # One after the other, neighbours that both send first could wait for each other (NCCL).
     for work in dist.batch_isend_irecv(operations) if operations else ():
         work.wait()
     return from_before, from_after

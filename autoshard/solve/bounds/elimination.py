@@ -57,6 +57,7 @@ def bucket_message(
         tables: of all factors, by their numbers.
     """
     least = np.full(bucket.shape[0], np.inf)
+    # Strategies of a class have the same price with all neighbours, so only the cheapest matters.
     np.minimum.at(least, bucket.classes, cost)
     batch = [_broadcast_table(bucket, seen, tables) for seen in bucket.inputs]
     out = np.full(bucket.shape[1:], np.inf)
@@ -64,6 +65,7 @@ def bucket_message(
     step = max(1, _BLOCK // max(out.size, 1))
     for start in range(0, len(least), step):
         part = slice(start, start + step)
+        # In blocks: the sum before the minimum has an axis more than the message that is kept.
         total = least[part].reshape(-1, *flat)
         for table in batch:
             total = total + table[part]
@@ -175,10 +177,13 @@ class Elimination:
             for v in factor.scope:
                 if v not in keep:
                     member[v].add(f)
+        # The best order is NP-hard to find (Arnborg, Corneil and Proskurowski 1987); taking the
+        # cheapest variable next is the usual heuristic.
         heap = [(self._estimate(v, member[v]), v) for v in member]
         heapq.heapify(heap)
         while member:
             estimate, v = heapq.heappop(heap)
+            # An entry from before the last elimination around v; the newer one is in the heap, too.
             if v not in member or estimate != self._estimate(v, member[v]):
                 continue
             around = self._remove(v, member, most_work)
@@ -217,6 +222,7 @@ class Elimination:
         for f in inputs:
             factor = self._factors[f]
             for w, size in zip(factor.scope, factor.sizes, strict=True):
+                # Exact joint classes need the labels of all inputs; they are at most this many.
                 sizes[w] = min(sizes.get(w, 1) * size, self._sizes[w])
         return prod(sizes.values(), start=1.0)
 
@@ -225,6 +231,8 @@ class Elimination:
         for f in inputs:
             factor = self._factors[f]
             for w, classes in zip(factor.scope, factor.classes, strict=True):
+                # Two strategies are one only if every input takes them for one: the classes of all
+                # inputs are intersected.
                 joint[w] = joint_classes(joint[w], classes)[1] if w in joint else classes
         scope = tuple(joint)
         sizes = {w: int(classes.max()) + 1 for w, classes in joint.items()}
@@ -265,6 +273,7 @@ class Elimination:
             self._effort.check()
             table = bucket_message(bucket, costs[bucket.variable], tables)
             tables.append(table)
+            # Nothing is linked to what was eliminated: a whole component is decided.
             if table.ndim == 0:
                 value += float(table)
         result = Evaluation(value, {}, tables, costs)
@@ -276,6 +285,7 @@ class Elimination:
     def complete(self, result: Evaluation, kept: Mapping[int, int]) -> dict[int, int]:
         """Best position of every eliminated variable, given the positions of the kept ones."""
         picks = dict(kept)
+        # Last to first: the neighbours that a message depends on were eliminated after it.
         for bucket in reversed(self._buckets):
             prices = result.costs[bucket.variable]
             for seen in bucket.inputs:

@@ -320,6 +320,7 @@ class ForestSearch:
             return v
 
         for v in order:
+            # Union-find: two neighbours in the same tree would close a cycle.
             joined = [root(w) for w, _ in self._around[v] if inside[w]]
             if len(set(joined)) == len(joined):
                 inside[v] = True
@@ -359,6 +360,8 @@ class ForestSearch:
 
     def _optimised(self, forest: _Forest, picks: IntArray, priced: FloatArray) -> IntArray:
         """The best choice of a forest's variables at given prices, with all others fixed."""
+        # Exact for the forest, in time linear in it: prices below each variable are folded into it,
+        # leaves first; then strategies are read off, roots first.
         total = self._conditioned(forest, picks, priced)
         for level in reversed(forest.levels):
             self._effort.check()
@@ -407,6 +410,8 @@ class ForestSearch:
         owner[variables] = component
         old, new = (self._cost[self._starts[variables] + x[variables]] for x in (picks, best))
         # A link to a variable that stays has the same price in every subset of the components.
+        # The end of such a link that stays has no owner, -1, so the larger owner is the component.
+        # A link between two components would have joined them.
         links = self._link_prices(best, outer) - self._link_prices(picks, outer)
         paid = np.bincount(owner[self._ends[outer]].max(axis=1), links[outer], len(names))
         prices = np.asarray(paid + np.bincount(component, new - old, len(names)), np.float64)
@@ -418,6 +423,8 @@ class ForestSearch:
     ) -> tuple[FloatArray, FloatArray]:
         """Change of usage by component, and the slack, in spans where neither changes."""
         num_times = len(self._capacity)
+        # Within a span in which no term starts or ends, all changes of usage are constant: its
+        # least slack stands for all of its times.
         slack = self._capacity - self._usage.over_time(picks, num_times)
         change = self._usage.of(best) - self._usage.of(picks)
         terms = np.flatnonzero(change)
@@ -452,6 +459,7 @@ def _best_subset(changes: _Changes, effort: Effort) -> BoolArray | None:
     None if no subset lowers the price.
     """
     prices, usage = changes.prices, changes.usage
+    # A component that costs more, but frees usage, may make room for one that gains.
     frees = (usage < 0).any(axis=1)
     useful = np.flatnonzero(np.isfinite(prices) & ((prices < 0) | frees))
     if not (prices[useful] < 0).any():
@@ -460,10 +468,13 @@ def _best_subset(changes: _Changes, effort: Effort) -> BoolArray | None:
     taken, rows, margin = prices < 0, np.zeros(0, dtype=np.intp), 0.0
     for _ in range(_KNAPSACK_ROUNDS):
         effort.check()
+        # Few of the many times bind, so only those that the last subset exceeds get a row. Without
+        # rows, the best subset is every component that gains.
         over = usage[taken].sum(axis=0) - changes.slack
         if not (over > 0).any():
             break
         if (over[rows] > 0).any():
+            # The subset exceeds a row that it was subject to: by the tolerance of HiGHS.
             margin = _TOLERANCE
         worst = np.argsort(-over)[:_KNAPSACK_ROWS]
         rows = np.union1d(rows, worst[over[worst] > 0])

@@ -40,7 +40,6 @@ class _FiniteBlock:
 
     @classmethod
     def of(cls, matrix: FloatArray, rows: IntArray, columns: IntArray) -> "_FiniteBlock":
-        """The block of some rows and columns."""
         part = np.ascontiguousarray(matrix[np.ix_(rows, columns)].T)
         known: dict[bytes, int] = {}
         labels = np.array([known.setdefault(column.tobytes(), len(known)) for column in part])
@@ -58,6 +57,7 @@ class _FiniteBlock:
 
     def by_row(self, prices: FloatArray) -> FloatArray:
         """Least of each row plus the prices of all columns of the matrix, shape [R]."""
+        # Equal columns differ by their prices only, so the least of these stands for all of them.
         each: FloatArray = np.minimum.reduceat(prices[self.columns], self.starts)
         least = np.empty(len(self.values))
         for chunk in self._chunks:
@@ -126,6 +126,7 @@ class MinPlusTable:
         finite = np.isfinite(self._matrix[np.ix_(rows, columns)])
         for row, mask in zip(rows.tolist(), finite, strict=True):
             groups.setdefault(mask.tobytes(), []).append(row)
+        # Many small blocks lose more to calls than inf entries cost.
         if len(groups) > _MOST_BLOCKS:
             return [_FiniteBlock.of(self._matrix, rows, columns)]
         parts = ((np.array(g), columns[np.frombuffer(m, np.bool_)]) for m, g in groups.items())

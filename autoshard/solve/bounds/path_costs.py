@@ -109,6 +109,9 @@ def _relaxed(
     """Bellman-Ford over all states at once; paths are short, so a few rounds suffice."""
     price = price.copy()
     while len(states):
+        # Relaxing all steps at once takes as many rounds as a cheapest path has steps, and a
+        # resharding is a few collectives. Dijkstra of scipy cannot start from a price in each
+        # state.
         before = price[states]
         after = np.minimum(before, np.minimum.reduceat(price[there] + steps, starts))
         if (after == before).all():

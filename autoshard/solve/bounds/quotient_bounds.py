@@ -107,6 +107,8 @@ class QuotientMessages:
         start, before, bound = self.values, self._before, self.bound
         self._before = start
         if before is not None:
+            # Any messages prove a bound, so extrapolated ones need no justification: if their bound
+            # is worse, the sweep is repeated from the last messages.
             pairs = zip(start, before, strict=True)
             self._sweep([now + self._momentum * (now - old) for now, old in pairs])
             if self.bound > bound:
@@ -128,6 +130,8 @@ class QuotientMessages:
 
     def proven(self, least: FloatArray) -> float:
         """Lower bound: the least price of each node, summed, minus a bound of rounding errors."""
+        # Edge classes add nothing: each port receives once a sweep, after which no entry of its
+        # edge classes is below zero, and sending only raises them.
         sizes = np.array([float(len(node_class.nodes)) for node_class in self.graph.node_classes])
         volume = float(sizes @ np.abs(least))
         for port, value in zip(self.graph.ports, self.values, strict=True):
@@ -148,6 +152,7 @@ class QuotientMessages:
         for edge_class, is_source in self.graph.ports[port].edge_classes:
             far = self.graph.far_end(edge_class, is_source=is_source)
             offers.append(self.through(edge_class, -self.values[far], is_source=is_source))
+        # All edge classes of the port have the same message, so each must be able to pay for it.
         least: FloatArray = np.minimum.reduce(offers)
         return least
 
@@ -184,6 +189,8 @@ class QuotientMessages:
         self._least[node_class] = prices.min()
         if not np.isfinite(self._least[node_class]):
             return
+        # The weights of TRW-S: all that is sent together is at most what exceeds the least price,
+        # so the least price, which counts in the bound, stays.
         share = 1.0 / max(*weights.values(), 1.0)
         prices -= self._least[node_class]
         for port in ports:
@@ -262,6 +269,8 @@ def strategy_bounds(messages: QuotientMessages) -> tuple[float, list[FloatArray]
             above[node_class] = price - least[root] if np.isfinite(least[root]) else price
     bound = messages.proven(least)
     for number, port in enumerate(messages.graph.ports):
+        # Edges outside of the forest still cost what is left of them at this strategy. Those inside
+        # are counted by the min-marginals already.
         if used.isdisjoint(edge_class for edge_class, _ in port.edge_classes):
             left = messages.offered(number) - messages.values[number]
             left = messages.graph.weight(number) * left
@@ -319,6 +328,8 @@ def _tree_marginals(messages: QuotientMessages, tree: list[_Branch]) -> dict[int
     for branch in tree[1:]:
         _, far = _ports(messages, branch)
         with np.errstate(invalid="ignore"):
+            # inf - inf: no strategy of this branch suits that one of the parent, whatever the rest
+            # costs.
             rest = prices[branch.parent] - sent[branch.node_class]
         rest = np.where(np.isnan(rest), np.inf, rest)
         down = _through_branch(messages, branch, rest, up=False)

@@ -148,6 +148,8 @@ class QuotientGraph:
         self.edge_classes.append(EdgeClass(edge, made[0], made[1], number))
 
     def _port(self, node_class: int, edge: Edge, *, is_source: bool) -> int:
+        # By identity: equal edges of different groups come from one edge of the second group, and
+        # edges that are only equal by chance may have messages of their own.
         key = (node_class, id(edge), is_source)
         if key not in self._port_of:
             self._port_of[key] = len(self.ports)

@@ -154,6 +154,8 @@ class FlatNetwork:
         values: list[FloatArray] = []
         first = 0
         for u in self.variables:
+            # Greedy colouring: as few colours as levels, since a level is one step of vector
+            # operations.
             taken = {int(colour[place[v]]) for v in network.links[u] if v < u}
             colour[place[u]] = next(c for c in range(len(taken) + 1) if c not in taken)
             for v, link in network.links[u].items():
@@ -188,7 +190,8 @@ class FlatNetwork:
         self, depth: IntArray, ends: list[_LinkEnd], values: list[FloatArray], shown: IntArray
     ) -> tuple[Level, ...]:
         # The weights of TRW-S: a variable's price is divided by its number of links to lower or to
-        # higher levels, whichever is larger.
+        # higher levels, whichever is larger. So many monotonic chains go through it (Kolmogorov's
+        # n_s), and each of them gets an equal part.
         upward, downward = np.zeros(len(depth)), np.zeros(len(depth))
         groups: dict[tuple[int, bool, int, int], list[int]] = defaultdict(list)
         for e, end in enumerate(ends):
@@ -265,6 +268,7 @@ def _stacked(
 
 def _padded(values: FloatArray) -> FloatArray:
     sides = [next((n for n in _SIDES if n >= side), side) for side in values.shape]
+    # inf is never a minimum, and no strategy has a padded row, so padding changes no message.
     out = np.full(sides, np.inf)
     out[: values.shape[0], : values.shape[1]] = values
     return out
@@ -279,6 +283,7 @@ def _joined(parts: Iterable[IntArray]) -> IntArray:
 
 
 _EPSILON = 2.0**-50
+"""Rounding errors of a bound, relative to the sum of the absolute values that it is made of."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -321,6 +326,7 @@ class TRWS:
         try:
             self._maximise_bound(self._state.deadline(_SHARE))
         finally:
+            # Also when the time is over: the bound that was reached counts.
             least = self._proven(self._best)
         return least
 
@@ -346,11 +352,15 @@ class TRWS:
                     self._proven(best)
             else:
                 without_gain += 1
+            # A subgradient would be the excess of a minimiser of the relaxation. The choice of the
+            # sweep stands for it: prices only have to be good, since every price of at least 0
+            # proves a bound.
             excess = flat.usage(self._picks) - flat.capacity
             if self._sweeps % _ROUNDING_PERIOD == 0:
                 self._offer_rounded(self._rounded(prices), prices)
             if without_gain > _PATIENCE and step > _LAST_STEP:
                 step, without_gain = max(0.5 * step, _LAST_STEP), 0
+                # Messages belong to their prices: at others they would start from a worse bound.
                 prices, self._messages = best.prices, best.messages.copy()
                 direction = np.zeros_like(prices)
                 continue
@@ -364,10 +374,13 @@ class TRWS:
         self, prices: FloatArray, direction: FloatArray, step: float, bound: float, best: float
     ) -> FloatArray:
         """Prices after one step of Polyak towards the target."""
+        # Prices of 0 cannot fall. If the norm counted them, the others would move too little.
         towards = np.where((prices <= 0) & (direction < 0), 0.0, direction)
         norm = float(towards @ towards)
         if norm == 0.0:
             return prices
+        # Polyak's step needs the optimum, which is not known: the target is a little above the best
+        # bound, and at most the price of a known choice.
         reach = min(self._state.objective, best + _TARGET * self._scale(best)) - bound
         moved: FloatArray = np.maximum(prices + step * max(reach, 0.0) / norm * towards, 0.0)
         return moved
@@ -382,7 +395,9 @@ class TRWS:
         for level in reversed(self._flat.levels):
             self._state.check()
             total += self._pass(level, priced, behind=level.upper, ahead=level.lower)
-        # The least price of every link is zero after the pass over either of its ends.
+        # The least price of every link is zero after the pass over either of its ends. A choice
+        # that fits pays at most `prices @ capacity` for its usage, so without it the bound is one
+        # of its own price.
         return total + self._flat.constant - float(prices @ self._flat.capacity)
 
     def _pass(
@@ -398,6 +413,8 @@ class TRWS:
         Returns:
             the sum of the least prices of the level's variables.
         """
+        # First, scratch has prices by which a strategy is picked: links behind at the picks of
+        # their other ends, links ahead by their messages (Kolmogorov's rounding).
         messages, scratch = self._messages, self._scratch
         for batch in behind:
             messages[batch.here] = _given(batch, messages)
@@ -410,6 +427,9 @@ class TRWS:
         score = own + np.bincount(level.seen, scratch[level.messages], size)
         self._picks[level.variables] = _cheapest(level, score)
         if ahead:
+            # Then it has what each row can give away: what its cheapest strategy costs above the
+            # least. The shares of the links ahead add up to at most one, so no strategy falls below
+            # the least price, which counts in the bound.
             total -= np.repeat(least, level.sizes)
             scratch[level.messages] = np.inf
             np.minimum.at(scratch, level.messages, total[level.seen])
@@ -464,6 +484,8 @@ class TRWS:
         key = picks.tobytes()
         if key in self._known or not (promising or state.choice is None):
             return
+        # Repairs visit variables one by one in Python; without a limit they would take longer than
+        # sweeps.
         allowed = _REPAIR_VISITS * self._sweeps * len(flat.variables)
         if self._descent.visits > allowed:
             return
@@ -489,6 +511,8 @@ class TRWS:
     def _proven(self, best: _Point) -> dict[int, FloatArray]:
         """Record the bound of a point minus its rounding errors; bound each strategy."""
         flat, messages = self._flat, best.messages
+        # From prices and messages alone: whatever they are, no choice changes its price, so the
+        # bound holds even if a sweep was interrupted or rounded.
         total = flat.priced(best.prices) + np.bincount(
             flat.seen, messages[flat.messages], len(flat.cost)
         )
@@ -502,6 +526,8 @@ class TRWS:
         volume += float(np.abs(least).sum() + np.abs(messages[flat.messages]).sum())
         bound -= _EPSILON * volume
         self._reduced.raise_bound(bound)
+        # A choice with this strategy pays its price instead of the variable's least one; everything
+        # else costs at least its part of the bound.
         spare = bound + total - np.repeat(least, np.diff(flat.starts))
         return dict(zip(flat.variables, np.split(spare, flat.starts[1:-1]), strict=True))
 
@@ -566,4 +592,5 @@ def ascend(reduced: ReducedProblem) -> FloatArray:
         reduced.reduce()
         if few:
             break
+    # The reductions dropped checkpoints, so the prices from before have no place any more.
     return np.zeros(len(reduced.network.capacity))

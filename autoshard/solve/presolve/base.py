@@ -60,6 +60,8 @@ def nothing_to_undo(choice: IntArray) -> None:
 
 def sequence(inverses: Iterable[Inverse]) -> Inverse:
     """The inverse of several steps: their inverses, last to first."""
+    # The inverse of a reduction reads choices of variables that later ones have removed, so those
+    # are filled in first.
     backwards = tuple(inverses)[::-1]
 
     def invert(choice: IntArray) -> None:

@@ -27,7 +27,8 @@ class EnforceArcConsistency:
 
     def __init__(self, effort: Effort = DEFAULT_EFFORT) -> None:
         self._effort = effort
-        # By identity: comparing the contents takes longer than looking through them again.
+        # By identity: comparing the contents takes longer than looking through them again. The
+        # matrix is kept too, since the id of one that is gone may be given to another.
         self._finite: dict[int, tuple[Matrix, BoolArray | None]] = {}
 
     def apply(self, network: Network) -> Inverse:
@@ -107,6 +108,7 @@ class DropDominated:
         variable = network.variables[v]
         if not 1 < len(variable.cost) <= self._settings.max_dominance_strategies:
             return None
+        # inf - inf is nan, and nan <= 0 is false: such a pair is not compared, which is safe.
         with np.errstate(invalid="ignore"):
             loss = variable.cost[None, :] - variable.cost[:, None]
             for link in network.links[v].values():
@@ -118,6 +120,8 @@ class DropDominated:
         for term in variable.terms:
             dominates &= term.usage[None, :] <= term.usage[:, None]
         np.fill_diagonal(dominates, val=False)
+        # All may be dropped at once: dominance is transitive, and of those that dominate each other
+        # the first stays, so each dropped one has a dominator that stays.
         first = np.tri(len(dominates), k=-1, dtype=np.bool_)
         strictly = dominates & (~dominates.T | first)
         undominated: BoolArray = np.logical_not(strictly.any(axis=1))
@@ -135,6 +139,7 @@ class DropDominated:
 
 def _worst_moves(values: FloatArray, max_work: float) -> FloatArray | None:
     rows, cols = values.shape
+    # The criterion compares all pairs of columns in every row: cubic in the strategies.
     if rows * cols * cols > max_work:
         return None
     worst = np.full((cols, cols), -np.inf)

@@ -38,7 +38,9 @@ class NormalizeLinks:
 
     Unused rows and columns are dropped; the least entry of each row, then of each column, is moved
     to the costs of the variables; equal rows and equal columns are merged. A link whose price
-    depends on one variable only is added to the cost of that variable and removed.
+    depends on one variable only is added to the cost of that variable and removed. Links that
+    differ by such costs only have equal matrices then, whose products and comparisons are computed
+    once.
     """
 
     name = "normalize_links"
@@ -192,6 +194,8 @@ class SubstituteVariables:
                 continue
             # The variable with fewer links is merged into the other.
             for v, u in sorted((pair, pair[::-1]), key=lambda e: len(network.links[e[0]])):
+                # Each strategy of u must allow exactly one of v; then v is a function of u, and its
+                # costs and links can be stated for u.
                 follows = _followed(network.links[u][v])
                 if follows is not None:
                     inverses.append(_merge_follower(network, u, v, follows, queue))
@@ -290,6 +294,8 @@ def _fix(network: Network, v: int) -> Inverse:
 
 
 _MAX_NEIGHBOURS = 2
+"""The best price of a variable with three neighbours would be a table with three axes, and a
+link has two."""
 
 
 class EliminateNeighbours:
@@ -333,6 +339,8 @@ class EliminateNeighbours:
             if not self._is_small(network, v):
                 continue
             around = list(network.links[v])
+            # Before it is removed, since its links and its neighbours' strategies are needed to
+            # decide it.
             inverses.append(_decision(network, v))
             self._eliminate(network, v)
             queue.update(around)
@@ -340,6 +348,8 @@ class EliminateNeighbours:
 
     def _is_small(self, network: Network, v: int) -> bool:
         links = list(network.links[v].values())
+        # With usage, the strategy that is best depends on what the limit leaves, not on the
+        # neighbours alone.
         if v in self._keep or network.variables[v].terms or len(links) > _MAX_NEIGHBOURS:
             return False
         shape = [int(link.matrix.values.shape[1]) for link in links]
@@ -373,6 +383,8 @@ class EliminateNeighbours:
             right.rows.tobytes(),
         )
         if key not in self.products:
+            # The product minimises over the strategies of the variable; equal rows in both
+            # links make them one, so the work depends on its layouts, not on its strategies.
             members, classes = joint_classes(left.rows, right.rows)
             least = np.full(len(members), np.inf)
             np.minimum.at(least, classes, cost)
@@ -401,6 +413,7 @@ def min_plus(first: FloatArray, second: FloatArray) -> FloatArray:
     out = np.empty((len(first), second.shape[1]))
     step = max(1, _BLOCK // max(second.size, 1))
     for start in range(0, len(first), step):
+        # The sums before the minimum have I x K x J entries: in blocks they stay in the cache.
         block = first[start : start + step]
         out[start : start + step] = (block[:, :, None] + second[None]).min(axis=1)
     return out

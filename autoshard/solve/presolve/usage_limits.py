@@ -57,6 +57,8 @@ class SimplifyLimits:
             subtract_least(network)
             if (network.capacity < 0).any():
                 network.infeasible = True
+            # After a strategy with the least usage is gone, the others subtract more, so that is
+            # repeated.
             elif not _drop_unfit(network):
                 _drop_checkpoints(network, _needed(network))
                 break
@@ -149,6 +151,8 @@ def _needed(network: Network) -> BoolArray:
         spread(terms.first, terms.last, np.ones(len(terms.first)), num) > 0
     )
     while True:
+        # Terms that began or ended between two checkpoints may be gone with a dropped one, so more
+        # can be implied now.
         kept = np.flatnonzero(needed)
         place = np.concatenate([[0], np.cumsum(needed)])
         covered = _covered(place[terms.first], place[terms.last], network.capacity[kept])
@@ -163,10 +167,13 @@ def _covered(first: IntArray, last: IntArray, capacity: FloatArray) -> BoolArray
     ends = np.zeros(len(capacity) + 1, dtype=np.bool_)
     alive = first < last
     starts[first[alive]] = ends[last[alive]] = True
+    # Usage is not negative. If nothing ends before the next checkpoint, what is alive here is alive
+    # there, so usage here is at most usage there, which is at most the smaller capacity.
     inside_next = ~ends[1:-1] & (capacity[1:] <= capacity[:-1])
     inside_previous = ~starts[1:-1] & (capacity[:-1] <= capacity[1:])
     covered: BoolArray = np.zeros(len(capacity), dtype=np.bool_)
     for t in (np.flatnonzero(inside_next | inside_previous) + 1).tolist():
+        # Two with equal capacity imply each other, so one of two neighbours stays in each round.
         if covered[t - 1]:
             continue
         covered[t - 1 if inside_next[t - 1] else t] = True
@@ -174,7 +181,6 @@ def _covered(first: IntArray, last: IntArray, capacity: FloatArray) -> BoolArray
 
 
 def _drop_checkpoints(network: Network, needed: BoolArray) -> None:
-    """Drop the checkpoints that are not needed."""
     if needed.all():
         return
     place = np.concatenate([[0], np.cumsum(needed)]).tolist()

@@ -133,6 +133,8 @@ class HighsSolver:
     @property
     def slack(self) -> float:
         """Largest error of a bound because of the tolerances of HiGHS."""
+        # A reduced cost may be wrong by the tolerance. The columns of a group sum to one, so each
+        # group adds at most one such error.
         return _DUAL_FEASIBILITY * (len(self._model.starts) - 1) / self._scale
 
     def relax(self) -> LinearOutcome:
@@ -151,6 +153,8 @@ class HighsSolver:
             relative_gap: gap relative to the objective, without a limit of work; None for the gap
                 of the state, and its limit of work.
         """
+        # Flows need not be integral: once both ends of a link are decided, one entry of it is left,
+        # or a cheapest path.
         columns = np.arange(self._model.num_strategies, dtype=np.int32)
         kinds = np.full(len(columns), int(highspy.HighsVarType.kInteger), dtype=np.uint8)
         self._highs.changeColsIntegrality(len(columns), columns, kinds)
@@ -160,6 +164,8 @@ class HighsSolver:
                 [self._model.starts[i] + start[v] for i, v in enumerate(self._model.variables)]
             ] = 1
             self._highs.setSolution(len(columns), columns, point)
+        # The gap of HiGHS is relative to its objective, which lacks the constant; so the gap of the
+        # state is given as an absolute one, and the relative one is switched off.
         allowed = self._state.gap * self._state.magnitude * self._scale
         self._highs.setOptionValue("mip_abs_gap", max(0.25 * allowed, 1e-6))
         self._highs.setOptionValue("mip_rel_gap", relative_gap or 0.0)
@@ -192,6 +198,8 @@ class HighsSolver:
             if outcome.x is None or outcome.status is not RunStatus.SOLVED:
                 return outcome
             over = self.violated(outcome.x)
+            # Rows that are loaded hold within the tolerances of HiGHS; adding them again would not
+            # end.
             over[self._active] = False
             if not over.any():
                 return outcome
@@ -241,6 +249,7 @@ class HighsSolver:
     def _run(self) -> LinearOutcome:
         self._state.check()
         if np.isfinite(self._state.remaining):
+            # HiGHS limits the time of all runs of an object together.
             end = self._highs.getRunTime() + self._state.remaining
             self._highs.setOptionValue("time_limit", end)
         self._highs.run()
@@ -250,6 +259,7 @@ class HighsSolver:
         statuses = {
             highspy.HighsModelStatus.kOptimal: RunStatus.SOLVED,
             highspy.HighsModelStatus.kInfeasible: RunStatus.INFEASIBLE,
+            # All columns lie between 0 and 1, so the model is never unbounded.
             highspy.HighsModelStatus.kUnboundedOrInfeasible: RunStatus.INFEASIBLE,
         }
         return self._outcome(statuses.get(status, RunStatus.STOPPED))
@@ -263,6 +273,7 @@ class HighsSolver:
             duals = rows[: len(self._model.right)]
             prices = np.zeros(len(self._model.capacity))
             usage_rows = rows[len(duals) : len(duals) + len(self._active)]
+            # HiGHS's duals of upper limits are negative in a minimisation; prices of usage are not.
             prices[self._active] = -usage_rows / self._row_scale[self._active]
         return LinearOutcome(status, x, duals, prices, self._priced(info.mip_dual_bound))
 

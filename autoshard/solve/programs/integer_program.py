@@ -202,6 +202,8 @@ def solve_integer_program(state: SolveState) -> bool:
             raise Interrupted
         choice = program.choice(outcome.x)
         exceeded = program.exceeded(choice)
+        # HiGHS keeps rows to within its tolerance. A choice that exceeds a limit by that is
+        # excluded, and HiGHS runs again.
         if state.offer(choice) or not exceeded.any():
             return True
         solver.forbid(outcome.x, exceeded)

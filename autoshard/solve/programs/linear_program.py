@@ -148,6 +148,8 @@ class ModelBuilder:
             befores, afters, steps = prices.steps
             kept = np.isfinite(steps)
             flows = self._new_columns(number * steps[kept])
+            # A row for each state: what enters it, from the source or by a step, leaves it by a
+            # step or to the target. A cheapest flow of one is a cheapest path.
             row = self._new_rows(prices.num_states)
             # (2') what enters state k, from the source or by steps, leaves it
             self._add(row + source[1], source[0], 1.0)
@@ -159,6 +161,8 @@ class ModelBuilder:
             np.unique(labels, return_inverse=True) for _, labels in (source, target)
         )
         values = prices[np.ix_(used_rows, used_cols)]
+        # Forbidden pairs get no column at all, rather than a large cost that would spoil the
+        # scaling.
         first, second = np.nonzero(np.isfinite(values))
         flows = self._new_columns(number * values[first, second])
         for (own, _), labels, ends, size in (

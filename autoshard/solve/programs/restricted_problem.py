@@ -113,7 +113,6 @@ class _Shared:
         return self._positions.setdefault(mask.tobytes(), np.flatnonzero(mask))
 
     def part(self, values: FloatArray, keep: IntArray) -> FloatArray:
-        """The values at some indices."""
         key = (id(values), id(keep))
         if key not in self._parts:
             self._parts[key] = values[keep]
@@ -234,6 +233,8 @@ class RestrictedSolver:
             report(answer.bound)
             if answer.is_within(slack) or (rough and answer.choice is not None):
                 break
+            # The first restricted problem has fewer strategies than the width allows; the second
+            # one has them all before the width grows.
             if not is_first:
                 width *= 2
             is_first = False
@@ -317,6 +318,8 @@ class RestrictedSolver:
         if choice is not None and solution.objective < answer.value:
             answer.value, answer.choice = solution.objective, choice
             self._state.offer(choice)
+        # A choice either lies in the restricted problem, or has a strategy that was left out, and
+        # costs at least the bound of that strategy.
         answer.bound = max(answer.bound, min(solution.bound, *left_out))
         self.tried = [old | new for old, new in zip(self.tried, masks, strict=True)]
 
@@ -427,10 +430,14 @@ class LimitedRestriction:
             masks = [mask.copy() for mask in masks]
             for node_class, mask in zip(self._graph.node_classes, masks, strict=True):
                 mask[warm_start.restricted[0].kept[node_class.nodes[0]]] = True
+        # Run contraction needs groups that are equal, so all groups of a run keep the same
+        # strategies.
         masks = one_per_run(self._graph, masks)
         restricted = restrict(self._problem, self._graph.by_node(masks))
         if warm_start.restricted is not None:
             old, seen = warm_start.restricted
+            # The new problem has all strategies of the old one, so its choices are choices of the
+            # new one.
             inner.best_choices = [
                 restricted.part(old.whole(choice)) for choice in seen.best_choices
             ]
@@ -464,10 +471,13 @@ class LimitedRestriction:
         if not prices.any():
             return
         slack = _PROOF_GAP * self._state.gap * self._state.magnitude
+        # The messages bound price plus priced usage. `proven` takes the price of the whole limit
+        # from that, so it is added to what must be reached.
         enough = self._state.objective - slack + float(prices.sum()) * limit
 
         def report(bound: float) -> None:
             self._state.raise_bound(self._lagrangian.proven(bound, prices))
+            # A smaller limit leaves fewer choices, so later solves under one start from this bound.
             warm_start.proven = limit, self._state.bound
 
         sweeps = _FIRST_LIMITED_SWEEPS if np.isinf(warm_start.proven[0]) else _MORE_LIMITED_SWEEPS

@@ -76,6 +76,8 @@ def find_components(
     ways = _ways(splitting, place, sizes)
     if not 1 < prod(map(len, ways)) <= _MAX_COMPONENTS:
         return ({},)
+    # No splitting edge joins two of these sets of nodes, so each may be in any of its own
+    # components: what a group can be in is every combination.
     return tuple({v: s for way in ways for v, s in way.items()} for ways in product(*ways))
 
 
@@ -106,6 +108,9 @@ def _ways(
         size += int(parts.max()) + 1
     if not splitting:
         return []
+    # One graph of strategies and parts of matrices, in which a strategy is linked to the part that
+    # it has in each matrix. Strategies of two nodes that are never in one component exclude each
+    # other.
     joined = component_labels(size, np.concatenate(first), np.concatenate(second))
     spans = {v: joined[place[v] : place[v] + n] for v, n in zip(place, sizes, strict=True)}
     return [
@@ -270,6 +275,8 @@ class BlockTable:
         self._place = {v: i for i, v in enumerate([*seen, *(v for v in group if v not in own)])}
         self.shape = tuple(block.num_strategies(v) for v in seen)
         fixed = [shared.get(h, -1) for h in run.shared_nodes]
+        # The limit of work is part of the key: an entry may say that the table is too large, which
+        # another limit would not.
         self._kept = block.kept_table(costs, repr((fixed, most_work)).encode())
         self._parts: list[_ComponentTable] | None = None
         self.values = None if self._is_too_large else self._computed()
@@ -294,6 +301,8 @@ class BlockTable:
         self._parts = self._solve()
         values = None
         if self._parts is not None:
+            # Every choice of finite price is in one component, so the least of them is the least of
+            # all.
             values = np.minimum.reduce([part.values for part in self._parts])
         if self._kept is not None:
             self._kept.keep(np.zeros(0) if values is None else values)
@@ -366,7 +375,6 @@ class BlockTable:
         return parts
 
     def _solve_component(self, component: Component) -> "_ComponentTable | None":
-        """The table of one component."""
         network, effort = Network(), self._block.effort
         for v, number in self._place.items():
             labels = np.arange(self._block.num_strategies(v))
@@ -399,6 +407,8 @@ class BlockTable:
     def _paid(self, prices: FloatArray, shared_node: int) -> FloatArray:
         """Prices of a link to a shared node without an axis, by the strategy at the other end."""
         strategy = self._shared[shared_node]
+        # If each group may take another strategy of the shared node, choices are only added: the
+        # least price of all is a lower bound.
         paid: FloatArray = prices.min(axis=0) if strategy is None else prices[strategy]
         return paid
 
@@ -429,4 +439,6 @@ def reduce_around(
     links = NormalizeLinks()
     eliminate = EliminateNeighbours(links, keep=keep, products=known.products, effort=effort)
     dominated = DropDominated(keep=keep, losses=known.losses, effort=effort)
+    # Only reductions that leave some variables alone: the others would drop strategies of those
+    # that are kept, and a table has an entry for each of them.
     return Presolve((links, eliminate, dominated), effort).apply(network)

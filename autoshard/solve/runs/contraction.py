@@ -99,6 +99,8 @@ class ContractedProblem:
         if exact is not None or not self._shared_nodes:
             return exact
         most_work = settings.max_elimination_work
+        # Shared nodes are then no axes of tables, whose sizes are products over axes. The first
+        # call gives the bound; the second one a choice that has one strategy for each of them.
         relaxed = self._joined(costs, rest, dict.fromkeys(self._shared_nodes), most_work)
         if relaxed is None:
             return None

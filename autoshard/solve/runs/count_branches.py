@@ -83,6 +83,7 @@ class _Branches:
             if self._work <= 0 or not self._evaluate(self._lagrangian.padded(prices)):
                 break
             bound = float(self._bounds[self._branch])
+            # With given strategies of shared nodes, it is a bound of some choices only.
             if self._shared is None:
                 state.raise_bound(bound)
             points = self._points[self._branch]
@@ -106,6 +107,7 @@ class _Branches:
         values = np.minimum(found.values, found.least_of_others)
         possible, proven = np.isfinite(values), np.full(values.shape, np.inf)
         proven[possible] = lagrangian.proven(values[possible], prices)
+        # Any prices prove a bound of every branch, so each keeps the best one of all evaluations.
         self._bounds = np.maximum(self._bounds, proven) if self._bounds.size else proven
         least = np.unravel_index(int(np.argmin(self._bounds)), proven.shape)
         before, self._branch = self._branch, tuple(int(i) for i in least)

@@ -62,6 +62,7 @@ _Counts = Sequence[FloatArray]
 
 def _joined(first: _Counts, second: _Counts) -> _Counts:
     """Prices of groups and of those that follow them."""
+    # A convolution over the numbers: of all ways to divide a number among both, the least price.
     found = [np.full_like(first[0], np.inf) for _ in range(len(first) + len(second) - 1)]
     for i, left in enumerate(first):
         for j, right in enumerate(second):
@@ -207,6 +208,8 @@ class CountedMinimum:
             if shared is None:
                 return None
             prices = shared.least.ravel()
+            # States of shared nodes that cost too much even with the best number need no tables by
+            # number. Their least price is kept, so that bounds still hold for all choices.
             is_open = prices <= most
             least = min(least, float(prices[~is_open].min(initial=np.inf)))
             work += CountedRun.work(table, is_open)

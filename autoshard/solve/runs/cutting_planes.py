@@ -17,6 +17,7 @@ def best_prices(price: FloatArray, slope: FloatArray, box: float) -> tuple[Float
     Returns:
         the prices, shape [T], and the maximum; zeros and -inf if the linear program fails.
     """
+    # Tolerances of HiGHS are absolute, so prices, slopes and costs are scaled to about one.
     slope = slope * box
     shift, unit = float(price.min()), max(float(np.ptp(price)), float(np.abs(slope).max()), 1e-300)
     answer = _maximin((price - shift) / unit, slope / unit)

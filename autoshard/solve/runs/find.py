@@ -103,6 +103,8 @@ class _Links:
             return known[identity]
 
         ends = np.array([(e.source, e.target) for e in problem.edges], dtype=np.intp).reshape(-1, 2)
+        # Twice a number, and one more at the source: an edge seen from its other end is another
+        # link.
         keys = [2 * number(e.prices, e.rows, e.cols) for e in problem.edges]
         self.nodes = np.array([number(node.cost, node.usage) for node in problem.nodes])
         self.at = ends.T.ravel()
@@ -196,6 +198,7 @@ def _alike(one: _Instance, other: _Instance, *, first: bool) -> bool:
         return False
     same = np.array_equal(one.contents, other.contents)
     same = same and np.array_equal(one.inside, other.inside)
+    # The first group has no group before it, so its links back are compared elsewhere (`_before`).
     return same and (first or np.array_equal(one.back, other.back))
 
 
@@ -204,6 +207,7 @@ def _run(instances: Sequence[Sequence[int]], read: Sequence[_Instance]) -> Run |
     if len(instances) <= 1 or not len(read[1].back):
         return None
     outside = [Counter(_rows(instance.outside)) for instance in read]
+    # Links that every group has in the same way; a counter, since there may be parallel ones.
     shared_nodes = outside[0]
     for links in outside[1:]:
         shared_nodes = shared_nodes & links

@@ -104,7 +104,6 @@ class _ProgramRows:
         self.high.append(high)
 
     def matrix(self, num_columns: int) -> sparse.csr_array:
-        """The matrix of all rows."""
         rows, cols, values = zip(*self._entries, strict=True)
         shape = (len(self.low), num_columns)
         return sparse.csr_array((values, (rows, cols)), shape=shape)
@@ -139,6 +138,7 @@ class GroupMaster:
         uses = np.where(self._first < self._last, uses, 0.0)
         if not (np.isfinite(uses).all() and np.isfinite(paid).all()):
             return
+        # Shifted by one: what is outside of groups, -1, is counted at 0.
         owners = np.concatenate((self._owner_of_node, self._owner_of_edge)) + 1
         costs = np.bincount(owners, weights=paid, minlength=2)
         starts, ends, number = [], [], 1
@@ -185,6 +185,7 @@ class GroupMaster:
                 return
             time = int(self._over_time(choice).argmax())
             if time in times:
+                # The row is there already, and the integer program exceeds it by its tolerance.
                 limit -= _TIGHTER * abs(limit)
             else:
                 times.append(time)
@@ -315,6 +316,8 @@ class _Program:
 
     def _entering(self, cut: _Cut) -> Iterator[tuple[int, float]]:
         """Entries of the row of a cut."""
+        # At most as many groups can start in the states as there are groups, and none unless one
+        # enters them: from another state, from the segment before, or at the start of the run.
         i, most = cut.segment.run, float(cut.segment.last - cut.segment.first)
         for c, column in enumerate(self._columns[i], self._counts[cut.segment]):
             if column.start in cut.states:
@@ -365,6 +368,8 @@ class _Program:
 
     def disconnected(self, values: FloatArray) -> list[_Cut]:
         """Cuts that forbid the columns of a solution that no path through its groups reaches."""
+        # Flow conservation also allows circles apart from the path, like the subtours of a
+        # travelling salesman. As there, they are cut off when they occur.
         cuts = []
         for i, start in enumerate(self.rest(values).starts):
             at = start
@@ -402,6 +407,8 @@ class _Program:
         for segment in self._segments[i]:
             chosen = self._chosen(values, segment)
             keys = {id(c): self._master.release(segment, c) for c in chosen}
+            # `_trail` takes the last first. The last group of forward is the first of backward, so
+            # what it keeps is freed soonest: those that keep most should be late.
             chosen.sort(key=lambda c: keys[id(c)], reverse=True)
             found += _trail(chosen, at)
             at = found[-1].end

@@ -36,6 +36,7 @@ def batched_min_plus(left: FloatArray, right: FloatArray) -> FloatArray:
 
 def power(base: Factor, exponent: int, product: Callable[[Factor, Factor], Factor]) -> Factor:
     """Power of a factor, with an exponent of at least 1, by repeated squaring."""
+    # Min-plus products are associative, too: a run of G groups takes at most 2 log2(G) of them.
     result: Factor | None = None
     square = base
     while exponent:
@@ -72,6 +73,8 @@ RunTables = tuple[tuple[BlockTable, int], ...]
 def alike_groups(run: Run, costs: Sequence[FloatArray]) -> tuple[tuple[int, int], ...]:
     """Representatives of consecutive groups with equal costs, and the number of groups of each."""
     groups = run.instances
+    # Prices of usage differ in the last group only (`UsageWeights`), so it may need a table of its
+    # own, and all others share one.
     inner, last = groups[min(1, len(groups) - 2)], groups[-1]
     if all(np.array_equal(costs[v], costs[w]) for v, w in zip(inner, last, strict=True)):
         return ((1, len(groups)),)
@@ -130,6 +133,7 @@ def write_choices(tables: RunTables, picks: Mapping[int, int], choice: IntArray)
     of_group = [part for part, (_, number) in enumerate(tables) for _ in range(number)]
     matrices = [part.as_batch()[around.matrix] for part, _ in tables]
     path = cheapest_path([matrices[part] for part in of_group], around.first, around.last)
+    # Groups that pass from the same state to the same state may choose alike: solved once.
     groups: dict[tuple[int, tuple[int, int]], list[int]] = {}
     for k, step in enumerate(pairwise(path)):
         groups.setdefault((of_group[k], step), []).append(k)

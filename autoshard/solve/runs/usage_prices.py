@@ -104,6 +104,8 @@ class UsageWeights:
         paid = np.concatenate([[0.0], np.cumsum(shares)])
         weights: FloatArray = paid[self._last] - paid[self._first]
         for node_array in self._places:
+            # Usage is at least 0, so with a smaller weight the weighted usage is still at most the
+            # peak.
             weights[node_array[:-1]] = weights[node_array[:-1]].min(axis=0)
         return np.maximum(weights, 0.0)
 
@@ -238,6 +240,8 @@ class UsageLagrangian:
         scale = float(np.abs(excess).max(initial=0.0))
         if scale <= SAME * self._problem.usage_limit:
             return np.zeros(excess.shape[1]), float(cost.min(initial=np.inf))
+        # With few cutting planes, the maximum may be unbounded: no choice known fits. So prices
+        # stay in a box, which grows while the optimum is at its edge.
         box = max(float(np.ptp(cost)), SAME) / scale
         for _ in range(_MAX_GROWTHS):
             prices, promised = best_prices(cost, excess, box)
@@ -260,6 +264,8 @@ class UsageLagrangian:
             if num_stalled > _MAX_STALLED or promised - reached <= small:
                 break
             best, before = self.padded(best), prices
+            # The optimum of few cutting planes jumps from one extreme to another; half of the way
+            # to it gives cutting planes near the best prices.
             prices = 0.5 * (target + best) if len(best) > 1 and best.any() else target
             # Evaluating the same prices again gives nothing new.
             same = len(before) == len(prices) and np.allclose(before, prices, rtol=SAME, atol=0)
@@ -307,6 +313,8 @@ class UsageLagrangian:
             if tight or np.allclose(mixed, known):
                 break
             shares = mixed
+        # A choice that fits costs at most `most`, and its Lagrangian value is not above its price.
+        # So a bound above `most` proves that there is none.
         if self.bound <= most:
             return True
         if tight:

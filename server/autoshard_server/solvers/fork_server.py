@@ -42,8 +42,9 @@ _PROGRAMS: Mapping[Program, Callable[[], None]] = {
     "parse": parsing.main,
 }
 
-NICENESS = 10
-"""Niceness of child processes (0 to 19; see nice(2))."""
+_NICENESS: Mapping[Program, int] = {"solve": 10, "parse": 4}
+"""Niceness of child processes (0 to 19; see nice(2)): a caller waits for what is parsed, so it does
+not take turns with solves."""
 
 
 class _ForkServer:
@@ -138,7 +139,7 @@ def _run(program: Program, environment: Mapping[str, str], streams: Sequence[int
     try:
         # A session of its own, so that the child can be killed with its children.
         os.setsid()
-        _lower_priority()
+        _lower_priority(_NICENESS[program])
         for target, stream in enumerate(streams):
             os.dup2(stream, target)
             os.close(stream)
@@ -154,12 +155,12 @@ def _run(program: Program, environment: Mapping[str, str], streams: Sequence[int
         os._exit(status)
 
 
-def _lower_priority() -> None:
+def _lower_priority(niceness: int) -> None:
     """Let the processes that answer requests go first."""
-    os.nice(NICENESS)
+    os.nice(niceness)
     # Outside of cgroups, Linux compares sessions instead of processes.
     with suppress(OSError):
-        Path("/proc/self/autogroup").write_text(str(NICENESS))
+        Path("/proc/self/autogroup").write_text(str(niceness))
 
 
 def _complete_models(base: type[BaseModel]) -> None:

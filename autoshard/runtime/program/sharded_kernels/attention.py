@@ -127,6 +127,7 @@ class _Attention(ShardedKernel):
         rows = query.shape[:-1]
         wide = widened(query[:0]).dtype
         largest = query.new_full((*rows, 1), -torch.inf, dtype=wide)
+        # One more column for the sums of exponentials, so that one collective reduces both.
         sums = query.new_zeros((*rows, value.shape[-1] + 1), dtype=wide)
         for block in self.blocks(query, key):
             weights = self.scores(query, key, mask, block)
@@ -136,6 +137,8 @@ class _Attention(ShardedKernel):
             into = sums[..., block.rows, :]
             into[..., :-1] = made.view(*weights.shape[:-1], -1)
             into[..., -1] = weights.sum(-1)
+        # Exponentials are relative to the maximum of this shard, and are rescaled to that of all
+        # (Milakov and Gimelshein). A copy is reduced, since that is in place.
         shift = _finite(self.statistics.largest(largest.clone()))
         sums = self.statistics.total(sums.mul_(largest.sub_(shift).exp_()))
         total = sums[..., -1:]
@@ -147,6 +150,8 @@ class _Attention(ShardedKernel):
     def backward(self, ctx: Any, gradient: torch.Tensor) -> Gradients:
         """Recompute the scores of each block, and their gradients."""
         query, key, value, mask, result, logarithms = ctx.saved_tensors
+        # The gradient of a softmax needs the sum over all keys of weights times their gradients. It
+        # equals this product, which every rank has, so that no collective is needed.
         inner = widened(gradient * result).sum(-1, keepdim=True)
         of_query = torch.zeros_like(query)
         of_key, of_value = (torch.zeros_like(t, dtype=inner.dtype) for t in (key, value))

@@ -295,6 +295,8 @@ class _Router:
             after = self._here(location)
             exchange = self._exchange(axis, targets[axis][present], sources[axis][after])
             if not exchanges:
+                # Rows may be read from the tokens in any order: so they are read as the first
+                # exchange sends them, and need not be ordered once more.
                 own_positions = own_positions[exchange.order]
                 exchange = replace(exchange, order=None)
             exchanges.append(exchange)

@@ -1,8 +1,9 @@
 """Convolutions, pooling and interpolation along sharded dims, with halo exchange.
 
 Along sharded dims an operator runs without padding on the shard extended by its halo: the edges
-that the neighbouring ranks send, see `autoshard.ops.rules.collectives.Halo`. The shard and the
-received edges are saved for backward, not the extended shard.
+that the neighbouring ranks send, see `autoshard.ops.rules.collectives.Halo` (as in GSPMD; Xu et
+al., arXiv:2105.04663). The shard and the received edges are saved for backward, not the extended
+shard.
 """
 
 from collections.abc import Callable, Sequence
@@ -118,6 +119,8 @@ class _Halo:
 
     def fold(self, gradient: torch.Tensor) -> torch.Tensor:
         """The gradient of a shard, from that of the extended shard, which is overwritten."""
+        # The other way round than forward: edges of a later dim contain the halo of earlier ones,
+        # which is folded only afterwards.
         for border in reversed(self.borders):
             dim, before, after = border.dim, border.before, border.after
             first, last = gradient.narrow(dim, 0, before), _last(gradient, dim, after)
@@ -185,7 +188,6 @@ def _check(local: LocalNode, border: _Border, ratio: tuple[int, int]) -> None:
 
 
 def _last(tensor: torch.Tensor, dim: int, count: int) -> torch.Tensor:
-    """The last elements of a dim."""
     return tensor.narrow(dim, tensor.shape[dim] - count, count)
 
 

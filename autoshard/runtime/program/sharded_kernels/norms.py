@@ -150,6 +150,8 @@ class _Norm(ShardedKernel):
         """Compute normalised values, mean and variance; the latter two have no gradient."""
         wide = widened(values)
         if self.centred:
+            # Two collectives, first of the mean: from one, of sums and sums of squares, the
+            # variance would be a difference of large numbers, of which few digits are left.
             mean = self.statistics.total(wide.sum(self.dims, keepdim=True)).div_(self.count)
             centred = wide - mean
         else:

@@ -29,7 +29,8 @@ from autoshard.graph.export.python_state.recording.calls import ModuleCall
 from autoshard.graph.export.python_state.recording.recorder import ModeReads, Recorder
 
 _MOST_MODES = 3
-"""Maximum number of modes of a module of which all combinations are tried."""
+"""Maximum number of modes of a module of which all combinations are tried: each doubles their
+number. A module with more depends on all of them."""
 
 _HERE = "."
 """First part of paths that begin at the module that is run."""

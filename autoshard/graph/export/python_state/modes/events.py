@@ -52,6 +52,8 @@ class _Numbers:
     def _of(self, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return (type(leaf), leaf)
+        # Numbers are negated, since ids are positive. A parameter that was not made here keeps its
+        # id.
         known = self._made.get(id(leaf))
         return ("tensor", id(leaf) if known is None else -known[0], leaf.shape, leaf.dtype)
 

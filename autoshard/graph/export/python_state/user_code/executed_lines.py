@@ -240,6 +240,8 @@ class ExecutedLines:
                 self._on_compiler()
                 return None
             if not is_user_code(code.co_filename):
+                # Without a trace function for its lines, code of libraries runs at its own speed.
+                # The code is kept, so that no other code gets its id.
                 self._skipped[id(code)] = code
                 return None
             self._lines[id(code)] = code, set()
