@@ -114,7 +114,7 @@ class Ranked:
 
 
 def _options(given: Mapping[str, Any]) -> PlanOptions:
-    return PlanOptions(optimizer="sgd", relative_gap=0.01, **given)
+    return PlanOptions(**{"optimizer": "sgd", "relative_gap": 0.01} | given)
 
 
 def _llama() -> nn.Module:

@@ -64,7 +64,7 @@ def test_an_unproven_plan_is_not_called_optimal() -> None:
     ],
 )
 def test_each_restriction_is_named(options: dict[str, object], words: str) -> None:
-    restricted = PlanOptions(**options, memory_budget=1 << 33, stages=2)
+    restricted = PlanOptions(**options | {"memory_budget": 1 << 33, "stages": 2})
     assert restrictions(restricted) == (words,)
     statement = certificate_statement(certificate(0.5), restricted, MESH)
     assert f"and obey {words}: none is faster" in statement

@@ -1,15 +1,21 @@
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 import jsonschema
 import pytest
+import torch
 from support.models import Planner, gpt2, meta
 
+from autoshard import parallelize
 from autoshard.checker import check_plan
 from autoshard.errors import PlanError
 from autoshard.plan import Plan, PlanOptions
 from autoshard.plan.schema import SCHEMA_PATH, plan_schema
 from autoshard.report import fold_parameters
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def test_a_plan_reads_back(megatron: Plan) -> None:
@@ -73,7 +79,7 @@ def test_plans_of_version_1_are_read(path: Path) -> None:
     after = json.loads(plan.to_json())
     for name, value in before["options"].items():
         kept = plan.options.value(name)
-        same = PlanOptions(runtime="other", **{name: value}).value(name)
+        same = PlanOptions(**{"runtime": "other"} | {name: value}).value(name)
         assert kept == same, name
     differing = {name for name in before if before[name] != after[name]}
     assert differing == {"version", "options"}
@@ -86,3 +92,9 @@ def test_a_plan_of_version_1_for_another_framework_is_not_applied() -> None:
     found = {path.stem: Plan.load(path).options.runtime.name for path in VERSION_1}
     assert found.pop("another_runtime") == "other"
     assert set(found.values()) == {"autoshard"}
+    foreign = Plan.load(VERSION_1[0])
+    assert VERSION_1[0].stem == "another_runtime"
+    assert "priced for other, not for autoshard's runtime" in foreign.summary().splitlines()[0]
+    assert "with other" in str(foreign)
+    with pytest.raises(PlanError, match=r"the plan is priced for other, .* runtime='autoshard'"):
+        parallelize(torch.nn.Linear(2, 2), foreign, cast("DeviceMesh", None))

@@ -131,10 +131,10 @@ def test_stages_without_a_plan_in_time_are_not_infeasible(
 def test_collectives_are_forbidden_on_axes_that_stages_have(graph: Graph) -> None:
     """An axis that is divided among the stages has no collectives."""
     forbidden = [{"kind": "all_reduce", "axis": "axis0"}, {"kind": "all_to_all", "axis": "axis1"}]
-    options = PlanOptions(**OPTIONS.given, forbid=forbidden)
+    options = PlanOptions(**OPTIONS.given | {"forbid": forbidden})
     plan = make_plan(graph, MESH, options)
     assert check_plan(plan, graph) == ()
     assert problem_size(graph, MESH, options).num_strategies > 0
-    wrong = PlanOptions(**OPTIONS.given, forbid=[{"kind": "all_reduce", "axis": "nobody"}])
+    wrong = PlanOptions(**OPTIONS.given | {"forbid": [{"kind": "all_reduce", "axis": "nobody"}]})
     with pytest.raises(OptionError, match="forbid names axis 'nobody'"):
         make_plan(graph, MESH, wrong)

@@ -136,7 +136,7 @@ def test_required_cuts_are_obeyed(graph: Graph) -> None:
 def test_with_given_cuts_no_rank_works_less_than_its_stages_at_best(graph: Graph) -> None:
     given = {"stages": 4, "stages_per_rank": 2, "micro_batches": 8, "schedule": "Interleaved1F1B"}
     mesh = make_mesh((2, 2), topology="h100-sxm")
-    plan = make_plan(graph, mesh, PlanOptions(**given, balance=(1, 1, 1, 1)))
+    plan = make_plan(graph, mesh, PlanOptions(**given | {"balance": (1, 1, 1, 1)}))
     assert plan.pipeline is not None
     bounds = [one.certificate.bound or 0.0 for one in plan.pipeline.stages]
     work = max(sum(bounds[stage] for stage in held) for held in plan.pipeline.ranks)
@@ -160,7 +160,7 @@ def test_memory_that_no_stage_fits_is_explained(graph: Graph) -> None:
 def test_two_stages_of_a_rank_share_its_memory() -> None:
     graph = graph_of(meta(residuals, layers=8))
     mesh, wanted = make_mesh((2, 2), topology="h100-sxm"), {"stages": 4, "micro_batches": 8}
-    options = PlanOptions(**wanted, schedule="ZBVZeroBubble")
+    options = PlanOptions(**wanted | {"schedule": "ZBVZeroBubble"})
     free = make_plan(graph, mesh, options)
     assert free.memory is not None
     budget = int(0.8 * free.memory.peak)

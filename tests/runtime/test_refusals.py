@@ -81,7 +81,7 @@ def plan_of(
 ) -> Plan:
     """The plan of a layer and a function of its result."""
     graph = load_graph(export_model(Calls(function), (X,)))
-    return make_plan(graph, slow_devices(a=2), PlanOptions(mode=mode, **options))
+    return make_plan(graph, slow_devices(a=2), PlanOptions(**{"mode": mode} | options))
 
 
 def plan_with_a_constant() -> Plan:
@@ -180,6 +180,7 @@ PLANNED: dict[str, tuple[str, ...]] = {
 
 OF_THE_MODEL = """
 runtime.checks.agreement: raised_on_all_ranks check_equal_weights
+runtime.checks.plan_runtime: check_runtime
 runtime.program.constants: check_held
 runtime.program.opaque: bind_module
 runtime.parallelize: parallelize _plans _only_stage

@@ -53,7 +53,7 @@ def optimal(graph: Graph, mesh: Mesh, **options: Any) -> Plan:
     otherwise every operator must be cut. (Alpa forbids idle ranks to products only.)
     """
     defaults = {"optimizer": "adam", "skip_fully_replicated": True}
-    plan = make_plan(graph, mesh, PlanOptions(**defaults, **options))
+    plan = make_plan(graph, mesh, PlanOptions(**defaults | options))
     assert plan.certificate.status is SolveStatus.OPTIMAL
     assert check_plan(plan, graph) == ()
     return plan

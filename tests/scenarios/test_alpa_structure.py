@@ -151,11 +151,13 @@ def test_a9_parameters_are_gathered_again_for_backward(mesh: tuple[int, int]) ->
         narrow(),
         alpa_mesh(*mesh),
         PlanOptions(
-            **CUT_AT_REST,
-            optimizer="adam",
-            skip_fully_replicated=True,
-            activation_checkpointing="never",
-            memory_budget=always.memory.peak,
+            **CUT_AT_REST
+            | {
+                "optimizer": "adam",
+                "skip_fully_replicated": True,
+                "activation_checkpointing": "never",
+                "memory_budget": always.memory.peak,
+            }
         ),
     )
     assert check_plan(tight) == ()

@@ -49,7 +49,7 @@ class Case:
             free = make_plan(graph, mesh, PlanOptions(**self.options))
             assert free.memory is not None
             budget = int(self.share * free.memory.peak)
-        options = PlanOptions(**self.options, memory_budget=budget)
+        options = PlanOptions(**self.options | {"memory_budget": budget})
         plan = make_plan(graph, mesh, options)
         assert plan.found, plan.reason
         assert check_plan(plan, graph) == ()

@@ -309,7 +309,7 @@ def check_evaluation(habit: Habit) -> None:
         make_plan(
             graph,
             slow_devices(**habit.axes),
-            PlanOptions(**options, cuts=cuts),
+            PlanOptions(**options | {"cuts": cuts}),
         )
         for cuts in (habit.options["cuts"], ("after:transformer.h.1",))
     )

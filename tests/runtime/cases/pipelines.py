@@ -43,7 +43,7 @@ class Trained:
     plan: Plan = field(init=False)
 
     def prepare(self) -> None:
-        options = PlanOptions(micro_batches=4, **self.options)
+        options = PlanOptions(**{"micro_batches": 4} | self.options)
         self.plan = make_plan(small_graph(self.build), slow_devices(**self.axes), options)
         assert self.plan.found, self.plan.reason
 
@@ -77,7 +77,7 @@ class Mixed(Trained):
         model, inputs = self.build()
         policy = MixedPrecision("float32", "float64")
         archive = export_model(model.double(), (), inputs, mixed_precision=policy)
-        options = PlanOptions(micro_batches=4, **self.options)
+        options = PlanOptions(**{"micro_batches": 4} | self.options)
         self.plan = make_plan(load_graph(archive), slow_devices(**self.axes), options)
         assert self.plan.found, self.plan.reason
         assert not check_plan(self.plan)
