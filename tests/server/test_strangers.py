@@ -246,3 +246,11 @@ def test_a_proxy_that_is_not_trusted_is_named_in_the_log(tmp_path: Any) -> None:
                 http.get("/version", headers={"X-Forwarded-For": "203.0.113.9"})
         (line,) = process.events("forwarded_headers_ignored")
         assert line["setting"] == "AUTOSHARD_FORWARDED_ALLOW_IPS"
+
+
+def test_problems_have_their_page_under_the_path_of_the_proxy(start_service: Any) -> None:
+    service = start_service(root_path="/plan")
+    for path in ("/v1/plans/x", "/plan/v1/plans/x"):
+        kind = service.http.get(path).json()["type"]
+        assert kind == "/plan/problems#request"
+    assert service.http.get(kind.partition("#")[0]).status_code == 200

@@ -1,6 +1,7 @@
 """Error handlers: the response to every error is a problem document."""
 
 from collections.abc import Iterable, Sequence
+from contextvars import ContextVar
 
 import structlog
 from fastapi import APIRouter, FastAPI, Request
@@ -20,6 +21,9 @@ from autoshard_server.problems import (
 )
 from autoshard_server.telemetry import limits_reached_total
 from autoshard_solver_cache import StoreUnavailableError
+
+root_path: ContextVar[str] = ContextVar("root_path", default="")
+"""Path at which a reverse proxy publishes the service; `type` of a problem is an address there."""
 
 _log = structlog.get_logger(__name__)
 
@@ -44,6 +48,7 @@ def problem_response(problem: dict[str, object], headers: dict[str, str] | None 
     status = int(str(problem["status"]))
     if "limit_name" in problem:
         limits_reached_total.labels(problem["limit_name"]).inc()
+    problem = {**problem, "type": f"{root_path.get()}{problem['type']}"}
     bound = structlog.contextvars.get_contextvars()
     if "request_id" in bound:
         problem = {**problem, "request_id": bound["request_id"]}

@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from autoshard.errors import InputError, MissingPackageError
 from autoshard_server.disconnection import CallerGoneError, calling
 from autoshard_server.http.deprecation import deprecation_headers
-from autoshard_server.http.errors import problem_response
+from autoshard_server.http.errors import problem_response, root_path
 from autoshard_server.problems import problem_of
 from autoshard_server.telemetry import request_seconds, requests_total
 from autoshard_solver_cache import StoreUnavailableError
@@ -88,6 +88,7 @@ class RootPath:
                 self._complete(MutableHeaders(scope=message))
             await send(message)
 
+        root_path.set(self._root)
         await self._app({**scope, "path": path, "root_path": self._root}, receive, send_with_root)
 
     def _complete(self, headers: MutableHeaders) -> None:
