@@ -6,11 +6,14 @@ executed.
 
 import ast
 import json
+import os
+import stat
 import zipfile
 from contextlib import suppress
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
+from uuid import uuid4
 
 from autoshard.errors import ArchiveError, InputError, MeshError, OptionError, PlanError
 
@@ -118,16 +121,31 @@ def read_file(path: Path, error: type[InputError], most: int | None = None) -> b
 
 
 def write_file(path: Path, content: str | bytes) -> None:
-    """Write a file.
+    """Write a file; what it contained before stays if that fails, such as on a full disk.
 
     Raises:
         OptionError: it cannot be written.
     """
     data = content.encode() if isinstance(content, str) else content
     try:
-        path.write_bytes(data)
+        is_special = path.exists() and not path.is_file()  # such as /dev/stdout
+        if is_special or not os.access(path.parent, os.W_OK):
+            path.write_bytes(data)
+        else:
+            _replace(Path(os.path.realpath(path)), data)
     except OSError as error:
         raise OptionError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def _replace(path: Path, data: bytes) -> None:
+    part = path.with_name(f".{uuid4().hex}.part")
+    try:
+        part.write_bytes(data)
+        if path.exists():
+            part.chmod(stat.S_IMODE(path.stat().st_mode))
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def check_is_file(path: Path, error: type[InputError]) -> None:

@@ -11,9 +11,9 @@ from support.other_files import OTHERS
 from torch import nn
 
 import autoshard
-from autoshard.base.files import kind_of
+from autoshard.base.files import kind_of, write_file
 from autoshard.client import Client
-from autoshard.errors import ArchiveError, PlanError
+from autoshard.errors import ArchiveError, OptionError, PlanError
 from autoshard.graph import export_model, load_graph, read_archive
 from autoshard.mesh import make_mesh
 from autoshard.plan import Plan
@@ -80,3 +80,25 @@ def test_damaged_archives_are_still_graphs(graph: bytes, tmp_path: Path) -> None
     with pytest.raises(ArchiveError, match=r"not a readable \.pt2 archive"):
         load_graph(path)
     assert kind_of(graph).name == "an exported graph"
+
+
+def test_a_file_is_whole_or_as_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "plan.json"
+    link = tmp_path / "link.json"
+    link.symlink_to(path)
+    write_file(link, "first")
+    path.chmod(0o640)
+    write_file(path, "second")
+    assert (link.read_text(), path.stat().st_mode & 0o777) == ("second", 0o640)
+    assert link.is_symlink()
+
+    def full(self: Path, data: bytes) -> int:
+        with self.open("wb") as file:
+            file.write(data[:2])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OptionError, match=r"cannot write .*plan\.json: No space left"):
+        write_file(path, "third")
+    assert path.read_text() == "second"
+    assert sorted(tmp_path.iterdir()) == [link, path]

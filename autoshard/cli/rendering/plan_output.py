@@ -1,6 +1,7 @@
 """The summary of a plan, as commands print it, and the commands that it names."""
 
 from pathlib import Path
+from shlex import quote
 
 from rich.text import Text
 
@@ -27,6 +28,7 @@ def _next_commands(plan: Plan, graph: Path | None, source: str | None) -> tuple[
         return ()
     if source is None:
         return ("add -o plan.json to keep the plan",)
-    commands = [f"autoshard show {source} --all"]
-    commands += [] if graph is None else [f"autoshard check {graph} {source}"]
-    return (*commands, f"autoshard launch --plan {source} train.py")
+    file = quote(source)
+    commands = [f"autoshard show {file} --all"]
+    commands += [] if graph is None else [f"autoshard check {quote(str(graph))} {file}"]
+    return (*commands, f"autoshard launch --plan {file} train.py")
