@@ -271,7 +271,10 @@ def _check_size(probe: Probe, values: Tensors) -> None:
     try:
         made = abstract([value.to("meta") for value in values])
     except NotImplementedError as error:
-        raise NotTriableError("the sizes of its outputs are not known before it runs") from error
+        raise NotTriableError(
+            "the shapes of its outputs depend on the values of its inputs, or are known only "
+            "after it has run"
+        ) from error
     if num_elements([o.shape for o in made]) > MAX_ELEMENTS:
         raise NotTriableError(f"its outputs have more than {MAX_ELEMENTS} elements")
 

@@ -66,7 +66,7 @@ CASES: dict[str, tuple[Tamper, str]] = {
         "option schedule asks for Interleaved1F1B",
     ),
     "another number of stages per rank than asked for": (
-        edit("options", "stages_per_rank", to=3),
+        edit("options", "pipeline", "stages_per_rank", to=3),
         "option stages_per_rank asks for 3, but the pipeline has 2",
     ),
     "a schedule that cannot run so": (
@@ -151,7 +151,7 @@ CASES: dict[str, tuple[Tamper, str]] = {
     "less waiting": (edit("costs", "idle", to=0.0), "waits"),
     "less memory": (edit("memory", "peak", to=1), "memory: peak is"),
     "a budget that the peak breaks": (
-        edit("options", "memory_budget", to=1),
+        edit("options", "memory", "budget", to=1),
         "is over the budget 1",
     ),
     "other collectives": (
