@@ -97,7 +97,7 @@ Import = Annotated[
 class OutputOptions:
     """Options about the form of the output."""
 
-    panel: ClassVar[str] = "OutputOptions"
+    panel: ClassVar[str] = "Output"
     format: Annotated[
         Format,
         typer.Option(help="Form of the output; CSV and JSON have all rows, in seconds and bytes."),

@@ -20,19 +20,14 @@ from autoshard.errors import InputError, OptionError
 from autoshard.plan import PlanOptions
 from autoshard.plan.options import (
     ConstraintOptions,
+    Pins,
     RuntimeOptions,
     TrainingOptions,
     declared,
     option_groups,
 )
 
-_PIN_KINDS = {
-    "input": "inputs",
-    "output": "outputs",
-    "parameter": "parameters",
-    "buffer": "buffers",
-    "node": "nodes",
-}
+_PIN_KINDS = {table.removesuffix("s"): table for table in Pins.model_fields}
 
 
 _STORED_AS = Annotated[

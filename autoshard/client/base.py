@@ -1,4 +1,4 @@
-"""What both clients have in common: construction, and results that are computed from plans."""
+"""Base class of both clients: construction, and results that are computed from plans."""
 
 from collections.abc import Callable
 from pathlib import Path

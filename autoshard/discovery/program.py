@@ -187,7 +187,7 @@ def _refusal(call: Call) -> str:
     if packet.startswith("_"):
         return "internal ATen operators do not check their arguments well enough to be tried"
     for name, value in call.arguments:
-        # Such as the degree of a polynomial, which is computed by a loop.
+        # Such as the degree of a polynomial, which is computed by a loop. NaN is none below it.
         if any(not abs(number) <= _LARGEST_SIZE for number in floats_in(value)):
             return f"its {name!r} of {value} may need too much time"
         if prod(max(abs(i), 1) for i in integers_in(value)) > _LARGEST_SIZE:

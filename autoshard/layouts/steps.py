@@ -147,7 +147,7 @@ class Pricer(Protocol):
 
 
 class Charge(NamedTuple):
-    """What a resharding is charged of the collectives that it takes part in.
+    """Share of its collectives that a resharding is charged: of a bucket, and of what is exposed.
 
     Attributes:
         fill_factor: bytes of a full bucket relative to the tensor's, if a step is bucketable; the

@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 
 from autoshard.cli import ExitCode
 from autoshard.cli.main import COMMANDS
+from autoshard.plan.options import option_groups
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -165,3 +166,10 @@ def test_a_taken_port_is_a_plain_error(host: str) -> None:
         result = autoshard("serve", "--host", host, "--port", port)
     assert result.exit_code == 1
     assert f"error: cannot listen on {host}:{port}: Address already in use" in result.output
+
+
+def test_options_are_listed_under_headings() -> None:
+    groups = [kind.title for kind in option_groups().values()]
+    found = re.findall(r"╭─ ([^─]+) ─", autoshard("plan", "--help").output)
+    headings = ["Arguments", "Options", *groups, "The model's own operators", "Service and cache"]
+    assert found == [*headings, "Output"]

@@ -1,4 +1,4 @@
-"""What the passes share: new nodes and values, renamed references, typed access to arguments."""
+"""Tools that the passes share: new nodes and values, renamed references, typed arguments."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar

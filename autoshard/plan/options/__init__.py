@@ -36,7 +36,6 @@ if TYPE_CHECKING:
         PlanOptions,
         option_groups,
         to_options,
-        validate_options,
     )
     from autoshard.plan.options.runtime import (
         OWN_RUNTIME,
@@ -87,5 +86,4 @@ __all__ = [
     "option_groups",
     "runtime_profiles",
     "to_options",
-    "validate_options",
 ]

@@ -1,4 +1,4 @@
-"""Base class of groups of options, and what else the declaration of an option says."""
+"""Base class of groups of options; keyword, flags and help of an option."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, cast
@@ -16,7 +16,7 @@ Patterns = Annotated[tuple[Pattern, ...], Field(max_length=1024, fail_fast=True)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Declared:
-    """What the declaration of an option says in addition to its field.
+    """Keyword, flags and help of an option, where its field does not say them.
 
     Attributes:
         keyword: its name among those of all groups, in Python and in messages; that of the field
@@ -33,7 +33,7 @@ class Declared:
 
 
 def declared(field: FieldInfo) -> Declared:
-    """What the declaration of an option says in addition to its field."""
+    """Keyword, flags and help of an option, from the annotation of its field."""
     return next((one for one in field.metadata if isinstance(one, Declared)), Declared())
 
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from pydantic import (
     Field,
     ModelWrapValidatorHandler,
-    ValidationError,
     ValidationInfo,
     model_validator,
 )
@@ -18,7 +17,6 @@ from autoshard.plan.options.constraints import ConstraintOptions
 from autoshard.plan.options.group import (
     FrozenOptions,
     OptionGroup,
-    option_error,
     unknown_option,
 )
 from autoshard.plan.options.memory import MemoryOptions
@@ -246,15 +244,3 @@ def grouped_document(given: Mapping[str, Any]) -> dict[str, Any]:
         else:
             raise unknown_option(name, list(PlanOptions.keywords()))
     return found
-
-
-def validate_options(document: Mapping[str, Any]) -> PlanOptions:
-    """Check planning options.
-
-    Raises:
-        OptionError: one of them is invalid; the message names the first.
-    """
-    try:
-        return PlanOptions.model_validate(document)
-    except ValidationError as error:
-        raise option_error(error, PlanOptions) from None

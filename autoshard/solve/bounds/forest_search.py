@@ -459,7 +459,8 @@ def _best_subset(changes: _Changes, effort: Effort) -> BoolArray | None:
     None if no subset lowers the price.
     """
     prices, usage = changes.prices, changes.usage
-    # A component that costs more, but frees usage, may make room for one that gains.
+    # A component that costs more, but uses less of the capacity, may make room for one that
+    # lowers the price.
     frees = (usage < 0).any(axis=1)
     useful = np.flatnonzero(np.isfinite(prices) & ((prices < 0) | frees))
     if not (prices[useful] < 0).any():

@@ -1,4 +1,4 @@
-"""Throttle of invalid keys: a caller who sends many is told to wait."""
+"""Rate limit of invalid API keys, by the address that sends them."""
 
 import ipaddress
 from threading import Lock

@@ -4,7 +4,6 @@ import asyncio
 from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 
 from autoshard_server.problems import ProblemType, ServerError, limit_error
 from autoshard_server.settings import Settings
@@ -13,12 +12,6 @@ RESERVE = 1
 """Parsers in addition to the others, for projects of which nothing is being read."""
 
 _RETRY = {"Retry-After": "2"}
-
-
-@dataclass(eq=False, slots=True)
-class _Waiter:
-    future: asyncio.Future[None]
-    nbytes: int
 
 
 class ParseQueue:
@@ -35,7 +28,7 @@ class ParseQueue:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._running: Counter[str] = Counter()
-        self._waiting: OrderedDict[str, deque[_Waiter]] = OrderedDict()
+        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
         self._bytes: Counter[str] = Counter()
 
     @asynccontextmanager
@@ -52,18 +45,14 @@ class ParseQueue:
         self._check(project, nbytes)
         self._bytes[project] += nbytes
         try:
-            await self._wait(project, nbytes)
+            await self._wait(project)
             try:
                 yield
             finally:
-                self._running[project] -= 1
-                if not self._running[project]:
-                    del self._running[project]
+                _take(self._running, project, 1)
                 self._grant()
         finally:
-            self._bytes[project] -= nbytes
-            if not self._bytes[project]:
-                del self._bytes[project]
+            _take(self._bytes, project, nbytes)
 
     def _check(self, project: str, nbytes: int) -> None:
         settings = self._settings
@@ -80,23 +69,23 @@ class ParseQueue:
             detail = f"{everyone} graphs or plans wait to be read"
             raise _refused(detail, "max_parses", settings.max_parses)
 
-    async def _wait(self, project: str, nbytes: int) -> None:
+    async def _wait(self, project: str) -> None:
         """Wait until a parser is free for the project; then it is counted as running."""
-        waiter = _Waiter(asyncio.get_running_loop().create_future(), nbytes)
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(project, deque()).append(waiter)
         self._grant()
         try:
-            await waiter.future
+            await waiter
         except asyncio.CancelledError:
-            if waiter.future.done() and not waiter.future.cancelled():
+            if waiter.done() and not waiter.cancelled():
                 # It had just got its turn.
-                self._running[project] -= 1
+                _take(self._running, project, 1)
             else:
                 self._remove(project, waiter)
             self._grant()
             raise
 
-    def _remove(self, project: str, waiter: _Waiter) -> None:
+    def _remove(self, project: str, waiter: asyncio.Future[None]) -> None:
         line = self._waiting[project]
         line.remove(waiter)
         if not line:
@@ -112,7 +101,7 @@ class ParseQueue:
             else:
                 del self._waiting[project]
             self._running[project] += 1
-            waiter.future.set_result(None)
+            waiter.set_result(None)
 
     def _next(self) -> str | None:
         free = self._settings.num_parsers - self._running.total()
@@ -121,6 +110,13 @@ class ParseQueue:
         if free <= -RESERVE:
             return None
         return next((name for name in self._waiting if not self._running[name]), None)
+
+
+def _take(counts: Counter[str], project: str, number: int) -> None:
+    """Lower a project's count, and forget the project at zero: there may be many over time."""
+    counts[project] -= number
+    if not counts[project]:
+        del counts[project]
 
 
 def _refused(detail: str, setting: str, limit: int) -> ServerError:

@@ -13,6 +13,7 @@ from autoshard_server.callers import Caller
 from autoshard_server.problems import ProblemType, limit_error
 from autoshard_server.projects import DEFAULT_PROJECT
 from autoshard_server.store.expiry import delete_expired
+from autoshard_server.store.quotas import has_at_least
 from autoshard_server.store.tables import idempotency_keys as keys
 from autoshard_solver_cache import never, reader
 
@@ -110,9 +111,8 @@ class IdempotencyStore:
         return delete_expired(self._engine, keys, keys.c.created_at, before, is_over=is_over)
 
     def _check_number(self, connection: Connection, caller: Caller) -> None:
-        # Read up to the limit only, in an index.
         of_caller = select(keys.c.caller).where(keys.c.caller == (caller.name or ""))
-        if connection.execute(of_caller.offset(self._most - 1).limit(1)).first() is not None:
+        if has_at_least(connection, of_caller, self._most):
             raise limit_error(
                 ProblemType.TOO_MANY_JOBS,
                 f"your key has sent {self._most:,} Idempotency-Keys within {LIFETIME / 3600:g} "

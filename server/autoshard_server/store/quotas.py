@@ -3,8 +3,9 @@
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, func, select
+from sqlalchemy import ColumnElement, Connection, Select, func, select
 
 from autoshard_server.problems import ProblemType, ServerError, limit_error
 from autoshard_server.store.jobs import JobState
@@ -109,9 +110,7 @@ def check_records(connection: Connection, project: str, limit: int) -> None:
     of_project = (audit_events.c.project == project) & (
         audit_events.c.created_at > time.time() - DAY
     )
-    # Read up to the limit only, in an index.
-    times = select(audit_events.c.created_at).where(of_project)
-    if connection.execute(times.offset(limit - 1).limit(1)).first() is not None:
+    if has_at_least(connection, select(audit_events.c.created_at).where(of_project), limit):
         raise limit_error(
             ProblemType.TOO_MANY_JOBS,
             f"your project has submitted, stored or deleted {limit:,} things within a day; retry "
@@ -120,6 +119,17 @@ def check_records(connection: Connection, project: str, limit: int) -> None:
             limit,
             headers={"Retry-After": "600"},
         )
+
+
+def has_at_least(connection: Connection, rows: Select[Any], number: int) -> bool:
+    """True if there are at least so many rows; reads no more of them than that.
+
+    Args:
+        connection: of a transaction.
+        rows: a query that an index answers.
+        number: of rows, one or more.
+    """
+    return connection.execute(rows.offset(number - 1).limit(1)).first() is not None
 
 
 def is_caller(name: str | None) -> ColumnElement[bool]:
