@@ -11,8 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import count
 from pathlib import Path
-from threading import Lock, Thread
+from threading import Event, Lock, Thread
 from typing import Any, Self
 
 import httpx2
@@ -32,6 +33,7 @@ LEASE = 4.0
 _START_TIMEOUT = 120.0
 _REQUEST_TIMEOUT = 60.0
 _POLL = 0.2
+_HEALTH_PERIOD = 0.5
 
 
 class _Mlp(torch.nn.Module):
@@ -159,6 +161,50 @@ def _environment(url: str, settings: Mapping[str, object]) -> dict[str, str]:
     special = {name: str(value) for name, value in given.items() if name.isupper()}
     renamed = {f"AUTOSHARD_{n.upper()}": str(v) for n, v in given.items() if not n.isupper()}
     return {**renamed, **special}
+
+
+class Balancer:
+    """Sends each request to the next of the servers that are ready, as a load balancer does."""
+
+    def __init__(self) -> None:
+        self._servers: list[Service] = []
+        self._ready: list[str] = []
+        self._numbers = count()
+
+    @contextmanager
+    def balancing(self, servers: Sequence[Service]) -> Iterator[None]:
+        """Ask servers every half second whether they are ready, within a `with` block."""
+        is_over = Event()
+        for server in servers:
+            self.add(server)
+
+        def check() -> None:
+            while not is_over.wait(_HEALTH_PERIOD):
+                self._ready = [s.address for s in self._servers if _is_ready(s.address)]
+
+        checker = Thread(target=check)
+        checker.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            checker.join()
+
+    def add(self, server: Service) -> None:
+        """Add a server that is ready."""
+        self._servers.append(server)
+        self._ready = [*self._ready, server.address]
+
+    def choose(self) -> str:
+        """Address of a server that was ready at the last check."""
+        ready = self._ready
+        return ready[next(self._numbers) % len(ready)]
+
+
+def _is_ready(address: str) -> bool:
+    with suppress(httpx2.TransportError):
+        return httpx2.get(f"{address}/readyz", timeout=_REQUEST_TIMEOUT).is_success
+    return False
 
 
 @dataclass

@@ -59,6 +59,16 @@ class Cluster:
         """Stop it; `immediate` does so without a shutdown, as in a crash."""
         self._run("pg_ctl", "-D", str(self.folder / "data"), "-w", "-m", mode, "stop")
 
+    def become_standby(self) -> None:
+        """Restart as a standby, which answers queries and refuses to write."""
+        self.stop()
+        self._run("touch", str(self.folder / "data" / "standby.signal"))
+        self.start()
+
+    def promote(self) -> None:
+        """End the standby: it accepts writes again."""
+        self._run("pg_ctl", "-D", str(self.folder / "data"), "-w", "promote")
+
     def create_database(self) -> str:
         """Create an empty database; return its SQLAlchemy URL."""
         name = f"autoshard_{next(self._numbers)}"
@@ -74,7 +84,8 @@ class Cluster:
         return f"host={self.folder} user=autoshard dbname={database}"
 
     def _run(self, program: str, *arguments: str) -> None:
-        command = [str(self.binaries / program), *arguments]
+        own = self.binaries / program
+        command = [str(own) if own.exists() else program, *arguments]
         with Path(os.devnull).open("w") as nowhere:
             subprocess.run(  # noqa: S603  a constant command
                 command, check=True, user=self.user, stdout=nowhere, cwd=self.folder

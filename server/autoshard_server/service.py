@@ -176,7 +176,7 @@ class Service:
         if known is None:
             rules = query.fields["rules"]
             described = await self.describe(project, query.graph_sha256, graph, rules=rules)
-            known = query.plan_id(described.identity)
+            known = await self.in_thread(partial(query.plan_id, described.identity))
             await self._write(project, _QUERIES, query.digest, known.encode())
         return await self.run(query.task(known, graph, validate_only=validate_only), caller)
 

@@ -30,7 +30,7 @@ JSON = "application/json"
 _PARTS = ("graph", "request")
 _WAIT = re.compile(r"(?:^|[,;\s])wait\s*=\s*\"?(\d+)\"?(?=$|[,;\s])", re.IGNORECASE)
 
-_QUICK_BYTES = 4096
+QUICK_BYTES = 4096
 """JSON that is validated at once; that of usual requests is shorter."""
 
 
@@ -131,7 +131,7 @@ async def parse_json(
     """
     check_values(text, settings)
     deprecated: dict[str, str] = {}
-    if len(text) <= _QUICK_BYTES:
+    if len(text) <= QUICK_BYTES:
         found = parse(model, text, where, deprecated)
     else:
         found = await anyio.to_thread.run_sync(partial(parse, model, text, where, deprecated))

@@ -11,7 +11,6 @@ from fastapi import APIRouter, Query, Request, Response
 from autoshard import exports
 from autoshard.plan import Plan
 from autoshard.plan.options import MIN_EXPRESSED
-from autoshard.plan.options.restrictions import pins_by_kind
 from autoshard.planner import Explanation
 from autoshard.report import PlanDifference
 from autoshard.requests.results import Validation
@@ -22,12 +21,14 @@ from autoshard_server.http.paging import PagingParameter
 from autoshard_server.http.parameters import (
     JSON,
     MULTIPART_FORM,
+    QUICK_BYTES,
     PlanId,
     ServiceParameter,
     media_type,
     parse_json,
     read_bytes,
     read_json,
+    read_text,
     read_upload,
 )
 from autoshard_server.http.specification import (
@@ -63,8 +64,6 @@ from autoshard_server.store.jobs import JobKind
 router = APIRouter(tags=["plans"])
 
 _MAX_EXPLANATION = 600.0
-_QUICK_PINS = 32
-"""Largest number of pins of a request whose digest is made at once, without a thread."""
 _TEXT = "text/plain"
 
 _TRACE = {
@@ -107,7 +106,7 @@ async def create_plan(request: Request, service: ServiceParameter, caller: Plann
     the plan. Equal requests share one job.
     """
     submitted, sha256, graph, text = await _read_request(request, service)
-    query = await _query(service, caller, submitted, sha256)
+    query = await _query(service, caller, submitted, sha256, len(text))
     validate_only = submitted.validate_only
     run = partial(service.plan, query, graph, caller, validate_only=validate_only)
     found = await run_once(request, service, caller, sha256.encode() + text, run)
@@ -133,8 +132,9 @@ async def look_up_plan(
     request: Request, service: ServiceParameter, caller: Reader, response: Response
 ) -> KnownPlan:
     """Find the plan of an earlier request, without sending the graph again."""
-    submitted = await read_json(request, LookUpPlanRequest, service.settings)
-    query = await _query(service, caller, submitted, submitted.graph_sha256)
+    text = await read_text(request, service.settings, "max_request_bytes")
+    submitted = await parse_json(request, LookUpPlanRequest, text, "body", service.settings)
+    query = await _query(service, caller, submitted, submitted.graph_sha256, len(text))
     found = await service.look_up(caller.project, query)
     response.headers["Content-Location"] = f"/v1/plans/{found}"
     return KnownPlan(id=found)
@@ -346,9 +346,9 @@ async def summarise_plan(
 
 
 async def _query(
-    service: Service, caller: Caller, submitted: PlanRequestBody, sha256: str
+    service: Service, caller: Caller, submitted: PlanRequestBody, sha256: str, num_bytes: int
 ) -> PlanQuery:
-    """The query of a request, with its digest; made in a thread if that may take long."""
+    """The query of a request of some bytes, with its digest; in a thread if that may take long."""
     topology = await service.stored_topology(caller.project, topology_name(submitted.mesh))
 
     def make() -> PlanQuery:
@@ -356,10 +356,8 @@ async def _query(
         _ = query.digest
         return query
 
-    pins = submitted.options.constraints.pins
-    num_pins = sum(len(table) for _, table in pins_by_kind(pins))
     is_quick = not (topology or submitted.rules or submitted.mesh.is_document)
-    is_quick = is_quick and num_pins <= _QUICK_PINS
+    is_quick = is_quick and num_bytes <= QUICK_BYTES
     return make() if is_quick else await service.in_thread(make)
 
 
