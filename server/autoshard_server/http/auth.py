@@ -15,7 +15,10 @@ from fastapi import Depends, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
 from autoshard_server.callers import ANONYMOUS, Caller, Scope
-from autoshard_server.http.parameters import refuse_unknown_parameters
+from autoshard_server.http.parameters import (
+    refuse_other_media_types,
+    refuse_unknown_parameters,
+)
 from autoshard_server.http.throttle import Throttle
 from autoshard_server.problems import ProblemType, ServerError
 from autoshard_server.settings import Settings
@@ -164,6 +167,7 @@ def _requires(scope: Scope) -> Callable[..., Coroutine[Any, Any, Caller]]:
                 headers={"WWW-Authenticate": f'Bearer error="insufficient_scope", scope="{scope}"'},
             )
         refuse_unknown_parameters(request)
+        refuse_other_media_types(request)
         return caller
 
     return allowed

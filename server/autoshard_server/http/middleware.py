@@ -108,8 +108,10 @@ class HeadRequests:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection (ASGI)."""
         # The protocol, which has its own scope, drops the body.
-        is_head = scope["type"] == "http" and scope["method"] == "HEAD"
-        await self._app({**scope, "method": "GET"} if is_head else scope, receive, send)
+        if scope["type"] == "http" and scope["method"] == "HEAD":
+            scope = {**scope, "method": "GET"}
+            scope["state"]["is_head"] = True
+        await self._app(scope, receive, send)
 
 
 class WeakTags:

@@ -26,6 +26,7 @@ _Model = TypeVar("_Model", bound=BaseModel)
 
 MULTIPART_FORM = "multipart/form-data"
 JSON = "application/json"
+BYTES = "application/octet-stream"
 
 _PARTS = ("graph", "request")
 _WAIT = re.compile(r"(?:^|[,;\s])wait\s*=\s*\"?(\d+)\"?(?=$|[,;\s])", re.IGNORECASE)
@@ -82,13 +83,11 @@ async def read_json(request: Request, model: type[_Model], settings: Settings) -
 
 
 async def read_text(request: Request, settings: Settings, limit_name: str) -> bytes:
-    """The body of a request with Content-Type application/json, unparsed.
+    """The body of a request as JSON, unparsed.
 
     Raises:
-        ServerError: it has another type, or is larger than the named limit.
+        ServerError: it is larger than the named limit, or has too many values.
     """
-    if media_type(request) != JSON:
-        raise ServerError(ProblemType.MEDIA_TYPE, f"send {JSON}")
     text = await read_bytes(request, settings, limit_name)
     check_values(text, settings)
     return text
@@ -116,9 +115,12 @@ async def read_bytes(request: Request, settings: Settings, limit_name: str) -> b
 
 
 def media_type(request: Request) -> str:
-    """The Content-Type, in lower case and without parameters."""
-    value: str = request.headers.get("content-type", "")
-    return value.partition(";")[0].strip().lower()
+    """The Content-Type, in lower case and without parameters; that of bytes without one.
+
+    A sender that names none may mean bytes (RFC 9110, section 8.3), as `curl -T` does.
+    """
+    value: str = ",".join(request.headers.getlist("content-type"))
+    return value.partition(";")[0].strip().lower() or BYTES
 
 
 async def parse_json(
@@ -185,8 +187,10 @@ def refuse_unknown_parameters(request: Request) -> None:
     dependant = getattr(route, "dependant", None)
     if not request.query_params or dependant is None:
         return
+    others = params.Path | params.Header | params.Cookie
     fields = get_flat_params(dependant)
-    known = {field.alias for field in fields if isinstance(field.field_info, params.Query)}
+    # Those that are members of a model have no class of their own.
+    known = {field.alias for field in fields if not isinstance(field.field_info, others)}
     unknown = sorted(request.query_params.keys() - known)
     if unknown:
         detail = f"the parameters are {', '.join(sorted(known)) or 'none'}"
@@ -195,6 +199,25 @@ def refuse_unknown_parameters(request: Request) -> None:
             ProblemType.REQUEST,
             f"there is no parameter {unknown[0]!r} of the query: {detail}",
             extensions={"errors": found},
+        )
+
+
+def refuse_other_media_types(request: Request) -> None:
+    """Refuse a body of a type that the route does not list in the specification.
+
+    Raises:
+        ServerError: MEDIA_TYPE, with the types that it takes.
+    """
+    extra = getattr(request.scope.get("route"), "openapi_extra", None) or {}
+    accepted = list(extra.get("requestBody", {}).get("content", ()))
+    kind = media_type(request)
+    if accepted and kind not in accepted:
+        given = f"is {kind!r}" if "content-type" in request.headers else "is missing"
+        raise ServerError(
+            ProblemType.MEDIA_TYPE,
+            f"the Content-Type {given}; send {' or '.join(accepted)}",
+            headers={"Accept": ", ".join(accepted)},
+            extensions={"accepted": accepted},
         )
 
 
