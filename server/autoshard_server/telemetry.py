@@ -123,6 +123,12 @@ def job_span(name: str, carrier: Mapping[str, str]) -> Iterator[None]:
         yield
 
 
+def trace_id() -> dict[str, str]:
+    """The field `trace_id` of log lines; empty if nothing is traced."""
+    context = trace.get_current_span().get_span_context()
+    return {"trace_id": f"{context.trace_id:032x}"} if context.is_valid else {}
+
+
 def trace_context() -> dict[str, str]:
     """The current trace context, which is stored with a job."""
     carrier: dict[str, str] = {}

@@ -157,8 +157,8 @@ def _requires(scope: Scope) -> Callable[..., Coroutine[Any, Any, Caller]]:
         authenticator: Authenticator = request.app.state.authenticator
         token = None if credentials is None else credentials.credentials
         caller = await authenticator.caller(request, token)
-        if caller.name is not None:
-            structlog.contextvars.bind_contextvars(caller=caller.name, project=caller.project)
+        named = {} if caller.name is None else {"caller": caller.name}
+        structlog.contextvars.bind_contextvars(project=caller.project, **named)
         if scope not in caller.scopes:
             raise ServerError(
                 ProblemType.FORBIDDEN,

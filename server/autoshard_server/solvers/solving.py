@@ -119,6 +119,7 @@ def solve(
 
 def _plan(task: _Task) -> tuple[bytes, bool]:
     graph = task.graph()
+    task.report({"phase": "formulate"})
     mesh, options = task.mesh_and_options()
     if plan_id(graph, mesh, options) != task.request["plan_id"]:
         raise _other_release()
@@ -135,13 +136,16 @@ def _plan(task: _Task) -> tuple[bytes, bool]:
 
 def _validate(task: _Task) -> tuple[bytes, bool]:
     mesh, options = task.mesh_and_options()
+    graph = task.graph()
     task.report({"phase": "formulate"})
-    made, is_final = running.validate(task.graph(), mesh, options, task.resources)
+    made, is_final = running.validate(graph, mesh, options, task.resources)
     return made.model_dump_json().encode(), is_final
 
 
 def _coverage(task: _Task) -> tuple[bytes, bool]:
-    made, is_final = running.coverage(task.graph(), task.request["axis_sizes"], task.resources)
+    graph = task.graph()
+    task.report({"phase": "list operators"})
+    made, is_final = running.coverage(graph, task.request["axis_sizes"], task.resources)
     return made.model_dump_json().encode(), is_final
 
 
@@ -163,8 +167,10 @@ def _search(task: _Task) -> tuple[bytes, bool]:
         # `put` does not raise if the cache fails.
         return plans.get(made.id) is not None
 
+    graph = task.graph()
+    task.report({"phase": "plan meshes"})
     found, is_final = running.search(
-        task.graph(),
+        graph,
         task.request["num_devices"],
         topology=topology_from_json(json.dumps(task.request["topology"])),
         max_axes=task.request["max_axes"],

@@ -238,11 +238,11 @@ def routes_with_bodies() -> list[tuple[str, str, list[str]]]:
 
 @pytest.mark.parametrize(("method", "path", "accepted"), routes_with_bodies())
 def test_another_media_type(service: Any, method: str, path: str, accepted: list[str]) -> None:
-    for given in ("text/plain", "application/x-www-form-urlencoded", "json", "", None, "a, b"):
+    for kind in ("text/plain", "application/x-www-form-urlencoded", "json", "", None, "a, b"):
         # What has no type counts as bytes, which `curl -T` sends so.
-        if not given and "application/octet-stream" in accepted:
+        if not kind and "application/octet-stream" in accepted:
             continue
-        headers = {} if given is None else {"Content-Type": given}
+        headers = {} if kind is None else {"Content-Type": kind}
         response = service.http.request(method, path, content=b"{}", headers=headers)
         problem = expect_problem(response, 415, "media-type", *accepted)
         assert problem["accepted"] == accepted

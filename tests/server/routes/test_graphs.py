@@ -240,7 +240,7 @@ def test_explaining_with_get_is_deprecated_and_goes_on(service: Any, plan: Plan)
     old = service.http.get(path, params=query)
     assert (old.status_code, old.content) == (200, new.content)
     assert old.headers["Link"] == f'</v1/plans/{plan.id}:explain>; rel="successor-version"'
-    assert {"Deprecation", "Sunset"} <= set(old.headers)
+    assert {"deprecation", "sunset"} <= set(old.headers)
     assert "Deprecation" not in new.headers
     assert service.http.get(path, params={**query, "valeu": 1}).status_code == 422
     # It would submit a job, and tell nothing.
