@@ -498,9 +498,12 @@ def _check_solving(options: PlanOptions, settings: Settings) -> None:
 def _check_time_limit(seconds: float, settings: Settings) -> None:
     limit = settings.max_time_limit
     if seconds > limit:
-        raise OptionError(
-            f"time_limit is {seconds:g} seconds, but this service allows "
-            f"{limit:g}; use a smaller one, or raise AUTOSHARD_MAX_TIME_LIMIT"
+        raise limit_error(
+            ProblemType.OPTIONS,
+            f"time_limit is {seconds:g} seconds, but this service allows {limit:g}; use a smaller "
+            "one, or raise the limit",
+            "max_time_limit",
+            limit,
         )
 
 

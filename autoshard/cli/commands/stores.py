@@ -221,6 +221,10 @@ def create(
             raise InputError(f"unknown scope {unknown[0]!r}; choose from {', '.join(Scope)}")
         if not 1 <= len(name) <= _MAX_NAME:
             raise InputError(f"the name has {len(name)} characters; give 1 to {_MAX_NAME}")
+        if not name.isprintable():
+            raise InputError(
+                f"the name {name!r} has characters that cannot be seen; leave them out"
+            )
         if not is_project_name(project):
             raise InputError(
                 f"the project {project!r} has no valid name; give up to 32 lower-case letters, "

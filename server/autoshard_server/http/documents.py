@@ -43,7 +43,7 @@ class ProblemDetails(BaseModel):
     )
     errors: list[FieldProblem] | None = Field(default=None, description="each wrong field")
     accepted: list[str] | None = Field(default=None, description="media types of the route's body")
-    limit: int | None = Field(default=None, description="the limit that was exceeded")
+    limit: float | None = Field(default=None, description="the limit that was exceeded")
     limit_name: str | None = Field(default=None, description="the setting of the limit")
 
 

@@ -101,18 +101,27 @@ class RootPath:
 
 
 class HeadRequests:
-    """Serves HEAD where GET is served: the same, and the body is not sent."""
+    """Serves HEAD where GET is served: the same header, at which the response ends.
+
+    Otherwise a stream of events, whose body is not sent, would last until its job is finished.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection (ASGI)."""
-        # The protocol, which has its own scope, drops the body.
-        if scope["type"] == "http" and scope["method"] == "HEAD":
-            scope = {**scope, "method": "GET"}
-            scope["state"]["is_head"] = True
-        await self._app(scope, receive, send)
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_head(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                await send(message)
+                await send({"type": "http.response.body"})
+
+        scope["state"]["is_head"] = True
+        await self._app({**scope, "method": "GET"}, receive, send_head)
 
 
 class WeakTags:

@@ -1,10 +1,12 @@
 """Parameters of routes: paths, pages, bodies and headers."""
 
+import json
 import re
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from io import BytesIO
-from typing import Annotated, TypeVar, cast
+from typing import Annotated, Any, TypeVar, cast, get_args, get_origin
 
 import anyio.to_thread
 from fastapi import Depends, Path, params
@@ -165,7 +167,7 @@ def parse(model: type[_Model], text: bytes, where: str, deprecated: dict[str, st
         ServerError: REQUEST, with a pointer to each error.
     """
     try:
-        return model.model_validate_json(text, context=deprecated)
+        read = model.model_validate_json(text, context=deprecated)
     except ValidationError as error:
         found = [{"pointer": _pointer(e["loc"]), "detail": e["msg"]} for e in listed_errors(error)]
         many = {"pointer": "", "detail": f"{error.error_count():,} errors, too many to list"}
@@ -175,10 +177,32 @@ def parse(model: type[_Model], text: bytes, where: str, deprecated: dict[str, st
             f"the {where} is not valid at {first['pointer'] or 'its root'}: {first['detail']}",
             extensions={"errors": found or [many]},
         ) from None
+    check_members(text)
+    return read
+
+
+def check_members(text: bytes) -> None:
+    """Refuse valid JSON with an object that has a member twice: programs take different ones.
+
+    Raises:
+        ServerError: REQUEST (RFC 8259, section 4).
+    """
+
+    def distinct(pairs: list[tuple[str, Any]]) -> None:
+        name, number = Counter(name for name, _ in pairs).most_common(1)[0] if pairs else ("", 1)
+        if number > 1:
+            detail = f"an object has the member {name!r} {number} times"
+            raise ServerError(
+                ProblemType.REQUEST,
+                f"the JSON is not valid: {detail}",
+                extensions={"errors": [{"pointer": "", "detail": detail}]},
+            )
+
+    json.loads(text, object_pairs_hook=distinct)
 
 
 def refuse_unknown_parameters(request: Request) -> None:
-    """Refuse a query with parameters that the route does not have, such as misspelled ones.
+    """Refuse a query with parameters that the route does not have, or has only one of.
 
     Raises:
         ServerError: REQUEST, with a pointer to each.
@@ -192,6 +216,16 @@ def refuse_unknown_parameters(request: Request) -> None:
     # Those that are members of a model have no class of their own.
     known = {field.alias for field in fields if not isinstance(field.field_info, others)}
     unknown = sorted(request.query_params.keys() - known)
+    repeated = Counter(name for name, _ in request.query_params.multi_items())
+    single = (field.alias for field in fields if not _is_list(field.field_info.annotation))
+    twice = next((name for name in single if repeated[name] > 1), None)
+    if twice is not None:
+        detail = "send it once: of several values, programs take different ones"
+        raise ServerError(
+            ProblemType.REQUEST,
+            f"the query has the parameter {twice!r} {repeated[twice]} times; {detail}",
+            extensions={"errors": [{"pointer": f"/query/{twice}", "detail": detail}]},
+        )
     if unknown:
         detail = f"the parameters are {', '.join(sorted(known)) or 'none'}"
         found = [{"pointer": f"/query/{name}", "detail": detail} for name in unknown]
@@ -200,6 +234,11 @@ def refuse_unknown_parameters(request: Request) -> None:
             f"there is no parameter {unknown[0]!r} of the query: {detail}",
             extensions={"errors": found},
         )
+
+
+def _is_list(annotation: Any) -> bool:
+    """True for the type of a parameter that may be sent several times."""
+    return any(get_origin(kind) is list for kind in (annotation, *get_args(annotation)))
 
 
 def refuse_other_media_types(request: Request) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from autoshard.errors import InputError
+from autoshard.errors import InputError, TooManyStrategiesError
 from autoshard.graph import ArchiveLimits, Graph
 from autoshard.mesh import Mesh, mesh_from_json, topology_from_json
 from autoshard.plan import Plan, PlanOptions
@@ -19,7 +19,7 @@ from autoshard.planner import Explanation, plan_id
 from autoshard.requests import running
 from autoshard.requests.results import JobProgress
 from autoshard.solve import KeyValueStore
-from autoshard_server.problems import ProblemType, ServerError
+from autoshard_server.problems import ProblemType, ServerError, limit_error
 from autoshard_server.projects import DEFAULT_PROJECT, stored_namespace
 from autoshard_server.settings import Settings
 from autoshard_server.solvers.child_program import Report, run_job
@@ -113,7 +113,11 @@ def solve(
         num_workers=1,
     )
     task = _Task(request, work.graph, on_progress, cancel, limited, plans)
-    document, is_final = _RUNNERS[kind](task)
+    try:
+        document, is_final = _RUNNERS[kind](task)
+    except TooManyStrategiesError as error:
+        kind_of_problem, limit = ProblemType.OPTIONS, request.get("max_strategies", _MAX_STRATEGIES)
+        raise limit_error(kind_of_problem, str(error), "max_strategies", limit) from None
     return Solved(document, cacheable=is_final)
 
 

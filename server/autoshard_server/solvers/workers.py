@@ -15,7 +15,7 @@ from uuid import uuid4
 import structlog
 
 from autoshard_server.phases import Phase, PhaseTimes
-from autoshard_server.problems import TYPE_PREFIX, ProblemType, problem_document
+from autoshard_server.problems import TYPE_PREFIX, ProblemType, limit_error, problem_of
 from autoshard_server.projects import stored_namespace
 from autoshard_server.settings import Settings
 from autoshard_server.solvers.executor import Executor, Solver
@@ -27,6 +27,7 @@ from autoshard_server.store.jobs import Claim, JobClass, JobKind, known_kind
 from autoshard_server.store.retention_clock import RetentionClock
 from autoshard_server.telemetry import (
     clock_is_wrong,
+    count_limit,
     job_failures_total,
     job_seconds,
     job_span,
@@ -368,10 +369,14 @@ class Workers:
 
     def _deadline_problem(self) -> dict[str, object]:
         limit = self._settings.max_job_seconds
-        return problem_document(
-            ProblemType.DEADLINE,
-            f"the job took more than {limit:g} seconds, the limit of this service; "
-            "use a smaller time_limit, a smaller mesh or a larger relative_gap",
+        return problem_of(
+            limit_error(
+                ProblemType.DEADLINE,
+                f"the job took more than {limit:g} seconds, the limit of this service; "
+                "use a smaller time_limit, a smaller mesh or a larger relative_gap",
+                "max_job_seconds",
+                limit,
+            )
         )
 
     def _keep_house(self) -> None:
@@ -438,6 +443,7 @@ def _observe(claim: Claim, outcome: str, seconds: float) -> None:
 
 
 def _count_failure(claim: Claim, problem: Mapping[str, object]) -> None:
+    count_limit(problem)
     slug = str(problem.get("type", "")).removeprefix(TYPE_PREFIX)
     known = {kind.slug for kind in ProblemType}
     job_failures_total.labels(_kind_label(claim), slug if slug in known else "other").inc()

@@ -34,7 +34,7 @@ def store(tmp_path: Path) -> str:
 def uses(store: str) -> dict[str, str]:
     """The last use of each key, as it is listed."""
     found = json.loads(keys(store, "list", "--format", "json"))
-    return {row["id"]: row["last used"] for row in found["keys"]}
+    return {row["id"]: row["last_used"] for row in found["keys"]}
 
 
 def bearer(token: str) -> dict[str, str]:
