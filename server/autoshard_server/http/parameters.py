@@ -33,6 +33,9 @@ BYTES = "application/octet-stream"
 _PARTS = ("graph", "request")
 _WAIT = re.compile(r"(?:^|[,;\s])wait\s*=\s*\"?(\d+)\"?(?=$|[,;\s])", re.IGNORECASE)
 
+_MAX_SHOWN = 100
+"""Largest number of characters of a name in a message; the caller chooses it."""
+
 _QUICK_BYTES = 4096
 """JSON that is validated at once; that of usual requests is shorter."""
 
@@ -188,17 +191,17 @@ def check_members(text: bytes) -> None:
         ServerError: REQUEST (RFC 8259, section 4).
     """
 
-    def distinct(pairs: list[tuple[str, Any]]) -> None:
-        name, number = Counter(name for name, _ in pairs).most_common(1)[0] if pairs else ("", 1)
-        if number > 1:
-            detail = f"an object has the member {name!r} {number} times"
+    def check_object(pairs: list[tuple[str, Any]]) -> None:
+        if len(dict(pairs)) < len(pairs):
+            ((name, number),) = Counter(name for name, _ in pairs).most_common(1)
+            detail = f"an object has the member {name[:_MAX_SHOWN]!r} {number} times"
             raise ServerError(
                 ProblemType.REQUEST,
                 f"the JSON is not valid: {detail}",
                 extensions={"errors": [{"pointer": "", "detail": detail}]},
             )
 
-    json.loads(text, object_pairs_hook=distinct)
+    json.loads(text, object_pairs_hook=check_object)
 
 
 def refuse_unknown_parameters(request: Request) -> None:

@@ -15,7 +15,7 @@ from autoshard.errors import InputError
 from autoshard_server.projects import DEFAULT_PROJECT
 from autoshard_server.store.audit import AuditAction, insert_event
 from autoshard_server.store.tables import api_keys as keys
-from autoshard_solver_cache import lock, reader
+from autoshard_solver_cache import StoreUnavailableError, lock, reader
 
 _PREFIX = "autoshard"
 _ID_BYTES = 8
@@ -110,6 +110,9 @@ class ApiKeyStore:
         """Write when keys were used since the last call.
 
         Not when they are used: a request that only reads works without writing to the database.
+
+        Raises:
+            StoreUnavailableError: it cannot be written; the next call tries again.
         """
         with self._lock:
             uses, self._uses = self._uses, {}
@@ -118,8 +121,13 @@ class ApiKeyStore:
         newer = keys.c.last_used_at.is_(None) | (keys.c.last_used_at < bindparam("at"))
         statement = update(keys).where(keys.c.id == bindparam("key"), newer)
         rows = [{"key": key, "at": at} for key, at in sorted(uses.items())]
-        with self._engine.begin() as connection:
-            connection.execute(statement.values(last_used_at=bindparam("at")), rows)
+        try:
+            with self._engine.begin() as connection:
+                connection.execute(statement.values(last_used_at=bindparam("at")), rows)
+        except StoreUnavailableError:
+            with self._lock:
+                self._uses = {**uses, **self._uses}
+            raise
 
     def list(self) -> "list[ApiKey]":
         """All keys, also invalid ones, oldest first."""
