@@ -11,7 +11,7 @@ from opentelemetry import trace
 _current: ContextVar["PhaseTimes | None"] = ContextVar("phases", default=None)
 
 
-class Phase(StrEnum):
+class WorkPhase(StrEnum):
     """What a request or a job spends its time with."""
 
     PARSE = "parse"
@@ -26,7 +26,7 @@ class Phase(StrEnum):
     """Of a request: waiting for its job (`Prefer: wait=N`)."""
 
     @classmethod
-    def of_progress(cls, reported: str) -> "Phase":
+    def of_progress(cls, reported: str) -> "WorkPhase":
         """The phase of a job whose solver reports a step of this name."""
         return cls.FORMULATE if reported == cls.FORMULATE else cls.SOLVE
 
@@ -41,10 +41,10 @@ class PhaseTimes:
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self._entered = ExitStack()
-        self._phase: Phase | None = None
+        self._phase: WorkPhase | None = None
 
     @contextmanager
-    def running(self, phase: Phase) -> Iterator[None]:
+    def running(self, phase: WorkPhase) -> Iterator[None]:
         """Be in a phase within the block."""
         started = time.monotonic()
         try:
@@ -54,7 +54,7 @@ class PhaseTimes:
             taken = time.monotonic() - started
             self.seconds[phase.value] = self.seconds.get(phase.value, 0.0) + taken
 
-    def enter(self, phase: Phase) -> None:
+    def enter(self, phase: WorkPhase) -> None:
         """Be in a phase from now on, until another one is entered, or `leave` is called."""
         if phase is not self._phase:
             self.leave()
@@ -83,7 +83,7 @@ def timing(times: PhaseTimes) -> Iterator[None]:
 
 
 @contextmanager
-def phase(name: Phase) -> Iterator[None]:
+def phase(name: WorkPhase) -> Iterator[None]:
     """Be in a phase of the current request within the block."""
     with (_current.get() or PhaseTimes()).running(name):
         yield

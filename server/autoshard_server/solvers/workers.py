@@ -14,7 +14,7 @@ from uuid import uuid4
 
 import structlog
 
-from autoshard_server.phases import Phase, PhaseTimes
+from autoshard_server.phases import PhaseTimes, WorkPhase
 from autoshard_server.problems import TYPE_PREFIX, ProblemType, limit_error, problem_of
 from autoshard_server.projects import stored_namespace
 from autoshard_server.settings import Settings
@@ -299,13 +299,13 @@ class Workers:
         if claim.waited is not None:
             job_wait_seconds.labels(JobClass.of(claim.kind)).observe(claim.waited)
         solver.start(SolverInput(claim.request, claim.graph))
-        times.enter(Phase.PARSE)
+        times.enter(WorkPhase.PARSE)
         while True:
             message = solver.receive(_POLL)
             if isinstance(message, Progressed):
-                times.enter(Phase.of_progress(str(message.progress.get("phase"))))
+                times.enter(WorkPhase.of_progress(str(message.progress.get("phase"))))
             if message is not None and not isinstance(message, Progressed):
-                times.enter(Phase.STORE)
+                times.enter(WorkPhase.STORE)
                 solver.stop()
                 if isinstance(message, Died) and not message.was_ready:
                     health.lost()
