@@ -4,6 +4,7 @@ import re
 import time
 from uuid import uuid4
 
+import anyio
 import structlog
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
@@ -115,13 +116,22 @@ class HeadRequests:
             await self._app(scope, receive, send)
             return
 
-        async def send_head(message: Message) -> None:
+        head: Message | None = None
+
+        async def keep_head(message: Message) -> None:
+            nonlocal head
             if message["type"] == "http.response.start":
-                await send(message)
-                await send({"type": "http.response.body"})
+                head = message
+                if "content-length" not in Headers(raw=message["headers"]):
+                    stream.cancel()
 
         scope["state"]["is_head"] = True
-        await self._app({**scope, "method": "GET"}, receive, send_head)
+        with anyio.CancelScope() as stream:
+            await self._app({**scope, "method": "GET"}, receive, keep_head)
+        # When the caller has it, nothing of the stream is left, which counts among the caller's.
+        if head is not None:
+            await send(head)
+            await send({"type": "http.response.body"})
 
 
 class WeakTags:
