@@ -18,7 +18,7 @@ _TORCHRUN = {
 
 _FIRST_OPTIONS = (
     *("--topology", "--mode", "--optimizer", "--memory-budget", "--micro-batches"),
-    *("--stages", "--time-limit"),
+    *("--stages", "--time-limit", "--batch-size", "--seq-length"),
 )
 """Options of planning that help shows first."""
 
