@@ -70,6 +70,8 @@ def is_graph_file(source: str) -> bool:
     path = Path(source)
     if path.suffix == ".json":
         return path.name != "config.json" and not _is_config(path)
+    if path.is_dir():
+        return not (path / "config.json").is_file()
     return path.suffix == ".pt2" or path.is_file()
 
 

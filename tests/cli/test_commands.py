@@ -185,5 +185,12 @@ def test_a_taken_port_is_a_plain_error(host: str) -> None:
 def test_options_are_listed_under_headings() -> None:
     groups = [kind.title for kind in option_groups().values()]
     found = re.findall(r"╭─ ([^─]+) ─", autoshard("plan", "--help-all").output)
-    headings = ["Arguments", "Options", "Batch of a config", *groups, "The model's own operators", "Service and cache"]
+    headings = [
+        "Arguments",
+        "Options",
+        "Batch of a config",
+        *groups,
+        "The model's own operators",
+        "Service and cache",
+    ]
     assert found == [*headings, "Output"]
