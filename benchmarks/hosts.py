@@ -14,6 +14,8 @@ but empty cgroups.
 
 import argparse
 import os
+import re
+import secrets
 import signal
 import subprocess
 import sys
@@ -48,8 +50,11 @@ _RAY_MEMORY = 100 << 20
 _PERIOD = 100_000
 """Microseconds in which a host has its share of a processor."""
 
-_WARM = 3
-"""Jobs per host before the measurement, after which all processes have been started."""
+_JOBS = {"worker": 12, "ray": 4}
+"""Jobs of a host in a row: about half a minute."""
+
+_INTO_THE_NEXT = 0.5
+"""Seconds after the end of a job in which its host is in the middle of another."""
 
 _CLIENTS = 2
 _POLL = 0.05
@@ -142,6 +147,8 @@ def solving_on_workers(url: str, hosts: Sequence[Host]) -> Iterator[tuple[Servic
 @contextmanager
 def solving_on_ray(url: str, hosts: Sequence[Host]) -> Iterator[tuple[Service, list[Process]]]:
     """A server, which logs the ends of jobs, and a Ray cluster with a node on each host."""
+    # Of all processes from here on, on all hosts.
+    os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
     ray = [str(Path(sys.executable).parent / "ray"), "start", "--disable-usage-stats"]
     memory = f"--object-store-memory={_RAY_MEMORY}"
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
@@ -172,11 +179,11 @@ def _server(url: str, **settings: object) -> Service:
 
 @dataclass(frozen=True)
 class Measured:
-    """Jobs of a row of the table, and the plans per second."""
+    """Jobs of a row of the table, and the plans per second if they were measured."""
 
     submitted: Submissions
     settled: Settled
-    rate: float
+    rate: str = ""
 
     @property
     def holds(self) -> bool:
@@ -185,33 +192,35 @@ class Measured:
         return s.right == len(self.submitted.jobs) and s.doubled == 0
 
 
-def measure(engine: Engine, url: str, options: argparse.Namespace, number: int) -> Measured:
+def measure(engine: Engine, url: str, number: int, jobs: int, share: float) -> Measured:
     """Submit the jobs of some hosts, and wait for the last; the first are not measured."""
     submitted = Submissions()
+    # After the first, all processes have been started.
+    warm = max(number, jobs // 4)
     with plugged_hosts(number) as hosts, engine(url, hosts) as (service, logs):
-        warm, jobs = _WARM * number, options.jobs * number
         _submit(submitted, service, range(warm))
         _await_finished(logs, warm)
         for host in hosts:
-            host.limit(options.share)
+            host.limit(share)
         began = time.monotonic()
         _submit(submitted, service, range(warm, warm + jobs))
         _await_finished(logs, warm + jobs)
         seconds = time.monotonic() - began
-        return Measured(submitted, settle(submitted, service.address, url), jobs / seconds)
+        return Measured(submitted, settle(submitted, service.address, url), f"{jobs / seconds:.2f}")
 
 
-def lose_a_host(engine: Engine, url: str, options: argparse.Namespace, number: int) -> Measured:
+def lose_a_host(engine: Engine, url: str, number: int, jobs: int, share: float) -> Measured:
     """Do so while one of the hosts vanishes after half of the jobs."""
     submitted = Submissions()
     with plugged_hosts(number) as hosts, engine(url, hosts) as (service, logs):
-        jobs = options.jobs * number
+        for host in hosts:
+            host.limit(share)
         _submit(submitted, service, range(jobs))
-        began = time.monotonic()
         _await_finished(logs, jobs // 2)
+        time.sleep(_INTO_THE_NEXT)
         hosts[0].vanish()
         settled = settle(submitted, service.address, url, timeout=_TIMEOUT)
-        return Measured(submitted, settled, jobs / (time.monotonic() - began))
+        return Measured(submitted, settled)
 
 
 def _submit(submitted: Submissions, service: Service, numbers: range) -> None:
@@ -230,23 +239,38 @@ def _await_finished(logs: Sequence[Process], number: int) -> None:
         time.sleep(_POLL)
 
 
-def _rows(cluster: Cluster, options: argparse.Namespace) -> Iterator[tuple[str, bool]]:
-    """Each row of the table, and whether all jobs ended as they should."""
+def _rows(cluster: Cluster, options: argparse.Namespace) -> Iterator[tuple[str, str, bool]]:
+    """The beginning of each row, its figures, and whether all jobs ended as they should."""
     for name in options.engines:
-        for number in options.hosts:
-            found = measure(ENGINES[name], cluster.create_database(), options, number)
-            yield _row(_NAMES[name], str(number), found, f"{found.rate:.2f}"), found.holds
-    most = max(options.hosts)
-    for name in options.engines if most > 1 else ():
-        found = lose_a_host(ENGINES[name], cluster.create_database(), options, most)
-        holds = found.holds and found.settled.restarts > 0
-        yield _row(_NAMES[name], f"{most}, one vanishes", found, ""), holds
+        asked = {number: (options.jobs or _JOBS[name]) * number for number in options.hosts}
+        for number, jobs in asked.items():
+            url = cluster.create_database()
+            found = measure(ENGINES[name], url, number, jobs, options.share)
+            yield f"| {_NAMES[name]} | {number} |", _figures(found), found.holds
+        if options.lose_one:
+            most = max(options.hosts)
+            url = cluster.create_database()
+            found = lose_a_host(ENGINES[name], url, most, asked[most], options.share)
+            holds = found.holds and found.settled.restarts > 0
+            yield f"| {_NAMES[name]} | {most}, one vanishes |", _figures(found), holds
 
 
-def _row(engine: str, hosts: str, found: Measured, rate: str) -> str:
-    s = found.settled
-    figures = (len(found.submitted.jobs), s.right, s.wrong + s.lost + s.doubled, s.restarts, rate)
-    return f"| {engine} | {hosts} | {' | '.join(map(str, figures))} |"
+def _figures(found: Measured) -> str:
+    s, accepted = found.settled, len(found.submitted.jobs)
+    figures = (accepted, s.right, s.wrong + s.lost + s.doubled, s.restarts, found.rate)
+    return f" {' | '.join(map(str, figures))} |"
+
+
+def _place(beginning: str) -> tuple[bool, str]:
+    return beginning.startswith(f"| {_NAMES['ray']} "), beginning
+
+
+def _rows_of(document: Path) -> dict[str, str]:
+    """Figures of the rows that the document has, by their beginnings."""
+    text = document.read_text(encoding="utf-8")
+    names = "|".join(map(re.escape, _NAMES.values()))
+    found = re.finditer(rf"^(\| (?:{names}) \| \d[^|]* \|)(.*)$", text, re.MULTILINE)
+    return {row[1]: row[2] for row in found}
 
 
 def _enter_namespaces(arguments: Sequence[str]) -> None:
@@ -280,8 +304,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--engines", nargs="+", choices=sorted(ENGINES), default=list(ENGINES))
     parser.add_argument("--hosts", nargs="+", type=int, default=[1, 2, 4])
-    parser.add_argument("--jobs", type=int, default=20, help="of each host in a row")
-    parser.add_argument("--share", type=float, default=0.3, help="of a processor, for each host")
+    parser.add_argument("--jobs", type=int, help="of each host in a row")
+    parser.add_argument("--share", type=float, default=0.35, help="of a processor, for each host")
+    parser.add_argument("--lose-one", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--document", type=Path, default=DOCS / "reliability.md")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -292,20 +317,27 @@ def main() -> int:
         parser.error("Ray is not installed: pip install 'autoshard[ray]'")
     if not options.inside:
         _enter_namespaces(sys.argv[1:])
+    return _write_rows(programs, options)
+
+
+def _write_rows(programs: Path, options: argparse.Namespace) -> int:
+    # The first process of a namespace gets no other signals than those it handles.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     _connect()
-    for number in range((_WARM + options.jobs) * max(options.hosts)):
-        expected_plan(number)
     conditions = caption(
-        f"hosts have {options.share:g} of a processor each; {options.jobs} jobs for each host"
+        f"hosts with {options.share:g} of a processor each; the last row that was measured"
     )
-    holds, rows = True, [_HEAD]
+    for number in range(max(options.hosts) * (options.jobs or max(_JOBS.values())) * 2):
+        expected_plan(number)
+    holds, rows = True, _rows_of(options.document)
     with running_cluster(programs, _NETWORK) as cluster:
-        for row, is_right in _rows(cluster, options):
-            sys.stdout.write(f"{row}\n")
+        for beginning, figures, is_right in _rows(cluster, options):
+            sys.stdout.write(f"{beginning}{figures}\n")
             sys.stdout.flush()
-            rows.append(row)
+            rows[beginning] = figures
             holds = holds and is_right
-    write_table(options.document, "hosts", conditions, "\n".join(rows))
+            table = [_HEAD, *(f"{row}{rows[row]}" for row in sorted(rows, key=_place))]
+            write_table(options.document, "hosts", conditions, "\n".join(table))
     return 0 if holds else 1
 
 

@@ -173,7 +173,7 @@ def test_selectors_find_what_they_mean() -> None:
         for kind in ("PodDisruptionBudget", "Deployment")
         for d in manifests(kind)
     ]
-    assert len(selectors) == 4
+    assert len(selectors) == 5
     assert all(selector in pods for selector in selectors)
 
 
