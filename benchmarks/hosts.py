@@ -16,6 +16,7 @@ import argparse
 import os
 import re
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -50,7 +51,7 @@ _RAY_MEMORY = 100 << 20
 _PERIOD = 100_000
 """Microseconds in which a host has its share of a processor."""
 
-_JOBS = {"worker": 12, "ray": 4}
+_JOBS = {"worker": 12, "ray": 3}
 """Jobs of a host in a row: about half a minute."""
 
 _INTO_THE_NEXT = 0.5
@@ -305,22 +306,32 @@ def main() -> int:
     parser.add_argument("--engines", nargs="+", choices=sorted(ENGINES), default=list(ENGINES))
     parser.add_argument("--hosts", nargs="+", type=int, default=[1, 2, 4])
     parser.add_argument("--jobs", type=int, help="of each host in a row")
-    parser.add_argument("--share", type=float, default=0.35, help="of a processor, for each host")
+    parser.add_argument("--share", type=float, default=0.25, help="of a processor, for each host")
     parser.add_argument("--lose-one", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--document", type=Path, default=DOCS / "reliability.md")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    programs = binaries()
-    if os.geteuid() or programs is None or not (_CGROUPS / "cpu.cfs_period_us").exists():
-        parser.error("this needs root, PostgreSQL, and the controller `cpu` of cgroups version 1")
+    if reason := missing_requirement():
+        parser.error(reason)
     if "ray" in options.engines and find_spec("ray") is None:
         parser.error("Ray is not installed: pip install 'autoshard[ray]'")
     if not options.inside:
         _enter_namespaces(sys.argv[1:])
-    return _write_rows(programs, options)
+    return _write_rows(options)
 
 
-def _write_rows(programs: Path, options: argparse.Namespace) -> int:
+def missing_requirement() -> str:
+    """The reason for which this machine cannot have hosts; empty if it can."""
+    if os.geteuid() or shutil.which("ip") is None:
+        return "this needs root and the program `ip`"
+    if binaries() is None:
+        return "PostgreSQL is not installed"
+    if not (_CGROUPS / "cgroup.procs").exists():
+        return "there is no controller `cpu` of cgroups version 1"
+    return ""
+
+
+def _write_rows(options: argparse.Namespace) -> int:
     # The first process of a namespace gets no other signals than those it handles.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     _connect()
@@ -329,7 +340,8 @@ def _write_rows(programs: Path, options: argparse.Namespace) -> int:
     )
     for number in range(max(options.hosts) * (options.jobs or max(_JOBS.values())) * 2):
         expected_plan(number)
-    holds, rows = True, _rows_of(options.document)
+    programs, holds, rows = binaries(), True, _rows_of(options.document)
+    assert programs is not None
     with running_cluster(programs, _NETWORK) as cluster:
         for beginning, figures, is_right in _rows(cluster, options):
             sys.stdout.write(f"{beginning}{figures}\n")
