@@ -6,7 +6,7 @@ a server, and the clients. On each further host runs `autoshard worker`, or a no
 Then a host vanishes in the middle of its solves: its network first, so that nobody is told.
 
 python -m benchmarks.hosts                            everything, as root on Linux
-python -m benchmarks.hosts --engines worker --hosts 1 2
+python -m benchmarks.hosts --engines ray --hosts 1    one row; the others stay
 
 All runs in namespaces of its own, which end with it: nothing of it stays, even after `kill -9`,
 but empty cgroups.
@@ -306,7 +306,7 @@ def main() -> int:
     parser.add_argument("--engines", nargs="+", choices=sorted(ENGINES), default=list(ENGINES))
     parser.add_argument("--hosts", nargs="+", type=int, default=[1, 2, 4])
     parser.add_argument("--jobs", type=int, help="of each host in a row")
-    parser.add_argument("--share", type=float, default=0.25, help="of a processor, for each host")
+    parser.add_argument("--share", type=float, default=0.35, help="of a processor, for each host")
     parser.add_argument("--lose-one", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--document", type=Path, default=DOCS / "reliability.md")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)

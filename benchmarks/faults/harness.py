@@ -159,7 +159,9 @@ class Worker(Process):
 
 
 def _environment(url: str, settings: Mapping[str, object]) -> dict[str, str]:
-    given = {"store_url": url, "lease": LEASE, "retry_after": 1, "shutdown_delay": 0, **settings}
+    """Environment variables of settings; those that are None are left out."""
+    chosen = {"store_url": url, "lease": LEASE, "retry_after": 1, "shutdown_delay": 0, **settings}
+    given = {name: value for name, value in chosen.items() if value is not None}
     special = {name: str(value) for name, value in given.items() if name.isupper()}
     renamed = {f"AUTOSHARD_{n.upper()}": str(v) for n, v in given.items() if not n.isupper()}
     return {**renamed, **special}

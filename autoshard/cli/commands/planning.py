@@ -10,6 +10,7 @@ import typer
 from autoshard.base.files import write_file
 from autoshard.base.outcome import SolveStatus
 from autoshard.cli.exit_codes import ExitCode
+from autoshard.cli.models import ConfigBatch, ModelSource, is_graph_file
 from autoshard.cli.options import (
     Archive,
     Connection,
@@ -34,7 +35,7 @@ from autoshard.cli.rendering.output import (
 from autoshard.cli.rendering.plan_output import print_summary
 from autoshard.cli.rendering.render import coverage_report, search_report
 from autoshard.cli.rendering.render_plan import plan_report
-from autoshard.client import PlanResult
+from autoshard.client import JobProgress, PlanResult
 from autoshard.exports import read_like
 from autoshard.mesh import Axis, Mesh, make_mesh
 from autoshard.plan import Plan, PlanOptions
@@ -56,7 +57,7 @@ _SOURCES = {
 
 
 def plan(
-    graph: Archive,
+    model: ModelSource,
     *,
     mesh: Annotated[
         str,
@@ -85,6 +86,7 @@ def plan(
             "line of Megatron-LM in quotes. The summary compares it with the fastest plan.",
         ),
     ] = None,
+    batch: ConfigBatch,
     planning: Planning,
     comparisons: Annotated[
         bool,
@@ -118,6 +120,7 @@ def plan(
     if like is not None:
         devices, options = _laid_out(like, devices, options)
     discover = custom.discover()
+    graph = _graph(model, batch, options, quiet=quiet)
     with _followed(connection, quiet=quiet) as run:
         if connection.server:
             with connection.open() as client:
@@ -141,8 +144,18 @@ def plan(
     elif output_format.chosen == "csv" and found.found:
         print_output(plan_report(found), "csv")
     else:
-        print_summary(found, graph=graph, source=None if output is None else str(output))
+        file = graph if isinstance(graph, Path) else None
+        print_summary(found, graph=file, source=None if output is None else str(output))
     _end(found, is_stopped=found.certificate.status is SolveStatus.CANCELLED)
+
+
+def _graph(model: str, batch: ConfigBatch, options: PlanOptions, *, quiet: bool) -> Path | bytes:
+    """The file of a graph, or the graph of a model that is exported here, with progress."""
+    if is_graph_file(model):
+        return batch.graph(model, options.mode)
+    with followed(quiet=quiet, can_stop=False) as run:
+        run.report(JobProgress(phase="exporting the model", elapsed=0.0))
+        return batch.graph(model, options.mode)
 
 
 def _laid_out(like: str, devices: Mesh, options: PlanOptions) -> tuple[Mesh, PlanOptions]:
@@ -153,7 +166,7 @@ def _laid_out(like: str, devices: Mesh, options: PlanOptions) -> tuple[Mesh, Pla
 
 
 def search(
-    graph: Archive,
+    model: ModelSource,
     *,
     devices: Annotated[int, count(help="Number of devices of the mesh.")],
     topology: Topology = None,
@@ -163,6 +176,7 @@ def search(
     workers: Annotated[
         int, count(help="Number of meshes planned at the same time, without a service.")
     ] = 2,
+    batch: ConfigBatch,
     planning: Planning,
     custom: CustomOperators,
     connection: Connection,
@@ -174,15 +188,17 @@ def search(
 
     The column error says how much more or less 80 % of comparable published runs took.
     """
+    options = planning.read()
     arguments = SearchArguments(
         num_devices=devices,
         topology=read_topology(topology),
         nodes=nodes,
         gpus_per_node=gpus_per_node,
         max_axes=max_axes,
-        options=planning.read(),
+        options=options,
         discover=custom.discover(),
     )
+    graph = _graph(model, batch, options, quiet=quiet)
     with _followed(connection, quiet=quiet) as run:
         if connection.server:
             with connection.open() as client:

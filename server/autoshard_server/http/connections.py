@@ -22,6 +22,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
+from autoshard_server.http.request_heads import head_fault, split_target
 from autoshard_server.problems import (
     PROBLEM_MEDIA_TYPE,
     ProblemType,
@@ -30,7 +31,7 @@ from autoshard_server.problems import (
     problem_of,
 )
 from autoshard_server.settings import Settings
-from autoshard_server.telemetry import refused_connections_total
+from autoshard_server.telemetry import count_limit, refused_connections_total
 
 LIVENESS_PATH = b"/livez"
 """Path that is answered on connections beyond the limit, so that health checks pass."""
@@ -216,6 +217,9 @@ class Config(uvicorn.Config):
 
     def __init__(self, app: Any, settings: Settings, **given: Any) -> None:
         idle = max(1, round(settings.idle_timeout))
+        # Otherwise a pipelined request starts in the context of the one before it, and is logged
+        # and traced as one of its caller.
+        given["reset_contextvars"] = True
         super().__init__(app, http=LimitedProtocol, ws="none", timeout_keep_alive=idle, **given)
         self.connections = Connections(settings)
 
@@ -245,7 +249,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._phase = _Phase.HEADER
         self._since = self.loop.time()
         self._unfinished = 0
-        self._header_bytes = self._num_headers = self._num_hosts = self._body_bytes = 0
+        self._header_bytes = self._num_headers = self._body_bytes = 0
         self._discarded = 0
         self._stalled_since: float | None = None
         self._unsent = 0
@@ -261,6 +265,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         self._only_liveness = self._all.add(self, self._address)
         if self._only_liveness is not None and self._all.is_exhausted(self._address):
+            count_limit(problem_of(self._only_liveness.error))
             self._all.count(self._only_liveness.reason, self._address)
             transport.abort()
 
@@ -290,7 +295,7 @@ class LimitedProtocol(HttpToolsProtocol):
         """A request begins."""
         super().on_message_begin()
         self._has_key = False
-        self._header_bytes = self._num_headers = self._num_hosts = 0
+        self._header_bytes = self._num_headers = 0
         if self._phase is not _Phase.HEADER:
             self._enter(_Phase.HEADER)
 
@@ -306,19 +311,19 @@ class LimitedProtocol(HttpToolsProtocol):
         """
         self._count(len(name) + len(value), 1)
         if self._phase is _Phase.HEADER:
-            self._num_hosts += name.lower() == b"host"
             self._has_key |= name.lower() == b"authorization"
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         """Start the request."""
         self._unfinished = 0
+        fault = head_fault(self.parser.get_http_version(), self.url, self.headers)
+        _, self.url = split_target(self.url)
         if self._only_liveness is not None and self.url != LIVENESS_PATH:
             self._refusal = self._only_liveness
             raise _RefusedError
-        if self._num_hosts != 1 and self.parser.get_http_version() == "1.1":
-            detail = f"the request has {self._num_hosts} Host headers in place of one"
-            self._refusal = _Refusal("host", ServerError(ProblemType.HOST, detail))
+        if fault is not None:
+            self._refusal = _Refusal("ambiguous", fault)
             raise _RefusedError
         if self._all.needs_key(self.url) and not self._has_key and self._is_first:
             self._refusal = _NO_KEY
@@ -372,7 +377,7 @@ class LimitedProtocol(HttpToolsProtocol):
         elif self._is_waiting or self.transport.is_closing():
             self.transport.close()
         else:
-            super().send_400_response(msg)
+            self._refuse(_Refusal("malformed", ServerError(ProblemType.HTTP, msg)))
 
     def pause_writing(self) -> None:
         """The client does not read."""
@@ -497,6 +502,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _refuse(self, refusal: _Refusal) -> None:
         """Send a refusal, unless another response is being sent, and close the connection."""
+        count_limit(problem_of(refusal.error))
         self._all.count(refusal.reason, self._address)
         cycle = self.cycle
         is_sending = cycle is not None and cycle.response_started

@@ -3,7 +3,7 @@
 import hashlib
 from functools import partial
 from http import HTTPStatus
-from typing import Annotated
+from typing import Annotated, Any
 
 import anyio.to_thread
 from fastapi import APIRouter, Query, Request, Response
@@ -16,6 +16,7 @@ from autoshard.report import PlanDifference
 from autoshard.requests.results import Validation
 from autoshard_server.callers import Caller
 from autoshard_server.http.auth import Planner, Reader
+from autoshard_server.http.deprecation import note_deprecated_route
 from autoshard_server.http.documents import KnownPlan, PlanPage
 from autoshard_server.http.paging import PagingParameter
 from autoshard_server.http.parameters import (
@@ -34,6 +35,7 @@ from autoshard_server.http.parameters import (
 from autoshard_server.http.specification import (
     BODY_PROBLEMS,
     COMPARE_BODY,
+    EXPLAIN_BODY,
     LOOKUP_BODY,
     PLAN_BODY,
     PLANNING_PROBLEMS,
@@ -45,6 +47,7 @@ from autoshard_server.requests import (
     ComparePlansRequest,
     CreatePlanOfGraphRequest,
     CreatePlanRequest,
+    ExplainRequest,
     LookUpPlanRequest,
     PlanQuery,
     PlanRequestBody,
@@ -63,7 +66,6 @@ from autoshard_server.store.jobs import JobKind
 
 router = APIRouter(tags=["plans"])
 
-_MAX_EXPLANATION = 600.0
 _TEXT = "text/plain"
 
 _TRACE = {
@@ -195,17 +197,38 @@ async def delete_plan(plan_id: PlanId, service: ServiceParameter, caller: Planne
         raise _unknown(plan_id)
 
 
+_EXPLAINED: dict[str, Any] = {
+    "headers": ("Prefer",),
+    "answers": {200: ("Every alternative of the choice, with its cost.", "Autoshard-Cache")},
+    "job": "The job that prices them.",
+}
+
+
+@router.post(
+    "/v1/plans/{plan_id:segment}:explain",
+    response_model=Explanation,
+    **describe(
+        *(ProblemType.NOT_FOUND, ProblemType.OPTIONS, ProblemType.PLAN, *BODY_PROBLEMS),
+        ProblemType.LIMIT,
+        body=EXPLAIN_BODY,
+        **_EXPLAINED,
+    ),
+)
+async def explain_choice(
+    plan_id: PlanId, request: Request, service: ServiceParameter, caller: Planner
+) -> Response:
+    """List every alternative of one choice of a plan, with its cost; waits 10 s by default."""
+    asked = await read_json(request, ExplainRequest, service.settings)
+    return await _explain(request, service, caller, plan_id, asked)
+
+
 @router.get(
     "/v1/plans/{plan_id:segment}/explain",
     response_model=Explanation,
+    deprecated=True,
     **describe(
-        ProblemType.NOT_FOUND,
-        ProblemType.OPTIONS,
-        ProblemType.PLAN,
-        ProblemType.REQUEST,
-        headers=("Prefer",),
-        answers={200: ("Every alternative of the choice, with its cost.", "Autoshard-Cache")},
-        job="The job that prices them.",
+        *(ProblemType.NOT_FOUND, ProblemType.OPTIONS, ProblemType.PLAN, ProblemType.REQUEST),
+        **_EXPLAINED,
     ),
 )
 async def explain_plan(
@@ -213,25 +236,17 @@ async def explain_plan(
     request: Request,
     service: ServiceParameter,
     caller: Planner,
-    *,
-    name: Annotated[
-        str, Query(min_length=1, max_length=512, description="a node, input, value or output")
-    ],
-    value: Annotated[
-        bool, Query(description="the value, if a node and a value have the same name")
-    ] = False,
-    time_limit: Annotated[
-        float,
-        Query(gt=0, le=_MAX_EXPLANATION, description="seconds for planning the alternatives"),
-    ] = 60.0,
+    asked: Annotated[ExplainRequest, Query()],
 ) -> Response:
-    """List every alternative of one choice of a plan, with its cost; waits 10 s by default."""
-    body = await _cached_plan(service, caller, plan_id)
-    task = explanation_task(
-        plan_id, body, service.settings, name=name, value=value, time_limit=time_limit
-    )
-    found = await service.run(task, caller)
-    return await result_response(request, service, caller, found, default_wait=DEFAULT_WAIT)
+    """Do as POST /v1/plans/{plan_id}:explain, which replaces it: GET should submit no jobs."""
+    if getattr(request.state, "is_head", False):
+        raise ServerError(
+            ProblemType.METHOD_NOT_ALLOWED,
+            "HEAD would submit a job; use POST /v1/plans/{plan_id}:explain",
+            headers={"Allow": "GET"},
+        )
+    note_deprecated_route(request, f"/v1/plans/{plan_id}:explain")
+    return await _explain(request, service, caller, plan_id, asked)
 
 
 @router.post(
@@ -361,6 +376,15 @@ async def _query(
     return make() if is_quick else await service.in_thread(make)
 
 
+async def _explain(
+    request: Request, service: Service, caller: Caller, plan_id: str, asked: ExplainRequest
+) -> Response:
+    body = await _cached_plan(service, caller, plan_id)
+    task = explanation_task(plan_id, body, service.settings, **asked.model_dump())
+    found = await service.run(task, caller)
+    return await result_response(request, service, caller, found, default_wait=DEFAULT_WAIT)
+
+
 async def _cached_plan(service: Service, caller: Caller, plan_id: str) -> bytes:
     body = await service.find_result(caller.project, JobKind.PLAN, plan_id)
     if body is None:
@@ -378,17 +402,10 @@ async def _read_request(
     request: Request, service: Service
 ) -> tuple[CreatePlanRequest, str, bytes | None, bytes]:
     """The request, the graph's digest, the graph if it was uploaded, and the request's text."""
-    kind = media_type(request)
-    if kind == MULTIPART_FORM:
+    if media_type(request) == MULTIPART_FORM:
         uploaded, graph = await read_upload(request, service.settings)
         digest = await anyio.to_thread.run_sync(lambda: hashlib.sha256(graph).hexdigest())
         return uploaded, digest, graph, uploaded.model_dump_json().encode()
-    if kind != JSON:
-        raise ServerError(
-            ProblemType.MEDIA_TYPE,
-            "send multipart/form-data with the parts 'graph' and 'request', or application/json "
-            "with the 'graph_sha256' of a stored graph",
-        )
     text = await read_bytes(request, service.settings, "max_request_bytes")
     stored = await parse_json(request, CreatePlanOfGraphRequest, text, "body", service.settings)
     return stored, stored.graph_sha256, None, text
