@@ -72,18 +72,20 @@ class Process:
         command: to run.
         environment: additional environment variables.
         ready: text of the log line of a process that has started.
+        prefix: of the command, such as one that enters a namespace and then is replaced by it.
         log: lines of the log.
     """
 
     command: Sequence[str]
     environment: Mapping[str, str]
     ready: str
+    prefix: Sequence[str] = ()
     log: list[dict[str, Any]] = field(default_factory=list)
 
     def __enter__(self) -> Self:
         """Start it, and wait until it is ready."""
         self._process = subprocess.Popen(  # noqa: S603  a constant command
-            self.command,
+            [*self.prefix, *self.command],
             env={**os.environ, **self.environment},
             stderr=subprocess.PIPE,
             text=True,
@@ -136,8 +138,8 @@ class Process:
 class Service(Process):
     """`python -m autoshard_server` on a port that it chooses."""
 
-    def __init__(self, url: str, **settings: object) -> None:
-        command = [sys.executable, "-m", "autoshard_server", "--port", "0"]
+    def __init__(self, url: str, *, host: str = "127.0.0.1", **settings: object) -> None:
+        command = [sys.executable, "-m", "autoshard_server", "--host", host, "--port", "0"]
         super().__init__(command, _environment(url, settings), "serving")
 
     @property
@@ -151,9 +153,9 @@ class Service(Process):
 class Worker(Process):
     """`autoshard worker`."""
 
-    def __init__(self, url: str, **settings: object) -> None:
+    def __init__(self, url: str, *, prefix: Sequence[str] = (), **settings: object) -> None:
         command = [sys.executable, "-m", "autoshard.cli", "worker"]
-        super().__init__(command, _environment(url, settings), "worker_started")
+        super().__init__(command, _environment(url, settings), "worker_started", prefix)
 
 
 def _environment(url: str, settings: Mapping[str, object]) -> dict[str, str]:
