@@ -73,6 +73,34 @@ def test_a_config_without_the_name_of_a_class_is_a_language_model(config: Any) -
     assert any(one.target == "lm_head.weight" for one in graph.inputs)
 
 
+def test_the_mesh_is_that_of_the_fastest_plan_of_a_search(config: Any) -> None:
+    batch = ("--batch-size", "16", "--seq-length", "32", "--no-cache")
+    options = ("--devices", "4", *batch, "--format", "json")
+    found = json.loads(autoshard("search", config(), *options).stdout)
+    best = found["rows"][0]["mesh"]
+    planned = autoshard("plan", config(), "--gpus", "4", *batch, "--no-comparisons")
+    assert planned.exit_code == 0, planned.output
+    assert f"mesh {best}," in planned.stdout
+    assert "Meshes, best first" in planned.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((), "give one of --mesh and --gpus"),
+        (("--mesh", "2", "--gpus", "2"), "give one of --mesh and --gpus"),
+        (("--gpus", "2", "--axes", "dp"), "--axes is for a --mesh, not for --gpus"),
+        (("--gpus", "2", "--intra-bandwidth", "5GB/s"), "--intra-bandwidth is for a --mesh"),
+    ],
+)
+def test_a_mesh_or_a_number_of_devices_is_given(
+    config: Any, options: tuple[str, ...], message: str
+) -> None:
+    planned = autoshard("plan", config(), *options)
+    assert planned.exit_code == 1
+    assert message in planned.output
+
+
 FUNCTION = """
 import torch
 def make():
