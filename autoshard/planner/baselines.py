@@ -16,8 +16,8 @@ from autoshard.base.limits import LimitReached, limited
 from autoshard.base.outcome import SolveStatus
 from autoshard.base.quantities import format_bytes
 from autoshard.constraints import (
-    DimOrigins,
     check_batch,
+    dim_origins,
     parameter_shards,
     plan_constraints,
     sharding_axes,
@@ -213,7 +213,7 @@ class _Baselines:
         own = self._options(pattern)
         try:
             if pattern in {"megatron", "megatron-sp"}:
-                check_batch(DimOrigins(self.graph), self.axes.sizes[:-1])
+                check_batch(dim_origins(self.graph), self.axes.sizes[:-1])
             constraints = plan_constraints(self.graph, self.mesh, own)
             with limited(work_limits(seconds, self.limits.cancel)):
                 formulation = Formulation(self.prices, constraints)
@@ -257,9 +257,7 @@ class _Baselines:
 
     def _options(self, pattern: Family) -> PlanOptions:
         """The options of a baseline: the request's, but restricted to the pattern only."""
-        update: dict[str, object] = {"algo": pattern, "stages": 1, "comparisons": False}
-        if pattern in {"fsdp2", "hsdp"} and self.options.mode == "training":
-            update["reshard_after_forward"] = "always"
+        update = {"algo": pattern, "stages": 1, "comparisons": False}
         return without_restrictions(self.options).with_values(**update)
 
     def _not_found(

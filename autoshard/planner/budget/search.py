@@ -77,8 +77,7 @@ class BudgetSearch(BudgetSolver):
         Args:
             memory_budget: bytes per device.
             quick: True to return the first plan that fits, with the layouts of the fastest plan
-                without recomputation. If every parameter must be re-gathered, other tensors are
-                not.
+                without recomputation, or others where those do not fit.
         """
         self.bound = -float("inf")
         if self._formulation.min_input_bytes > memory_budget:
@@ -117,12 +116,6 @@ class BudgetSearch(BudgetSolver):
         plan = None if solution.choice is None else self.build(Decisions(solution.choice))
         # Counting memory only takes choices away, so this bound holds for all plans that fit.
         rounds.bound = solution.bound
-        if rounds.quick and plan is not None:
-            regathering = self._all_regathered(solution)
-            if regathering is not None and regathering.memory.peak <= memory_budget:
-                solution = replace(solution, objective=regathering.costs.total)
-                solution = self._with_bound(solution, rounds.bound)
-                return self._of_variables(solution, regathering)
         if not self.must_recompute:
             # Recomputing and gathering again only add time, so no plan is better. Most requests end
             # here.
@@ -130,17 +123,6 @@ class BudgetSearch(BudgetSolver):
                 return self._of_variables(solution, plan)
             rounds.unlimited = solution, plan
         return self._fit_after_first(rounds, solution)
-
-    def _all_regathered(self, solution: Solution) -> FinishedPlan | None:
-        """The plan that re-gathers every parameter, if the options ask for that and no more."""
-        options = self._options
-        asked = options.memory.reshard_after_forward, options.memory.activation_checkpointing
-        if solution.choice is None or asked[0] != "always" or asked[1] == "always":
-            return None
-        formulation = self._formulation
-        uses = enumerate(formulation.uses)
-        regathered = frozenset(i for i, use in uses if use.value in formulation.parameters)
-        return self.build(Decisions(solution.choice, regathered=regathered))
 
     def _fit_after_first(self, rounds: Rounds, unlimited: Solution) -> Outcome:
         """The first plan that fits, or a faster one.
@@ -172,7 +154,7 @@ class BudgetSearch(BudgetSolver):
         peaks = tuple(self.peak_points(rounds.unlimited[1])) if rounds.unlimited else ()
         given = self._with_layouts(layouts, memory_budget, points=peaks)
         # All strategies of a problem that is not wide take little more time than these layouts.
-        tried = rounds.quick or self._unlimited.strategy_bounds
+        tried = self._unlimited.strategy_bounds
         # Whatever is recomputed, the layouts of the fastest plan may not fit. With a price on
         # memory, others are best, which are smaller; what is kept is then optimized for these.
         for elasticity in _ELASTICITIES if tried else ():
