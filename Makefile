@@ -13,7 +13,7 @@ GPU_PYTHON ?= $(if $(filter cpu,$(DEVICE)),$(BIN)/python,$(PYTHON))
 # `make gpu-wheels PYTHON=3.12` names a version, not an interpreter.
 INTERPRETER := $(if $(filter 3.%,$(PYTHON)),python3,$(PYTHON))
 
-.PHONY: help install demo test test-all gpu gpu-wheels test-torch test-torchs check serve generated examples bench faults hostile upgrade prove prove-pipelines prove-layouts prove-loading prove-image limits load scale conformance habits interrupted-saves zoo zoo-ranks published image audit format clean
+.PHONY: help install demo test test-all gpu gpu-wheels test-torch test-torchs check serve generated examples bench faults hostile upgrade prove prove-pipelines prove-layouts prove-loading prove-image limits load scale hosts conformance habits interrupted-saves zoo zoo-ranks published image audit format clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 16
@@ -107,6 +107,9 @@ hostile: $(INSTALLED)  ## Attack a service in all ways at the same time, into do
 
 scale: $(INSTALLED)  ## Requests and housekeeping with 1,000,000 rows a table, into docs/reliability.md
 	$(BIN)/python -m benchmarks.scale
+
+hosts: $(INSTALLED)  ## Misses per second with 1, 2 and 4 hosts, and a host that vanishes, into docs/reliability.md (root)
+	$(BIN)/python -m benchmarks.hosts
 
 conformance: $(INSTALLED)  ## The whole API against its specification, into docs/reliability.md
 	$(BIN)/python -m benchmarks.conformance

@@ -86,6 +86,10 @@ class OptionError(InputError):
     """An option has a value that is not allowed, or contradicts others or the graph."""
 
 
+class TooManyStrategiesError(OptionError):
+    """The options, the graph and the mesh have more strategies than are allowed."""
+
+
 class ProblemError(InputError):
     """An optimization problem is malformed."""
 

@@ -59,7 +59,7 @@ def record(url: str, graph: bytes) -> dict[str, Any]:
         pair = {"before": plan["id"], "after": wider["id"]}
         found["PlanDifference"] = ask("POST", "/v1/plans:compare", json=pair)
         choice = {"name": "linear"}
-        found["Explanation"] = ask("GET", f"/v1/plans/{plan['id']}/explain", params=choice)
+        found["Explanation"] = ask("POST", f"/v1/plans/{plan['id']}:explain", json=choice)
         search = {**program, "num_devices": 2, "topology": "h100-sxm"}
         found["MeshSearch"] = ask("POST", "/v1/searches", json=search)
         covered = {"graph_sha256": digest}

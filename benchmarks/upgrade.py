@@ -76,7 +76,8 @@ class Release:
     @contextmanager
     def running(self, url: str) -> Iterator[str]:
         """Run a server, which does not solve, and a worker; yields the server's address."""
-        found = {"PYTHONPATH": self.folder, "PYTHONSAFEPATH": 1}
+        # Older releases do not know all settings.
+        found = {"PYTHONPATH": self.folder, "PYTHONSAFEPATH": 1, "shutdown_delay": None}
         with Service(url, num_workers=0, **found) as server, Worker(url, num_workers=1, **found):
             yield server.address
 

@@ -173,8 +173,22 @@ def test_selectors_find_what_they_mean() -> None:
         for kind in ("PodDisruptionBudget", "Deployment")
         for d in manifests(kind)
     ]
-    assert len(selectors) == 4
+    assert len(selectors) == 5
     assert all(selector in pods for selector in selectors)
+
+
+def test_what_scales_is_a_deployment_whose_size_nothing_else_sets() -> None:
+    folder = DEPLOY / "keda"
+    scaled = yaml.safe_load((folder / "worker.yaml").read_bytes())["spec"]["scaleTargetRef"]["name"]
+    whole = yaml.safe_load((folder / "kustomization.yaml").read_bytes())
+    assert {(folder / name).resolve() for name in whole["resources"]} == {
+        KUBERNETES,
+        folder / "worker.yaml",
+    }
+    (patch,) = whole["patches"]
+    assert patch["target"] == {"kind": "Deployment", "name": scaled}
+    assert yaml.safe_load(patch["patch"]) == [{"op": "remove", "path": "/spec/replicas"}]
+    assert scaled in {d["metadata"]["name"] for d in manifests("Deployment")}
 
 
 def test_all_manifests_are_part_of_the_whole() -> None:

@@ -61,8 +61,8 @@ COMPILED = FileKind(
 ONNX = FileKind("an ONNX model", f"plans are made for PyTorch modules: {_EXPORT}")
 CONFIGURATION = FileKind(
     "the configuration of a Hugging Face model",
-    "make the model of it in Python (AutoModelForCausalLM.from_config), export it "
-    "(autoshard.export_model), and give that",
+    "`autoshard plan` and `search` take it; elsewhere, make the model of it in Python "
+    "(AutoModelForCausalLM.from_config), export it (autoshard.export_model), and give that",
 )
 PYTHON = FileKind("a Python program", f"in the program, {_EXPORT}")
 JSON = FileKind("a JSON file of another kind")

@@ -13,6 +13,8 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
+from autoshard.cli.folded_help import folded
+
 
 @dataclass(frozen=True, slots=True)
 class Deferred:
@@ -23,19 +25,21 @@ class Deferred:
         help: one line for the help of the group; the first line of the command's own help.
         panel: heading under which the help of the group lists it.
         settings: settings of the command's context.
+        first_options: names of the options that its help lists without --help-all; all if empty.
     """
 
     source: str
     help: str
     panel: str
     settings: Mapping[str, Any] = field(default_factory=dict)
+    first_options: tuple[str, ...] = ()
 
     def load(self, name: str) -> TyperCommand | TyperGroup:
         """Import the command and return it under a name."""
         module, _, attribute = self.source.partition(":")
         found = getattr(import_module(module), attribute)
         if not isinstance(found, typer.Typer):
-            found = _single(found, name, dict(self.settings))
+            found = _single(found, name, self)
         command = get_command(found)
         assert isinstance(command, TyperCommand | TyperGroup)
         command.name = name
@@ -74,9 +78,11 @@ class _Stub(TyperCommand):
         return command.make_context(info_name, args, parent, **extra)
 
 
-def _single(function: Callable[..., None], name: str, settings: dict[str, Any]) -> typer.Typer:
+def _single(function: Callable[..., None], name: str, deferred: Deferred) -> typer.Typer:
     from autoshard.cli.options import expand_groups  # noqa: PLC0415  only needed by a command
 
     made = typer.Typer(add_completion=False)
-    made.command(name, context_settings=settings)(expand_groups(function))
+    kind = folded(deferred.first_options) if deferred.first_options else TyperCommand
+    settings = dict(deferred.settings)
+    made.command(name, cls=kind, context_settings=settings)(expand_groups(function))
     return made

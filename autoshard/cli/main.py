@@ -16,16 +16,24 @@ _TORCHRUN = {
 }
 """Settings of a command whose arguments are parsed by torchrun."""
 
+_FIRST_OPTIONS = (
+    *("--topology", "--mode", "--optimizer", "--memory-budget", "--micro-batches"),
+    *("--stages", "--time-limit", "--batch-size", "--seq-length"),
+)
+"""Options of planning that help shows first."""
+
 COMMANDS = {
     "plan": Deferred(
         "autoshard.cli.commands.planning:plan",
         "Plan a graph on a mesh, and show or write the plan.",
         PLANNING,
+        first_options=("--mesh", "--gpus", "--output", "--like", *_FIRST_OPTIONS),
     ),
     "search": Deferred(
         "autoshard.cli.commands.planning:search",
         "Plan a graph on every mesh of a number of devices, and rank the meshes.",
         PLANNING,
+        first_options=("--devices", "--output", *_FIRST_OPTIONS),
     ),
     "coverage": Deferred(
         "autoshard.cli.commands.planning:coverage",

@@ -341,11 +341,11 @@ class AsyncClient(ClientBase):
             RequestRejectedError: there is no such plan, or nothing of that name.
             ServiceUnavailableError: the service does not answer.
         """
-        query = {"name": name, "value": "true" if value else None, "time_limit": time_limit}
+        document = {"name": name, "value": value, "time_limit": time_limit}
         return await self._compute_from_plans(
             plan,
             kind=planner.Explanation,
-            make_request=lambda plan_id: get(f"{PLANS}/{plan_id}/explain", **query),
+            make_request=lambda plan_id: post(f"{PLANS}/{plan_id}:explain", document),
             compute=lambda made: running.explain(made, name, value=value, time_limit=time_limit)[0],
             waiting=True,
         )

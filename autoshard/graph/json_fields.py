@@ -63,7 +63,7 @@ def read_each(
         try:
             done.append(read(item))
         except GraphError as error:
-            raise type(error)(f"{where(len(done), item)}: {error}") from error
+            raise _at(where(len(done), item), error) from error
     return done
 
 
@@ -85,7 +85,14 @@ class place:  # noqa: N801  a context manager reads like a function
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         """Re-raise a graph error with the location as prefix."""
         if isinstance(error, GraphError):
-            raise type(error)(f"{self._where}: {error}") from error
+            raise _at(self._where, error) from error
+
+
+def _at(where: str, error: GraphError) -> GraphError:
+    """An error with its location as prefix; its attributes, such as a limit, stay."""
+    found = type(error)(f"{where}: {error}")
+    vars(found).update(vars(error))
+    return found
 
 
 def _mistyped(value: object, kind: type, what: str) -> SchemaError:

@@ -11,8 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import count
 from pathlib import Path
-from threading import Lock, Thread
+from threading import Event, Lock, Thread
 from typing import Any, Self
 
 import httpx2
@@ -32,6 +33,7 @@ LEASE = 4.0
 _START_TIMEOUT = 120.0
 _REQUEST_TIMEOUT = 60.0
 _POLL = 0.2
+_HEALTH_PERIOD = 0.5
 
 
 class _Mlp(torch.nn.Module):
@@ -70,18 +72,20 @@ class Process:
         command: to run.
         environment: additional environment variables.
         ready: text of the log line of a process that has started.
+        prefix: of the command, such as one that enters a namespace and then is replaced by it.
         log: lines of the log.
     """
 
     command: Sequence[str]
     environment: Mapping[str, str]
     ready: str
+    prefix: Sequence[str] = ()
     log: list[dict[str, Any]] = field(default_factory=list)
 
     def __enter__(self) -> Self:
         """Start it, and wait until it is ready."""
         self._process = subprocess.Popen(  # noqa: S603  a constant command
-            self.command,
+            [*self.prefix, *self.command],
             env={**os.environ, **self.environment},
             stderr=subprocess.PIPE,
             text=True,
@@ -134,8 +138,8 @@ class Process:
 class Service(Process):
     """`python -m autoshard_server` on a port that it chooses."""
 
-    def __init__(self, url: str, **settings: object) -> None:
-        command = [sys.executable, "-m", "autoshard_server", "--port", "0"]
+    def __init__(self, url: str, *, host: str = "127.0.0.1", **settings: object) -> None:
+        command = [sys.executable, "-m", "autoshard_server", "--host", host, "--port", "0"]
         super().__init__(command, _environment(url, settings), "serving")
 
     @property
@@ -149,16 +153,62 @@ class Service(Process):
 class Worker(Process):
     """`autoshard worker`."""
 
-    def __init__(self, url: str, **settings: object) -> None:
+    def __init__(self, url: str, *, prefix: Sequence[str] = (), **settings: object) -> None:
         command = [sys.executable, "-m", "autoshard.cli", "worker"]
-        super().__init__(command, _environment(url, settings), "worker_started")
+        super().__init__(command, _environment(url, settings), "worker_started", prefix)
 
 
 def _environment(url: str, settings: Mapping[str, object]) -> dict[str, str]:
-    given = {"store_url": url, "lease": LEASE, "retry_after": 1, "shutdown_delay": 0, **settings}
+    """Environment variables of settings; those that are None are left out."""
+    chosen = {"store_url": url, "lease": LEASE, "retry_after": 1, "shutdown_delay": 0, **settings}
+    given = {name: value for name, value in chosen.items() if value is not None}
     special = {name: str(value) for name, value in given.items() if name.isupper()}
     renamed = {f"AUTOSHARD_{n.upper()}": str(v) for n, v in given.items() if not n.isupper()}
     return {**renamed, **special}
+
+
+class Balancer:
+    """Sends each request to the next of the servers that are ready, as a load balancer does."""
+
+    def __init__(self) -> None:
+        self._servers: list[Service] = []
+        self._ready: list[str] = []
+        self._numbers = count()
+
+    @contextmanager
+    def balancing(self, servers: Sequence[Service]) -> Iterator[None]:
+        """Ask servers every half second whether they are ready, within a `with` block."""
+        is_over = Event()
+        for server in servers:
+            self.add(server)
+
+        def check() -> None:
+            while not is_over.wait(_HEALTH_PERIOD):
+                self._ready = [s.address for s in self._servers if _is_ready(s.address)]
+
+        checker = Thread(target=check)
+        checker.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            checker.join()
+
+    def add(self, server: Service) -> None:
+        """Add a server that is ready."""
+        self._servers.append(server)
+        self._ready = [*self._ready, server.address]
+
+    def choose(self) -> str:
+        """Address of a server that was ready at the last check."""
+        ready = self._ready
+        return ready[next(self._numbers) % len(ready)]
+
+
+def _is_ready(address: str) -> bool:
+    with suppress(httpx2.TransportError):
+        return httpx2.get(f"{address}/readyz", timeout=_REQUEST_TIMEOUT).is_success
+    return False
 
 
 @dataclass

@@ -8,7 +8,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
+from threading import Event
 
 import psutil
 
@@ -16,6 +18,7 @@ from autoshard_server.store.artifacts import PLANS
 from autoshard_solver_cache import SolverCache
 from benchmarks.faults.harness import (
     LEASE,
+    Balancer,
     Service,
     Settled,
     Submissions,
@@ -30,6 +33,12 @@ from benchmarks.faults.postgres import Cluster
 
 _OUTAGE = 10.0
 _JUMP = 6 * 3600
+_FAR_JUMP = 100 * 24 * 3600
+"""Further than anything is kept: nothing may be deleted."""
+_SENDERS = 4
+_AFTERWARDS = 3.0
+"""Seconds for which requests come after the last server was replaced."""
+_SHUTDOWN_DELAY = 2
 _CLIENTS = 200
 _DISK_MEGABYTES = 24
 _MOST_ACCEPTED = 60
@@ -157,6 +166,66 @@ def database_gone(place: Place) -> Outcome:
     return Outcome(submitted, settled, f"requests meanwhile: {refused}", settled.right > 0)
 
 
+def failover(place: Place) -> Outcome:
+    """PostgreSQL fails over to a standby, which is read-only for 10 s, while jobs run."""
+    submitted, url = Submissions(), place.postgres
+    assert place.cluster is not None
+    with Service(url) as service:
+        _post_all(submitted, service.address, range(place.num_jobs))
+        await_ended(submitted, service.address, max(1, place.num_jobs // 5))
+        place.cluster.become_standby()
+        end = time.monotonic() + _OUTAGE
+        while time.monotonic() < end:
+            submitted.post(service.address, place.num_jobs)
+        place.cluster.promote()
+        submitted.post_until_accepted(service.address, place.num_jobs)
+        settled = settle(submitted, service.address, url)
+    refused = ", ".join(submitted.refused)
+    sound = set(submitted.refused) == {"503 unavailable"} and settled.right > 0
+    return Outcome(submitted, settled, f"requests meanwhile: {refused}", sound)
+
+
+def rolling_restart(place: Place) -> Outcome:
+    """Two servers on one PostgreSQL are replaced one after the other while requests come."""
+    submitted, url = Submissions(), place.postgres
+    # Exporting is not thread-safe.
+    for number in range(place.num_jobs):
+        graph_of(number)
+        expected_plan(number)
+    balancer, is_over = Balancer(), Event()
+
+    def send() -> None:
+        for number in count():
+            if is_over.is_set():
+                return
+            submitted.post(balancer.choose(), number % place.num_jobs)
+
+    with ExitStack() as stack:
+        servers = [stack.enter_context(_rolled(url)) for _ in range(2)]
+        stack.enter_context(balancer.balancing(servers))
+        pool = stack.enter_context(ThreadPoolExecutor(_SENDERS))
+        stack.callback(is_over.set)
+        clients = [pool.submit(send) for _ in range(_SENDERS)]
+        for number in range(2):
+            new = stack.enter_context(_rolled(url))
+            balancer.add(new)
+            servers[number].__exit__()
+            servers.append(new)
+        time.sleep(_AFTERWARDS)
+        is_over.set()
+        for client in clients:
+            client.result()
+        settled = settle(submitted, servers[-1].address, url)
+    answered = submitted.accepted + submitted.known
+    refused = ", ".join(f"{number} {kind}" for kind, number in submitted.refused.items())
+    note = f"{answered} requests answered, refused: {refused or 'none'}"
+    return Outcome(submitted, settled, note, not submitted.refused)
+
+
+def _rolled(url: str) -> Service:
+    return Service(url, shutdown_delay=_SHUTDOWN_DELAY)
+
+
 def disk_full(place: Place) -> Outcome:
     """The disk of the database is full while jobs run, until space is freed."""
     if os.geteuid() != 0:
@@ -179,11 +248,11 @@ def disk_full(place: Place) -> Outcome:
 
 
 def clock_jumps(place: Place) -> Outcome:
-    """The clock of the machine jumps by 6 hours, forward and back, while jobs run."""
+    """The clock of the machine jumps by 6 hours, forward and back, and by 100 days, with jobs."""
     library = next(Path("/usr/lib").glob(f"*/faketime/{_FAKETIME}"), None)
     if library is None:
         raise NotPossibleError("libfaketime is not installed")
-    submitted, url = Submissions(), place.sqlite
+    submitted, url, jumps = Submissions(), place.sqlite, (_JUMP, -_JUMP, 0, _FAR_JUMP)
     offset = place.folder / "offset"
     offset.write_text("+0s")
     fake = {
@@ -195,9 +264,9 @@ def clock_jumps(place: Place) -> Outcome:
     }
     with Service(url, **fake) as service:
         first = 0
-        for number, jump in enumerate((_JUMP, -_JUMP, 0)):
+        for number, jump in enumerate(jumps):
             # Others are queued and running when the clock jumps, and more arrive after it.
-            last = (number + 1) * place.num_jobs // 3
+            last = (number + 1) * place.num_jobs // len(jumps)
             _post_all(submitted, service.address, range(first, last))
             await_ended(submitted, service.address, first + 1)
             offset.write_text(f"{jump:+d}s")
@@ -266,6 +335,8 @@ SCENARIOS: dict[str, Scenario] = {
         worker_killed,
         solver_killed,
         database_gone,
+        failover,
+        rolling_restart,
         disk_full,
         clock_jumps,
         two_servers,

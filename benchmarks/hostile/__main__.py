@@ -96,12 +96,19 @@ def _campaign(folder: Path, chosen: set[str], rows: int) -> dict[str, str]:
 def _lower_priority() -> Iterator[None]:
     """Leave the processors to the service: strangers attack from machines of their own."""
     before = os.getpriority(os.PRIO_PROCESS, 0)
-    os.setpriority(os.PRIO_PROCESS, 0, max(before, _NICENESS))
+    _set_niceness(max(before, _NICENESS))
     try:
         yield
     finally:
         with suppress(PermissionError):
-            os.setpriority(os.PRIO_PROCESS, 0, before)
+            _set_niceness(before)
+
+
+def _set_niceness(niceness: int) -> None:
+    """Set the niceness of this process and, where Linux compares sessions, of its session."""
+    os.setpriority(os.PRIO_PROCESS, 0, niceness)
+    with suppress(FileNotFoundError):
+        Path("/proc/self/autogroup").write_text(str(niceness))
 
 
 def _fill(url: str, rows: int) -> None:

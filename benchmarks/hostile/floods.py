@@ -124,7 +124,7 @@ def cancelled_jobs(attacked: Target) -> Outcome:
                 http.post(f"{response.headers['Location']}:cancel")
     added = archives.stored_bytes(attacked.url) - before
     text = f"{_counts(statuses)}; {added / 1e6:.1f} MB of requests stored"
-    return Outcome(text, added < _KEPT)
+    return Outcome(text, added < _KEPT and max(statuses) < _ERROR)
 
 
 def strangers_keys(attacked: Target) -> Outcome:

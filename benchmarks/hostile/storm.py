@@ -127,7 +127,8 @@ def many_dims(attacked: Target) -> Outcome:
         taken, job = timed(lambda: result_of(http, asked, 90.0))
     reason = job.get("error", {}).get("detail", job.get("result", {}).get("reason", ""))
     status = job.get("result", {}).get("certificate", {}).get("status") or job["state"]
-    return Outcome(f"{status} after {taken:.1f} s: {reason}"[:160], bool(job["done"]))
+    is_known = job.get("error", {}).get("status", 0) < _SERVER_ERROR
+    return Outcome(f"{status} after {taken:.1f} s: {reason}"[:160], bool(job["done"]) and is_known)
 
 
 def crowd(attacked: Target) -> Outcome:

@@ -122,7 +122,12 @@ def watching(attacked: Target) -> Iterator[Watched]:
     sampler = Thread(target=_sample, args=(attacked.process.pid, found, is_over))
     sampler.start()
     with subprocess.Popen(  # noqa: S603  a constant command
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        # Linux shares processors among sessions: it is none of the attackers'.
+        start_new_session=True,
     ) as probe:
         try:
             yield found

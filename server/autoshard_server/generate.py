@@ -17,6 +17,7 @@ from autoshard.exports import EXPORT_TARGETS
 from autoshard.mesh import Topology, get_topology, list_topologies
 from autoshard.plan.options import OptionGroup, PlanOptions, described_profiles, option_groups
 from autoshard_server.app import create_app
+from autoshard_server.limits import LIMITS, Limited, limit_name
 from autoshard_server.problems import ProblemType
 from autoshard_server.settings import Settings
 
@@ -27,6 +28,17 @@ known is refused. `autoshard serve --help` lists options. This page is generated
 `python -m autoshard_server.generate`.
 
 | variable | default | meaning |
+|---|---|---|
+"""
+
+_LIMITS = """
+## Limits
+
+Beyond these, something is refused or ended, with the setting in `limit_name` of the problem. Each
+is counted in `autoshard_limits_reached_total{limit="AUTOSHARD_...", of="..."}`, and has an alert in
+`deploy/prometheus/alerts.yaml`, by what it limits.
+
+| of | alert | limits |
 |---|---|---|
 """
 
@@ -121,13 +133,18 @@ def specification_text() -> str:
 
 
 def settings_page() -> str:
-    """The settings, as a Markdown table."""
+    """The settings and the limits among them, as Markdown tables."""
     prefix = Settings.model_config["env_prefix"]
     rows = []
     for name, field in Settings.model_fields.items():
         default = "see right" if field.default_factory else f"`{field.default}`"
         rows.append(f"| `{prefix}{name.upper()}` | {default} | {field.description} |\n")
-    return _SETTINGS + "".join(rows)
+    return _SETTINGS + "".join(rows) + _LIMITS + "".join(map(_limit_row, Limited))
+
+
+def _limit_row(kind: Limited) -> str:
+    named = ", ".join(f"`{limit_name(name)}`" for name, one in LIMITS.items() if one is kind)
+    return f"| {kind} | `Autoshard{kind.title()}Limit` | {named} |\n"
 
 
 def problems_page() -> str:

@@ -67,7 +67,8 @@ class JobWatcher:
             job: as it is now.
             after: number of an event; 0 for all.
         """
-        position = after
+        # A larger number is none of this job's, and would also count for those who follow it now.
+        position = min(after, await self._last_event(job.id))
         for event in await self._read(job.id, position):
             position = event.number
             yield event
@@ -90,6 +91,10 @@ class JobWatcher:
                 if is_done:
                     return
                 await changed.wait()
+
+    async def _last_event(self, job_id: str) -> int:
+        found = await anyio.to_thread.run_sync(self._jobs.statuses, [job_id])
+        return found[job_id].last_event if job_id in found else 0
 
     async def _read(self, job_id: str, after: int) -> list[JobEvent]:
         return await anyio.to_thread.run_sync(partial(self._jobs.events, job_id, after=after))

@@ -9,6 +9,7 @@ from enum import Enum
 from typing import Any
 
 from autoshard import errors
+from autoshard_server.limits import limit_name
 from autoshard_solver_cache import StoreFullError, StoreUnavailableError
 
 PROBLEM_MEDIA_TYPE = "application/problem+json"
@@ -65,7 +66,10 @@ class ProblemType(Enum):
     HOST = (
         400,
         "No Host header",
-        "A request of HTTP/1.1 has exactly one Host header (RFC 9112, section 3.2).",
+        (
+            "A request of HTTP/1.1 has exactly one Host header, that of its address if the request "
+            "line has a whole one (RFC 9112, section 3.2)."
+        ),
     )
     MULTIPART = (
         400,
@@ -282,7 +286,7 @@ def limit_error(
         limit: its value.
         headers: HTTP headers of the response.
     """
-    name = f"AUTOSHARD_{setting.upper()}"
+    name = limit_name(setting)
     extensions = {"limit": limit, "limit_name": name}
     return ServerError(kind, f"{detail} ({name})", headers=headers, extensions=extensions)
 

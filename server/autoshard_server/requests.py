@@ -45,6 +45,9 @@ Latency = Annotated[float, Field(description="seconds per step")]
 _LARGEST = 2**31 - 1
 """Largest number of devices in a request; the limit of the service is usually smaller."""
 
+_MAX_EXPLANATION = 600.0
+"""Largest time_limit of an explanation, seconds."""
+
 _MOST_AXES = 16
 """Largest number of axes in a request, the largest value of AUTOSHARD_MAX_MESH_AXES."""
 
@@ -247,6 +250,23 @@ class CoverageRequest(GraphRequestBody):
         default=None,
         description="an operator counts as sharded if an axis of this mesh can shard it; an axis "
         "of any size if null.",
+    )
+
+
+class ExplainRequest(BaseModel):
+    """A choice of a plan, whose alternatives are priced."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str = Field(min_length=1, max_length=512, description="a node, input, value or output")
+    value: bool = Field(
+        default=False, description="the value, if a node and a value have the same name"
+    )
+    time_limit: float = Field(
+        default=60.0,
+        gt=0,
+        le=_MAX_EXPLANATION,
+        description="seconds for planning the alternatives",
     )
 
 
@@ -478,9 +498,12 @@ def _check_solving(options: PlanOptions, settings: Settings) -> None:
 def _check_time_limit(seconds: float, settings: Settings) -> None:
     limit = settings.max_time_limit
     if seconds > limit:
-        raise OptionError(
-            f"time_limit is {seconds:g} seconds, but this service allows "
-            f"{limit:g}; use a smaller one, or raise AUTOSHARD_MAX_TIME_LIMIT"
+        raise limit_error(
+            ProblemType.OPTIONS,
+            f"time_limit is {seconds:g} seconds, but this service allows {limit:g}; use a smaller "
+            "one, or raise the limit",
+            "max_time_limit",
+            limit,
         )
 
 

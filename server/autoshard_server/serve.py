@@ -5,6 +5,7 @@ import gc
 import signal
 import socket
 import ssl
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -40,6 +41,10 @@ WORKER_FAILED = 1
 
 _WORKER_GRACE = 5
 """Seconds for HTTP requests in progress when a worker ends."""
+
+_SWITCH_INTERVAL = 0.001
+"""Seconds after which a thread lets another have the interpreter; Python's default is 0.005. The
+event loop gives it up at each call of the system, so it waits for a thread many times a request."""
 
 _log = structlog.get_logger(__name__)
 
@@ -109,6 +114,7 @@ def serve(
         # What is loaded now lives as long as the process; going through it stops every request.
         gc.collect()
         gc.freeze()
+        sys.setswitchinterval(_SWITCH_INTERVAL)
         with suppress(KeyboardInterrupt):
             server.run(sockets=listeners)
     if not server.started:

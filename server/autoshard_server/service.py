@@ -28,6 +28,7 @@ from autoshard.plan import PLAN_VERSION
 from autoshard_server.callers import Caller
 from autoshard_server.disconnection import unless_gone
 from autoshard_server.job_watcher import JobWatcher, OpenRequests
+from autoshard_server.phases import WorkPhase, phase
 from autoshard_server.problems import ProblemType, ServerError
 from autoshard_server.projects import stored_namespace
 from autoshard_server.rate_limits import Quota, rate_limit_headers
@@ -176,7 +177,7 @@ class Service:
         if known is None:
             rules = query.fields["rules"]
             described = await self.describe(project, query.graph_sha256, graph, rules=rules)
-            known = query.plan_id(described.identity)
+            known = await self.in_thread(partial(query.plan_id, described.identity))
             await self._write(project, _QUERIES, query.digest, known.encode())
         return await self.run(query.task(known, graph, validate_only=validate_only), caller)
 
@@ -225,7 +226,9 @@ class Service:
         if payload is None:
             payload = await self.stored_graph(caller.project, task.graph_sha256)
         try:
-            return await anyio.to_thread.run_sync(self._submit, task, payload, caller, _context())
+            with phase(WorkPhase.STORE):
+                submit = partial(self._submit, task, payload, caller, _context())
+                return await anyio.to_thread.run_sync(submit)
         except ServerError as error:
             if error.kind is ProblemType.TOO_MANY_JOBS:
                 error.headers |= rate_limit_headers(await self.quotas(caller))
@@ -253,7 +256,8 @@ class Service:
         Raises:
             ServerError: GRAPH_UNKNOWN.
         """
-        graph = await anyio.to_thread.run_sync(self.stores.graphs.get, project, sha256)
+        with phase(WorkPhase.STORE):
+            graph = await anyio.to_thread.run_sync(self.stores.graphs.get, project, sha256)
         if graph is None:
             raise graph_unknown(sha256)
         return graph
@@ -300,7 +304,8 @@ class Service:
                 run = partial(self._parsers.run, task, request, payload, gone)
                 return await anyio.to_thread.run_sync(run, limiter=self._parser_threads)
 
-        return await unless_gone(work)
+        with phase(WorkPhase.PARSE):
+            return await unless_gone(work)
 
     async def delete_result(self, caller: Caller, kind: JobKind, result_id: str) -> bool:
         """Delete a result of the caller's project; False if there is none.
@@ -334,7 +339,7 @@ class Service:
         Raises:
             ServerError: TOO_MANY_WAITS.
         """
-        with self._waits.opened(caller.project, caller.name):
+        with self._waits.opened(caller.project, caller.name), phase(WorkPhase.WAIT):
             await unless_gone(lambda _: self.watcher.wait(job, seconds))
         return await self.find(job.project, job.id)
 
@@ -424,14 +429,16 @@ class Service:
             await anyio.to_thread.run_sync(self._check_exists, namespace, key)
         body = self._lru.get(namespace, key)
         if body is None:
-            body = await anyio.to_thread.run_sync(self.cache.get, namespace, key)
+            with phase(WorkPhase.STORE):
+                body = await anyio.to_thread.run_sync(self.cache.get, namespace, key)
             if body is not None:
                 self._lru.put(namespace, key, body)
         return body
 
     async def _write(self, project: str, kind: str, key: str, body: bytes) -> None:
         namespace = stored_namespace(project, kind)
-        await anyio.to_thread.run_sync(self.cache.put, namespace, key, body)
+        with phase(WorkPhase.STORE):
+            await anyio.to_thread.run_sync(self.cache.put, namespace, key, body)
 
     def _read_topology(self, project: str, name: str) -> Topology:
         document = self.stores.topologies.get(project, name)

@@ -25,6 +25,8 @@ from prometheus_client import (
     multiprocess,
 )
 
+from autoshard_server.limits import KINDS_BY_NAME
+
 _REQUEST_BUCKETS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
     *(1.0, 2.5, 5.0, 10.0, 60.0),
@@ -85,15 +87,16 @@ clock_is_wrong = Gauge(
 )
 limits_reached_total = Counter(
     "autoshard_limits_reached",
-    "Responses that refuse a request because of a limit, by the name of its setting.",
-    ("limit",),
+    "Requests, connections and jobs that a limit has refused or ended, by the name of its setting, "
+    "and what it limits: one request, a caller, the service (all callers together) or a job.",
+    ("limit", "of"),
     registry=_registry,
 )
 refused_connections_total = Counter(
     "autoshard_refused_connections",
     "Connections that were refused or closed by a limit: total, address, displaced, header, "
-    "header-timeout, body-timeout, no-key, no-request, pipelined, host, body, unread-body or "
-    "response.",
+    "header-timeout, body-timeout, no-key, no-request, pipelined, ambiguous, malformed, body, "
+    "unread-body or response.",
     ("reason",),
     registry=_registry,
 )
@@ -121,6 +124,19 @@ def job_span(name: str, carrier: Mapping[str, str]) -> Iterator[None]:
     context = propagate.extract(carrier)
     with tracer.start_as_current_span(name, context=context, kind=SpanKind.CONSUMER):
         yield
+
+
+def count_limit(problem: Mapping[str, object]) -> None:
+    """Count a problem, if a limit is its cause."""
+    name = problem.get("limit_name")
+    if name in KINDS_BY_NAME:
+        limits_reached_total.labels(name, KINDS_BY_NAME[str(name)]).inc()
+
+
+def trace_id() -> dict[str, str]:
+    """The field `trace_id` of log lines; empty if nothing is traced."""
+    context = trace.get_current_span().get_span_context()
+    return {"trace_id": f"{context.trace_id:032x}"} if context.is_valid else {}
 
 
 def trace_context() -> dict[str, str]:

@@ -36,6 +36,20 @@ def test_every_command_has_help(flag: str) -> None:
             assert autoshard(name, inner, flag).exit_code == 0, (name, inner)
 
 
+@pytest.mark.parametrize("name", [name for name, one in COMMANDS.items() if one.first_options])
+def test_help_has_the_first_options_and_all_of_them_when_asked(name: str) -> None:
+    command, first = COMMANDS[name].load(name), COMMANDS[name].first_options
+    flags = {flag for option in command.params for flag in option.opts if flag.startswith("--")}
+    assert set(first) <= flags
+    short, whole = (autoshard(name, flag).output for flag in ("--help", "--help-all"))
+    shown = set(re.findall(r"^│ [* ]{0,4}(--[\w-]+)", short, re.MULTILINE))
+    assert shown == {*first, "--help", "--help-all"} - {"--memory-budget"} | {"--memory"}
+    assert "more options:" in short
+    assert f"autoshard {name} --help-all" in short
+    assert "more options:" not in whole
+    assert whole.count("\n") > 3 * short.count("\n")
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -170,6 +184,13 @@ def test_a_taken_port_is_a_plain_error(host: str) -> None:
 
 def test_options_are_listed_under_headings() -> None:
     groups = [kind.title for kind in option_groups().values()]
-    found = re.findall(r"╭─ ([^─]+) ─", autoshard("plan", "--help").output)
-    headings = ["Arguments", "Options", *groups, "The model's own operators", "Service and cache"]
+    found = re.findall(r"╭─ ([^─]+) ─", autoshard("plan", "--help-all").output)
+    headings = [
+        "Arguments",
+        "Options",
+        "Batch of a config",
+        *groups,
+        "The model's own operators",
+        "Service and cache",
+    ]
     assert found == [*headings, "Output"]

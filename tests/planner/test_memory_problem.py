@@ -300,15 +300,23 @@ def test_a_choice_is_continued_when_more_time_points_are_counted(
         (TwoReaders, (4,), {"mul_1": "S(0)"}, {}),
         (ThroughAView, (4, 2), {"sin*": "S(1)"}, {}),
         (SavesWhatItMakes, (4,), {}, {}),
-        (TwoReaders, (4,), {"mul_1": "R"}, {}),
-        (TwoReaders, (4,), {"mul_1": "R"}, {"regather_activations": True}),
+        pytest.param(TwoReaders, (4,), {"mul_1": "R"}, {}, marks=pytest.mark.long),
+        pytest.param(
+            TwoReaders, (4,), {"mul_1": "R"}, {"regather_activations": True}, marks=pytest.mark.long
+        ),
         (Scores, (2, 4), {"to*": "S(0)", "cross*": "S(0)"}, {"execution": "compile"}),
         (SavesWhatItMakes, (4,), {"sin*": "R"}, {"regather_activations": True}),
         (Product, (4, 4), {}, {"overlap": True}),
         (SavesWhatItMakes, (4,), {}, {"overlap": True}),
         (Product, (4, 4), {}, {"micro_batches": 3}),
         (Product, (4, 4), {}, {"micro_batches": 2, "accumulation_dtype": "bfloat16"}),
-        (SavesWhatItMakes, (4,), {}, {"micro_batches": 4, "overlap": True}),
+        pytest.param(
+            SavesWhatItMakes,
+            (4,),
+            {},
+            {"micro_batches": 4, "overlap": True},
+            marks=pytest.mark.long,
+        ),
         (Product, (4, 4), {}, {"micro_batches": 3, "in_flight": 3}),
         pytest.param(
             *(TwoReaders, (4,), {"mul_1": "S(0)"}, {"micro_batches": 8, "in_flight": 2}),

@@ -113,7 +113,7 @@ def test_who_answers_with_a_job_says_what_can_go_wrong_in_it(specification: dict
     assert "other-release" in expected
     everything = [operation["responses"] for _, _, operation in operations(specification)]
     makers = [answers for answers in everything if "202" in answers]
-    assert len(makers) == 4
+    assert len(makers) == 5
     for answers in makers:
         listed = {
             slug

@@ -1,4 +1,4 @@
-"""Alert rules and the dashboard use metrics that the service exports."""
+"""Alert rules, the dashboard and autoscaling use metrics that the service exports."""
 
 import json
 import re
@@ -49,7 +49,9 @@ def exported(service: Any) -> dict[str, set[str]]:
 
 def expressions() -> list[str]:
     shown = [target["expr"] for panel in panels() for target in panel["targets"]]
-    return [rule["expr"] for rule in rules()] + shown
+    scaled = yaml.safe_load((DEPLOY / "keda" / "worker.yaml").read_text())
+    asked = [trigger["metadata"]["query"] for trigger in scaled["spec"]["triggers"]]
+    return [*(rule["expr"] for rule in rules()), *shown, *asked]
 
 
 def test_every_metric_is_exported(exported: dict[str, set[str]]) -> None:

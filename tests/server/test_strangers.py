@@ -2,24 +2,32 @@
 
 import asyncio
 import hashlib
+import json
 import os
 import signal
+import socket
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from io import BytesIO
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 from zipfile import ZipFile
 
 import httpx2
 import pytest
 import zstandard
 from sqlalchemy import Engine, text
+from typer.testing import CliRunner
 
+from autoshard.cli import app
 from autoshard_server import Settings
 from autoshard_server.problems import ServerError
 from autoshard_server.solvers.parse_queue import ParseQueue
-from autoshard_server.store.database import check_writable
+from autoshard_server.store.database import Stores, check_writable
 from autoshard_server.store.job_store import JobStore
 from autoshard_server.store.jobs import JobState
 from autoshard_server.store.retention_clock import RetentionClock
@@ -127,7 +135,9 @@ def test_waiting_requests_are_limited(start_service: Any, make_graph: Any, progr
     # Without waiting it is answered.
     assert service.post(graph, {"mesh": MESH}).status_code == 202
     metrics = service.http.get("/metrics").text
-    assert 'autoshard_limits_reached_total{limit="AUTOSHARD_MAX_CALLER_WAITS"}' in metrics
+    assert (
+        'autoshard_limits_reached_total{limit="AUTOSHARD_MAX_CALLER_WAITS",of="caller"}' in metrics
+    )
 
 
 @pytest.mark.parametrize(
@@ -254,3 +264,168 @@ def test_problems_have_their_page_under_the_path_of_the_proxy(start_service: Any
         kind = service.http.get(path).json()["type"]
         assert kind == "/plan/problems#request"
     assert service.http.get(kind.partition("#")[0]).status_code == 200
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, str, str]]:
+    """A service in a process that requires keys: its port, a key to plan, and one to read."""
+    url = f"sqlite:///{tmp_path_factory.mktemp('guarded') / 'store.sqlite3'}"
+    stores = Stores(Settings(store_url=url))
+    keys = [stores.api_keys.create("ann", [scope])[1] for scope in ("plan", "read")]
+    stores.close()
+    with Service(url, auth="required", num_workers=0, shutdown_delay=0) as process:
+        yield urlsplit(process.address).port or 0, *keys
+
+
+def send(port: int, *lines: str, body: bytes = b"") -> tuple[int, dict[str, Any]]:
+    """Status and problem of the response to the bytes of a request."""
+    with socket.create_connection(("127.0.0.1", port), 10) as connection:
+        connection.sendall("\r\n".join([*lines, "", ""]).encode("latin-1") + body)
+        found = b""
+        with suppress(ConnectionError):
+            while piece := connection.recv(1 << 16):
+                found += piece
+    head, _, text = found.partition(b"\r\n\r\n")
+    is_problem = b"application/problem+json" in head
+    return int(head[9:12] or 0), json.loads(text) if is_problem else {}
+
+
+LOOK_UP = json.dumps({"graph_sha256": "0" * 64, "mesh": {"shape": [2]}}).encode()
+CHUNKED = b"%x\r\n%b\r\n0\r\n\r\n" % (len(LOOK_UP), LOOK_UP)
+LENGTH = f"Content-Length: {len(LOOK_UP)}"
+
+
+@pytest.mark.parametrize(
+    ("version", "more", "body"),
+    [
+        ("1.1", ["Content-Length: 3", LENGTH], LOOK_UP),
+        ("1.1", [LENGTH, "Transfer-Encoding: chunked"], CHUNKED),
+        ("1.1", ["Transfer-Encoding: gzip, chunked"], CHUNKED),
+        ("1.1", ["Transfer-Encoding: chunked", "Transfer-Encoding: chunked"], CHUNKED),
+        ("1.0", ["Transfer-Encoding: chunked"], CHUNKED),
+        ("1.1", [LENGTH, "Content-Type: text/plain"], LOOK_UP),
+        ("1.1", [LENGTH, "Content-Encoding: gzip", "Content-Encoding: gzip"], LOOK_UP),
+        ("1.1", [LENGTH, "Idempotency-Key: a", "Idempotency-Key: b"], LOOK_UP),
+        ("1.1", [LENGTH, "Authorization: Bearer x"], LOOK_UP),
+        ("1.0", [LENGTH, "Host: evil.example"], LOOK_UP),
+        ("1.1", [LENGTH, "X-Folded: a", "  b"], LOOK_UP),
+    ],
+)
+def test_what_two_programs_could_read_differently_is_refused(
+    guarded: tuple[int, str, str], version: str, more: list[str], body: bytes
+) -> None:
+    port, key, _ = guarded
+    common = ["Host: localhost", "Connection: close", "Content-Type: application/json"]
+    lines = [f"POST /v1/plans:lookup HTTP/{version}", f"Authorization: Bearer {key}", *common]
+    status, problem = send(port, *lines, *more, body=body)
+    assert (status, problem["status"]) == (400, 400)
+    # The same without what is ambiguous.
+    assert send(port, *lines, LENGTH, body=LOOK_UP)[1]["type"].endswith("#not-found")
+
+
+def test_the_address_of_a_request_line_is_that_of_the_host(guarded: tuple[int, str, str]) -> None:
+    port, _, key = guarded
+    more = [f"Authorization: Bearer {key}", "Connection: close"]
+    same = send(port, "GET http://ours.example/v1/plans HTTP/1.1", "Host: ours.example", *more)
+    assert same == (200, {})
+    target = "http://evil.example/v1/plans"
+    status, problem = send(port, f"GET {target} HTTP/1.1", "Host: ours.example", *more)
+    assert status == 400
+    assert problem["type"].endswith("#host")
+    # Without a key it is refused before the application, as a path is.
+    status, problem = send(port, f"GET {target} HTTP/1.1", "Host: evil.example")
+    assert (status, "request_id" in problem) == (401, False)
+    # HTTP/0.9 has no headers, and so no Host.
+    assert send(port, "GET /version")[0] == 400
+
+
+@pytest.mark.parametrize("line", ["NOT HTTP", "GET /version HTTP/9.9", "PRI * HTTP/2.0"])
+def test_what_is_not_http_gets_a_problem_too(guarded: tuple[int, str, str], line: str) -> None:
+    status, problem = send(guarded[0], line, "Host: localhost")
+    assert (status, problem["status"]) == (400, 400)
+    assert problem["type"].endswith("#http")
+
+
+def test_a_pipelined_request_is_not_logged_as_one_of_the_caller_before(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'store.sqlite3'}"
+    stores = Stores(Settings(store_url=url))
+    _, key = stores.api_keys.create("ann", ["read"], project="red")
+    stores.close()
+    with Service(url, auth="required", num_workers=0, shutdown_delay=0) as process:
+        port = urlsplit(process.address).port or 0
+        first = f"GET /v1/plans HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n\r\n"
+        assert send(port, f"{first}GET /version HTTP/1.1", "Host: x", "Connection: close")[0] == 200
+        deadline = time.monotonic() + 10
+        while len(process.events("request")) < 2 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        asked = {line["path"]: line for line in process.events("request")}
+    assert (asked["/v1/plans"]["caller"], asked["/v1/plans"]["project"]) == ("ann", "red")
+    assert not {"caller", "project"} & asked["/version"].keys()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"graph_sha256": "%s", "mesh": {"shape": [2]}, "mesh": {"shape": [4]}}' % ("0" * 64),
+        '{"graph_sha256": "%s", "mesh": {"shape": [2], "sh\\u0061pe": [4]}}' % ("0" * 64),
+    ],
+)
+def test_a_member_that_occurs_twice_is_refused(service: Any, text: str) -> None:
+    headers = {"Content-Type": "application/json"}
+    response = service.http.post("/v1/plans:lookup", content=text, headers=headers)
+    assert response.status_code == 422
+    assert "2 times" in response.json()["detail"]
+
+
+def test_a_topology_has_one_name(service: Any) -> None:
+    document = service.http.get("/v1/topologies/h100-sxm").text
+    twice = document[:-1] + ',"name":"ours"}'
+    headers = {"Content-Type": "application/json"}
+    response = service.http.put("/v1/topologies/ours", content=twice, headers=headers)
+    assert (response.status_code, "'name' 2 times" in response.json()["detail"]) == (422, True)
+
+
+def test_a_parameter_that_is_sent_twice_is_refused(service: Any) -> None:
+    response = service.http.get("/v1/plans?page_size=1&page_size=100")
+    assert response.status_code == 422
+    assert response.json()["errors"][0]["pointer"] == "/query/page_size"
+    assert service.http.get("/v1/jobs?state=queued&state=failed").status_code == 200
+
+
+def test_a_forged_event_id_hides_no_events_from_others(
+    start_service: Any, graph: bytes, program: Any
+) -> None:
+    """Whoever follows a job first decides nothing for the next."""
+    service = start_service(executor=program("hang"), num_workers=0)
+    job = service.post(graph).headers["Location"]
+    forged = {"Last-Event-ID": str(2**31 - 1)}
+    with (
+        service.http.stream("GET", f"{job}/events", headers=forged) as first,
+        service.http.stream("GET", f"{job}/events") as second,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        assert (first.status_code, second.status_code) == (200, 200)
+        read = [pool.submit(lambda one=one: "".join(one.iter_text())) for one in (first, second)]
+        time.sleep(0.3)
+        assert service.http.post(f"{job}:cancel").status_code == 200
+        forged_text, text = (one.result(timeout=20) for one in read)
+    assert "cancelled" in forged_text
+    assert "queued" in text
+    assert "cancelled" in text
+
+
+def test_the_head_of_a_stream_is_no_stream(start_service: Any, graph: bytes) -> None:
+    service = start_service(num_workers=0, max_caller_streams=1)
+    job = service.post(graph).headers["Location"]
+    for _ in range(2):
+        found = service.http.head(f"{job}/events", timeout=10)
+        assert (found.status_code, found.content) == (200, b"")
+    assert service.http.get(job, timeout=10).json()["state"] == "queued"
+
+
+@pytest.mark.parametrize("name", ["\u202enna", "ann\n", "a\x1b[31m"])
+def test_a_key_has_a_name_that_can_be_read(tmp_path: Path, name: str) -> None:
+    store = f"sqlite:///{tmp_path / 'store.sqlite3'}"
+    ended = CliRunner().invoke(app, ["keys", "create", name, "--store", store])
+    assert ended.exit_code == 1
+    assert "cannot be seen" in ended.output.replace("\n", " ")

@@ -2,14 +2,16 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import typer
 
 from autoshard.base.files import write_file
 from autoshard.base.outcome import SolveStatus
 from autoshard.cli.exit_codes import ExitCode
+from autoshard.cli.models import ConfigBatch, ModelSource, is_graph_file
 from autoshard.cli.options import (
     Archive,
     Connection,
@@ -34,7 +36,9 @@ from autoshard.cli.rendering.output import (
 from autoshard.cli.rendering.plan_output import print_summary
 from autoshard.cli.rendering.render import coverage_report, search_report
 from autoshard.cli.rendering.render_plan import plan_report
-from autoshard.client import PlanResult
+from autoshard.cli.rendering.tables import print_report
+from autoshard.client import JobProgress, PlanResult
+from autoshard.errors import OptionError
 from autoshard.exports import read_like
 from autoshard.mesh import Axis, Mesh, make_mesh
 from autoshard.plan import Plan, PlanOptions
@@ -48,6 +52,9 @@ from autoshard.requests.models import (
 from autoshard.requests.results import MeshSearch
 from autoshard.requests.running import plan_coverage
 
+_SHOWN = 5
+"""Meshes that are listed when --gpus chooses one."""
+
 _SOURCES = {
     "service": "made by the service",
     "offline": "the service does not answer; this plan was kept on this machine",
@@ -55,27 +62,83 @@ _SOURCES = {
 }
 
 
-def plan(
-    graph: Archive,
-    *,
-    mesh: Annotated[
-        str,
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Devices:
+    """Options about the mesh of a plan."""
+
+    panel: ClassVar[str] = "Options"
+    shape: Annotated[
+        str | None,
         typer.Option(
-            help="Size of each axis, outermost first, such as 2x4, or dp=2,tp=4 with names."
+            "--mesh",
+            help="Size of each axis, outermost first, such as 2x4, or dp=2,tp=4 with names.",
         ),
-    ],
-    axes: Annotated[str | None, typer.Option(help="Name of each axis, such as dp,tp.")] = None,
-    topology: Topology = None,
-    nodes: Nodes = None,
-    gpus_per_node: GpusPerNode = None,
+    ] = None
+    gpus: Annotated[
+        int | None,
+        count(help="Number of devices, in place of --mesh: plan on the best mesh of `search`."),
+    ] = None
+    axes: Annotated[str | None, typer.Option(help="Name of each axis, such as dp,tp.")] = None
+    topology: Topology = None
+    nodes: Nodes = None
+    gpus_per_node: GpusPerNode = None
     intra_bandwidth: Annotated[
         str | None,
         typer.Option(help="Bandwidth per device within a node, the last axis, such as 450GB/s."),
-    ] = None,
+    ] = None
     inter_bandwidth: Annotated[
         str | None,
         typer.Option(help="Bandwidth per device between nodes, the earlier axes: 50GB/s."),
-    ] = None,
+    ] = None
+
+    def mesh(self) -> Mesh | None:
+        """The mesh, or None if the number of devices is given instead.
+
+        Raises:
+            OptionError: both are given, or none, or an option is for a mesh only.
+            MeshError: there is no such mesh.
+        """
+        if (self.shape is None) == (self.gpus is None):
+            raise OptionError("give one of --mesh and --gpus; with --gpus 8 the mesh is chosen")
+        if self.shape is not None:
+            return self._made(self.shape)
+        for name in ("axes", "intra_bandwidth", "inter_bandwidth"):
+            if getattr(self, name) is not None:
+                raise OptionError(f"--{name.replace('_', '-')} is for a --mesh, not for --gpus")
+        return None
+
+    def as_one_axis(self) -> Mesh:
+        """The mesh, or one of all devices in one axis, which a layout then divides."""
+        return self.mesh() or self._made(str(self.gpus))
+
+    def search_arguments(self, options: PlanOptions, *, discover: bool) -> SearchArguments:
+        """The search that chooses the mesh."""
+        assert self.gpus is not None, "a mesh is given otherwise"
+        return SearchArguments(
+            num_devices=self.gpus,
+            topology=read_topology(self.topology),
+            nodes=self.nodes,
+            gpus_per_node=self.gpus_per_node,
+            options=options.with_values(comparisons=False),
+            discover=discover,
+        )
+
+    def _made(self, shape: str) -> Mesh:
+        return make_mesh(
+            shape,
+            axes=None if self.axes is None else self.axes.split(","),
+            topology=read_topology(self.topology),
+            nodes=self.nodes,
+            gpus_per_node=self.gpus_per_node,
+            intra_bandwidth=self.intra_bandwidth,
+            inter_bandwidth=self.inter_bandwidth,
+        )
+
+
+def plan(
+    model: ModelSource,
+    *,
+    devices: Devices,
     like: Annotated[
         str | None,
         typer.Option(
@@ -85,6 +148,7 @@ def plan(
             "line of Megatron-LM in quotes. The summary compares it with the fastest plan.",
         ),
     ] = None,
+    batch: ConfigBatch,
     planning: Planning,
     comparisons: Annotated[
         bool,
@@ -105,31 +169,28 @@ def plan(
     The error bar of a predicted time, such as 416 ms +- 9 %, holds for 80 % of the published runs
     that were predicted in a layout of this kind on this generation of GPUs.
     """
-    devices = make_mesh(
-        mesh,
-        axes=None if axes is None else axes.split(","),
-        topology=read_topology(topology),
-        nodes=nodes,
-        gpus_per_node=gpus_per_node,
-        intra_bandwidth=intra_bandwidth,
-        inter_bandwidth=inter_bandwidth,
-    )
     options = planning.read().with_values(comparisons=comparisons)
-    if like is not None:
-        devices, options = _laid_out(like, devices, options)
     discover = custom.discover()
+    if like is None:
+        mesh = devices.mesh()
+    else:
+        mesh, options = _laid_out(like, devices.as_one_axis(), options)
+    graph = _graph(model, batch, options, quiet=quiet)
+    if mesh is None:
+        arguments = devices.search_arguments(options, discover=discover)
+        mesh = _best_mesh(graph, arguments, connection, quiet=quiet)
     with _followed(connection, quiet=quiet) as run:
         if connection.server:
             with connection.open() as client:
                 result = client.request_plan(
                     graph,
-                    mesh=devices,
+                    mesh=mesh,
                     options=options,
                     discover=discover,
                     on_progress=run.report,
                 )
         else:
-            request = PlanRequest(graph, mesh=devices, options=options, discover=discover)
+            request = PlanRequest(graph, mesh=mesh, options=options, discover=discover)
             result = connection.here().plan(request, on_progress=run.report, cancel=run.stop)
     found = result.plan
     assert found is not None, "the request waits for the plan"
@@ -141,8 +202,54 @@ def plan(
     elif output_format.chosen == "csv" and found.found:
         print_output(plan_report(found), "csv")
     else:
-        print_summary(found, graph=graph, source=None if output is None else str(output))
+        file = graph if isinstance(graph, Path) else None
+        print_summary(found, graph=file, source=None if output is None else str(output))
     _end(found, is_stopped=found.certificate.status is SolveStatus.CANCELLED)
+
+
+def _graph(model: str, batch: ConfigBatch, options: PlanOptions, *, quiet: bool) -> Path | bytes:
+    """The file of a graph, or the graph of a model that is exported here, with progress."""
+    if is_graph_file(model):
+        return batch.graph(model, options.mode)
+    with followed(quiet=quiet, can_stop=False) as run:
+        run.report(JobProgress(phase="exporting the model", elapsed=0.0))
+        return batch.graph(model, options.mode)
+
+
+def _best_mesh(
+    graph: Path | bytes, arguments: SearchArguments, connection: Connection, *, quiet: bool
+) -> Mesh:
+    """The mesh of the fastest plan of a search; those of the next best are listed on stderr."""
+    found, plans, _ = _searched(graph, arguments, connection, num_workers=2, quiet=quiet)
+    if not plans or plans[0] is None:
+        print_output(search_report(found, plans), "table")
+        raise typer.Exit(ExitCode.NO_PLAN)
+    if not quiet:
+        best = found.model_copy(update={"meshes": found.meshes[:_SHOWN]})
+        print_report(search_report(best, plans[:_SHOWN]), errors)
+    return found.meshes[0].mesh
+
+
+def _searched(
+    graph: Path | bytes,
+    arguments: SearchArguments,
+    connection: Connection,
+    *,
+    num_workers: int,
+    quiet: bool,
+) -> tuple[MeshSearch, Sequence[Plan | None], bool]:
+    """The meshes of a search, their plans, and whether Ctrl-C has ended it."""
+    with _followed(connection, quiet=quiet) as run:
+        if connection.server:
+            with connection.open() as client:
+                found = client.search(graph, on_progress=run.report, **arguments)
+                plans = _plans_of(found, client.get_plan)
+        else:
+            here = connection.here(num_workers=num_workers)
+            request = MeshSearchRequest(graph, **arguments)
+            found = here.search(request, on_progress=run.report, cancel=run.stop)
+            plans = _plans_of(found, here.get_plan)
+    return found, plans, run.stop.is_set()
 
 
 def _laid_out(like: str, devices: Mesh, options: PlanOptions) -> tuple[Mesh, PlanOptions]:
@@ -153,7 +260,7 @@ def _laid_out(like: str, devices: Mesh, options: PlanOptions) -> tuple[Mesh, Pla
 
 
 def search(
-    graph: Archive,
+    model: ModelSource,
     *,
     devices: Annotated[int, count(help="Number of devices of the mesh.")],
     topology: Topology = None,
@@ -163,6 +270,7 @@ def search(
     workers: Annotated[
         int, count(help="Number of meshes planned at the same time, without a service.")
     ] = 2,
+    batch: ConfigBatch,
     planning: Planning,
     custom: CustomOperators,
     connection: Connection,
@@ -174,30 +282,25 @@ def search(
 
     The column error says how much more or less 80 % of comparable published runs took.
     """
+    options = planning.read()
     arguments = SearchArguments(
         num_devices=devices,
         topology=read_topology(topology),
         nodes=nodes,
         gpus_per_node=gpus_per_node,
         max_axes=max_axes,
-        options=planning.read(),
+        options=options,
         discover=custom.discover(),
     )
-    with _followed(connection, quiet=quiet) as run:
-        if connection.server:
-            with connection.open() as client:
-                found = client.search(graph, on_progress=run.report, **arguments)
-                plans = _plans_of(found, client.get_plan)
-        else:
-            here = connection.here(num_workers=workers)
-            request = MeshSearchRequest(graph, **arguments)
-            found = here.search(request, on_progress=run.report, cancel=run.stop)
-            plans = _plans_of(found, here.get_plan)
+    graph = _graph(model, batch, options, quiet=quiet)
+    found, plans, is_stopped = _searched(
+        graph, arguments, connection, num_workers=workers, quiet=quiet
+    )
     best = plans[0] if plans else None
     if best is not None:
         _write(best, output)
     print_output(search_report(found, plans), output_format.chosen)
-    _end(best, is_stopped=run.stop.is_set())
+    _end(best, is_stopped=is_stopped)
 
 
 def _plans_of(found: MeshSearch, get_plan: Callable[[str], Plan | None]) -> Sequence[Plan | None]:

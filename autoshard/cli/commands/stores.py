@@ -45,7 +45,6 @@ keys = typer.Typer(
 
 _DAY = 86400.0
 _MAX_NAME = 64
-_MAX_ACTIVE_KEYS = 2
 
 Store = Annotated[
     str | None,
@@ -222,12 +221,15 @@ def create(
             raise InputError(f"unknown scope {unknown[0]!r}; choose from {', '.join(Scope)}")
         if not 1 <= len(name) <= _MAX_NAME:
             raise InputError(f"the name has {len(name)} characters; give 1 to {_MAX_NAME}")
+        if not name.isprintable():
+            raise InputError(
+                f"the name {name!r} has characters that cannot be seen; leave them out"
+            )
         if not is_project_name(project):
             raise InputError(
                 f"the project {project!r} has no valid name; give up to 32 lower-case letters, "
                 "digits and hyphens, such as 'vision-2'"
             )
-        _check_active_keys(opened, project, name)
         expires = None if days is None else time.time() + days * _DAY
         made = opened.create(name, scopes, project=project, expires_at=expires)
     key, token = made
@@ -239,15 +241,17 @@ def create(
 @keys.command("list")
 @options.expand_groups
 def list_keys(*, store: KeyStore = None, output: options.OutputOptions) -> None:
-    """List all keys, also revoked and expired ones; secrets are not stored."""
+    """List all keys, also revoked and expired ones, with their last use; secrets are not stored."""
     with _open_keys(store) as opened:
         found = opened.list()
-    names = ("id", "project", "name", "scopes", "created", "state")
+    names = ("id", "project", "name", "scopes", "created", "last used", "state")
     table = Table("keys", "", tuple(Column(name) for name in names))
     now = time.time()
     for key in found:
         scopes = " ".join(sorted(key.scopes))
-        table.add(key.id, key.project, key.name, scopes, _date(key.created_at), _state(key, now))
+        used = "never" if key.last_used_at is None else _date(key.last_used_at)
+        created, state = _date(key.created_at), _state(key, now)
+        table.add(key.id, key.project, key.name, scopes, created, used, state)
     print_output(Report.of(table), output.chosen)
 
 
@@ -269,10 +273,6 @@ def rotate(
 ) -> None:
     """Replace a key by a new one with the same scopes; print the new secret."""
     with _open_keys(store) as opened:
-        old = next((known for known in opened.list() if known.id == key), None)
-        if old is None:
-            raise _no_active_key(key)
-        _check_active_keys(opened, old.project, old.name)
         made = opened.rotate(key, grace=hours * 3600.0)
         if made is None:
             raise _no_active_key(key)
@@ -316,17 +316,6 @@ def _as_input_error(*kinds: type[Exception]) -> Iterator[None]:
         yield
     except kinds as error:
         raise InputError(str(error)) from error
-
-
-def _check_active_keys(store: "ApiKeyStore", project: str, name: str) -> None:
-    now = time.time()
-    same = [key for key in store.list() if (key.project, key.name) == (project, name)]
-    active = [key.id for key in same if key.is_valid(now)]
-    if len(active) >= _MAX_ACTIVE_KEYS:
-        raise InputError(
-            f"{name!r} of the project {project!r} has the keys {' and '.join(active)}; revoke one "
-            "before making another"
-        )
 
 
 def _no_active_key(key: str) -> InputError:

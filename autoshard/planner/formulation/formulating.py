@@ -10,7 +10,7 @@ from autoshard.base.collection import collection_paused
 from autoshard.base.limits import CancelToken, LimitReached, Limits, limited
 from autoshard.base.outcome import SolveStatus
 from autoshard.costs import most_held
-from autoshard.errors import GraphError, OptionError
+from autoshard.errors import GraphError, OptionError, TooManyStrategiesError
 from autoshard.graph import Graph, InputKind, check_total_bytes, find_blocks, module_paths
 from autoshard.graph.gradients import Gradients
 from autoshard.lowering.recompute import checkpoint_units
@@ -161,19 +161,19 @@ def check_size(formulation: Formulation, max_strategies: int | None) -> None:
     """Check that a problem is not larger than allowed.
 
     Raises:
-        OptionError: it has more strategies.
+        TooManyStrategiesError: it has more strategies.
     """
     number = sum(len(variable.strategies) for variable in formulation.variables)
     if max_strategies is not None and number > max_strategies:
-        raise OptionError(
+        raise TooManyStrategiesError(
             f"the problem has {number:,} strategies, but at most {max_strategies:,} are allowed; "
             f"{_fewer_strategies(formulation.mesh)}"
         )
 
 
-def too_many_strategies(reached: LimitReached, mesh: Mesh) -> OptionError:
+def too_many_strategies(reached: LimitReached, mesh: Mesh) -> TooManyStrategiesError:
     """The error of a problem whose strategies were too many to list."""
-    return OptionError(
+    return TooManyStrategiesError(
         f"the problem has more than {max(reached.made, 1) - 1:,} strategies, or tensors with too "
         f"many layouts, on a mesh of {_num_axes(mesh)} axes of several devices; "
         f"{_fewer_strategies(mesh)}"

@@ -15,7 +15,10 @@ from fastapi import Depends, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
 from autoshard_server.callers import ANONYMOUS, Caller, Scope
-from autoshard_server.http.parameters import refuse_unknown_parameters
+from autoshard_server.http.parameters import (
+    refuse_other_media_types,
+    refuse_unknown_parameters,
+)
 from autoshard_server.http.throttle import Throttle
 from autoshard_server.problems import ProblemType, ServerError
 from autoshard_server.settings import Settings
@@ -154,8 +157,8 @@ def _requires(scope: Scope) -> Callable[..., Coroutine[Any, Any, Caller]]:
         authenticator: Authenticator = request.app.state.authenticator
         token = None if credentials is None else credentials.credentials
         caller = await authenticator.caller(request, token)
-        if caller.name is not None:
-            structlog.contextvars.bind_contextvars(caller=caller.name, project=caller.project)
+        named = {} if caller.name is None else {"caller": caller.name}
+        structlog.contextvars.bind_contextvars(project=caller.project, **named)
         if scope not in caller.scopes:
             raise ServerError(
                 ProblemType.FORBIDDEN,
@@ -164,6 +167,7 @@ def _requires(scope: Scope) -> Callable[..., Coroutine[Any, Any, Caller]]:
                 headers={"WWW-Authenticate": f'Bearer error="insufficient_scope", scope="{scope}"'},
             )
         refuse_unknown_parameters(request)
+        refuse_other_media_types(request)
         return caller
 
     return allowed

@@ -85,10 +85,11 @@ class _MemoryLimit:
 
     def take(self, count: int) -> None:
         if self._used + count > self._limit:
-            raise ServerError(
+            raise limit_error(
                 ProblemType.UNAVAILABLE,
-                "the service is reading other large bodies; retry "
-                "(AUTOSHARD_MAX_BODIES_BYTES is their limit)",
+                "the service is reading other large bodies; retry",
+                "max_bodies_bytes",
+                self._limit,
                 headers={"Retry-After": "2", "Connection": "close"},
             )
         self._used += count

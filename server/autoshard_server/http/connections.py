@@ -8,16 +8,21 @@ import asyncio
 import json
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache
 from http import HTTPStatus
+from itertools import islice
 from typing import Any
 
+import prometheus_client
 import structlog
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
+from autoshard_server.http.request_heads import head_fault, split_target
 from autoshard_server.problems import (
     PROBLEM_MEDIA_TYPE,
     ProblemType,
@@ -26,7 +31,7 @@ from autoshard_server.problems import (
     problem_of,
 )
 from autoshard_server.settings import Settings
-from autoshard_server.telemetry import refused_connections_total
+from autoshard_server.telemetry import count_limit, refused_connections_total
 
 LIVENESS_PATH = b"/livez"
 """Path that is answered on connections beyond the limit, so that health checks pass."""
@@ -52,6 +57,13 @@ lose the response if it was closed at once (RFC 9112, section 9.6)."""
 
 _MAX_PIPELINED = 16
 """Requests of one connection that may wait for the response to an earlier one."""
+
+_CHECKED_AT_ONCE = 128
+"""Connections whose times are checked without a pause: each that ends takes up to 0.1 ms, and all
+other requests wait for those that a flood has opened at the same moment."""
+
+_PAUSE = 0.002
+"""Seconds after each of these, in which the event loop serves requests."""
 
 _LOG_SECONDS = 10.0
 """Connections that are refused within this time are logged as one line."""
@@ -157,14 +169,29 @@ class Connections:
 
     def count(self, reason: str, address: str) -> None:
         """Count a connection that was refused or closed; a log line reports several."""
-        refused_connections_total.labels(reason).inc()
+        _refused_total(reason).inc()
         self._refused[reason] += 1
         self._refused_address = address
 
     def _check(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Begin a round: each connection is checked once, and then the next round is planned."""
+        self._check_some(loop, iter(list(self._open)))
+
+    def _check_some(
+        self, loop: asyncio.AbstractEventLoop, others: Iterator["LimitedProtocol"]
+    ) -> None:
+        some = list(islice(others, _CHECKED_AT_ONCE))
         now = loop.time()
-        for connection in list(self._open):
-            connection.check(now)
+        for connection in some:
+            # It may have been closed since the round began.
+            if connection in self._open:
+                connection.check(now)
+        if some:
+            self._timer = loop.call_later(_PAUSE, self._check_some, loop, others)
+        else:
+            self._end_round(loop, now)
+
+    def _end_round(self, loop: asyncio.AbstractEventLoop, now: float) -> None:
         if self._refused and now - self._logged_at >= _LOG_SECONDS:
             _log.warning(
                 "connections_refused",
@@ -190,6 +217,9 @@ class Config(uvicorn.Config):
 
     def __init__(self, app: Any, settings: Settings, **given: Any) -> None:
         idle = max(1, round(settings.idle_timeout))
+        # Otherwise a pipelined request starts in the context of the one before it, and is logged
+        # and traced as one of its caller.
+        given["reset_contextvars"] = True
         super().__init__(app, http=LimitedProtocol, ws="none", timeout_keep_alive=idle, **given)
         self.connections = Connections(settings)
 
@@ -219,7 +249,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._phase = _Phase.HEADER
         self._since = self.loop.time()
         self._unfinished = 0
-        self._header_bytes = self._num_headers = self._num_hosts = self._body_bytes = 0
+        self._header_bytes = self._num_headers = self._body_bytes = 0
         self._discarded = 0
         self._stalled_since: float | None = None
         self._unsent = 0
@@ -235,6 +265,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         self._only_liveness = self._all.add(self, self._address)
         if self._only_liveness is not None and self._all.is_exhausted(self._address):
+            count_limit(problem_of(self._only_liveness.error))
             self._all.count(self._only_liveness.reason, self._address)
             transport.abort()
 
@@ -264,7 +295,7 @@ class LimitedProtocol(HttpToolsProtocol):
         """A request begins."""
         super().on_message_begin()
         self._has_key = False
-        self._header_bytes = self._num_headers = self._num_hosts = 0
+        self._header_bytes = self._num_headers = 0
         if self._phase is not _Phase.HEADER:
             self._enter(_Phase.HEADER)
 
@@ -280,19 +311,19 @@ class LimitedProtocol(HttpToolsProtocol):
         """
         self._count(len(name) + len(value), 1)
         if self._phase is _Phase.HEADER:
-            self._num_hosts += name.lower() == b"host"
             self._has_key |= name.lower() == b"authorization"
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         """Start the request."""
         self._unfinished = 0
+        fault = head_fault(self.parser.get_http_version(), self.url, self.headers)
+        _, self.url = split_target(self.url)
         if self._only_liveness is not None and self.url != LIVENESS_PATH:
             self._refusal = self._only_liveness
             raise _RefusedError
-        if self._num_hosts != 1 and self.parser.get_http_version() == "1.1":
-            detail = f"the request has {self._num_hosts} Host headers in place of one"
-            self._refusal = _Refusal("host", ServerError(ProblemType.HOST, detail))
+        if fault is not None:
+            self._refusal = _Refusal("ambiguous", fault)
             raise _RefusedError
         if self._all.needs_key(self.url) and not self._has_key and self._is_first:
             self._refusal = _NO_KEY
@@ -346,7 +377,7 @@ class LimitedProtocol(HttpToolsProtocol):
         elif self._is_waiting or self.transport.is_closing():
             self.transport.close()
         else:
-            super().send_400_response(msg)
+            self._refuse(_Refusal("malformed", ServerError(ProblemType.HTTP, msg)))
 
     def pause_writing(self) -> None:
         """The client does not read."""
@@ -461,10 +492,9 @@ class LimitedProtocol(HttpToolsProtocol):
         raise _RefusedError
 
     def _time_out(self, what: str, setting: str, seconds: float) -> None:
-        detail = f"the {what} of the request did not arrive within {seconds:g} seconds"
-        error = limit_error(ProblemType.REQUEST_TIMEOUT, detail, setting, seconds)
-        has_begun = self._phase is _Phase.BODY or self._unfinished or self._header_bytes
-        if has_begun:
+        if self._phase is _Phase.BODY or self._unfinished or self._header_bytes:
+            detail = f"the {what} of the request did not arrive within {seconds:g} seconds"
+            error = limit_error(ProblemType.REQUEST_TIMEOUT, detail, setting, seconds)
             self._refuse(_Refusal(f"{what}-timeout", error))
         else:
             self._all.count("no-request", self._address)
@@ -472,12 +502,19 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _refuse(self, refusal: _Refusal) -> None:
         """Send a refusal, unless another response is being sent, and close the connection."""
+        count_limit(problem_of(refusal.error))
         self._all.count(refusal.reason, self._address)
         cycle = self.cycle
         is_sending = cycle is not None and cycle.response_started
         if not (is_sending or self._is_waiting or self.transport.is_closing()):
             self.transport.write(_response(refusal.error))
         self.transport.close()
+
+
+@cache
+def _refused_total(reason: str) -> prometheus_client.Counter:
+    """Counter of a reason; looking it up by its label takes longer than closing a connection."""
+    return refused_connections_total.labels(reason)
 
 
 def _too_many(reason: str, detail: str, setting: str, limit: int) -> _Refusal:

@@ -6,10 +6,11 @@ from typing import Any
 from starlette.requests import Request
 
 _SINCE = "@1796083200"
-"""1 December 2026, when options got groups."""
+"""1 December 2026, when options got groups, and explanations were asked for with POST."""
 _REMOVED = "Tue, 01 Jun 2027 00:00:00 GMT"
-"""Earliest time at which options without groups are refused."""
-_KEY = "deprecated_names"
+"""Earliest time at which options without groups, and GET of an explanation, are refused."""
+_NAMES = "deprecated_names"
+_SUCCESSOR = "successor"
 
 
 def note_deprecated(request: Request, names: Mapping[str, str]) -> None:
@@ -20,7 +21,17 @@ def note_deprecated(request: Request, names: Mapping[str, str]) -> None:
         names: of options outside of their groups, with what replaces each.
     """
     if names:
-        setattr(request.state, _KEY, names)
+        setattr(request.state, _NAMES, names)
+
+
+def note_deprecated_route(request: Request, successor: str) -> None:
+    """Remember that a route will be removed, for the headers of its response.
+
+    Args:
+        request: of the caller.
+        successor: path of what replaces the route.
+    """
+    setattr(request.state, _SUCCESSOR, successor)
 
 
 def deprecation_headers(state: Mapping[str, Any]) -> dict[str, str]:
@@ -29,8 +40,12 @@ def deprecation_headers(state: Mapping[str, Any]) -> dict[str, str]:
     Args:
         state: of the request.
     """
-    names: Mapping[str, str] = state.get(_KEY) or {}
-    if not names:
-        return {}
-    listed = ", ".join(f"{name}={replacement}" for name, replacement in names.items())
-    return {"Deprecation": _SINCE, "Sunset": _REMOVED, "Autoshard-Deprecated": listed}
+    names: Mapping[str, str] = state.get(_NAMES) or {}
+    successor: str | None = state.get(_SUCCESSOR)
+    found = {}
+    if names:
+        listed = ", ".join(f"{name}={replacement}" for name, replacement in names.items())
+        found["Autoshard-Deprecated"] = listed
+    if successor is not None:
+        found["Link"] = f'<{successor}>; rel="successor-version"'
+    return {"Deprecation": _SINCE, "Sunset": _REMOVED, **found} if found else {}

@@ -42,7 +42,8 @@ class ProblemDetails(BaseModel):
         "was read",
     )
     errors: list[FieldProblem] | None = Field(default=None, description="each wrong field")
-    limit: int | None = Field(default=None, description="the limit that was exceeded")
+    accepted: list[str] | None = Field(default=None, description="media types of the route's body")
+    limit: float | None = Field(default=None, description="the limit that was exceeded")
     limit_name: str | None = Field(default=None, description="the setting of the limit")
 
 

@@ -19,7 +19,7 @@ from autoshard_server.problems import (
     problem_document,
     problem_of,
 )
-from autoshard_server.telemetry import limits_reached_total
+from autoshard_server.telemetry import count_limit
 from autoshard_solver_cache import StoreUnavailableError
 
 root_path: ContextVar[str] = ContextVar("root_path", default="")
@@ -46,8 +46,6 @@ def add_error_handlers(app: FastAPI, routers: Sequence[APIRouter]) -> None:
 def problem_response(problem: dict[str, object], headers: dict[str, str] | None = None) -> Response:
     """A problem document, with the id of the current request, as a response."""
     status = int(str(problem["status"]))
-    if "limit_name" in problem:
-        limits_reached_total.labels(problem["limit_name"]).inc()
     problem = {**problem, "type": f"{root_path.get()}{problem['type']}"}
     bound = structlog.contextvars.get_contextvars()
     if "request_id" in bound:
@@ -57,7 +55,9 @@ def problem_response(problem: dict[str, object], headers: dict[str, str] | None 
 
 async def _on_error(_request: Request, error: Exception) -> Response:
     headers = error.headers if isinstance(error, ServerError) else {}
-    return problem_response(problem_of(error), headers)
+    problem = problem_of(error)
+    count_limit(problem)
+    return problem_response(problem, headers)
 
 
 async def _on_store_error(_request: Request, error: Exception) -> Response:

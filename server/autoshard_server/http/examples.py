@@ -20,6 +20,7 @@ _REQUESTS: Mapping[str, Any] = {
     "CoverageRequest": {"graph_sha256": DIGEST, "mesh": _MESH},
     "CreatePlanOfGraphRequest": {"graph_sha256": DIGEST, "mesh": _MESH},
     "CreatePlanRequest": {"mesh": _MESH, "options": {"mode": "training"}},
+    "ExplainRequest": {"name": "linear"},
     "LookUpPlanRequest": {"graph_sha256": DIGEST, "mesh": _MESH},
     "SearchRequest": {"graph_sha256": DIGEST, "num_devices": 8, "topology": "h100-sxm"},
     "TopologyInput": {

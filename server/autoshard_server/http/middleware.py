@@ -4,6 +4,7 @@ import re
 import time
 from uuid import uuid4
 
+import anyio
 import structlog
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
@@ -13,8 +14,9 @@ from autoshard.errors import InputError, MissingPackageError
 from autoshard_server.disconnection import CallerGoneError, calling
 from autoshard_server.http.deprecation import deprecation_headers
 from autoshard_server.http.errors import problem_response, root_path
+from autoshard_server.phases import PhaseTimes, timing
 from autoshard_server.problems import problem_of
-from autoshard_server.telemetry import request_seconds, requests_total
+from autoshard_server.telemetry import request_seconds, requests_total, trace_id
 from autoshard_solver_cache import StoreUnavailableError
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -100,16 +102,36 @@ class RootPath:
 
 
 class HeadRequests:
-    """Serves HEAD where GET is served: the same, and the body is not sent."""
+    """Serves HEAD where GET is served: the same header, at which the response ends.
+
+    Otherwise a stream of events, whose body is not sent, would last until its job is finished.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection (ASGI)."""
-        # The protocol, which has its own scope, drops the body.
-        is_head = scope["type"] == "http" and scope["method"] == "HEAD"
-        await self._app({**scope, "method": "GET"} if is_head else scope, receive, send)
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            await self._app(scope, receive, send)
+            return
+
+        head: Message | None = None
+
+        async def keep_head(message: Message) -> None:
+            nonlocal head
+            if message["type"] == "http.response.start":
+                head = message
+                if "content-length" not in Headers(raw=message["headers"]):
+                    stream.cancel()
+
+        scope["state"]["is_head"] = True
+        with anyio.CancelScope() as stream:
+            await self._app({**scope, "method": "GET"}, receive, keep_head)
+        # When the caller has it, nothing of the stream is left, which counts among the caller's.
+        if head is not None:
+            await send(head)
+            await send({"type": "http.response.body"})
 
 
 class WeakTags:
@@ -139,7 +161,8 @@ class RequestLog:
     """Gives each request an id, unless the caller sends one, and records its outcome.
 
     Unexpected exceptions are logged, and the response is a problem document. The id is in the
-    response's `X-Request-ID` and in every log line of the request.
+    response's `X-Request-ID` and in every log line of the request. The last one also has the trace,
+    the project, the job, the status and the seconds of each phase.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -155,7 +178,7 @@ class RequestLog:
         self._check_proxy(headers, scope)
         given = headers.get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid4().hex
-        with structlog.contextvars.bound_contextvars(request_id=request_id):
+        with structlog.contextvars.bound_contextvars(request_id=request_id, **trace_id()):
             await self._serve(scope, receive, send, request_id)
 
     def _check_proxy(self, headers: Headers, scope: Scope) -> None:
@@ -174,7 +197,7 @@ class RequestLog:
             )
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send, request_id: str) -> None:
-        started = time.monotonic()
+        started, times = time.monotonic(), PhaseTimes()
         status = 0
         # Created here, so that layers below, which copy the scope, write into the same table.
         scope.setdefault("state", {})
@@ -189,7 +212,7 @@ class RequestLog:
             await send(message)
 
         try:
-            with calling(receive):
+            with calling(receive), timing(times):
                 await self._app(scope, receive, send_with_id)
         except (ClientDisconnect, CallerGoneError):
             _log.info("client_gone")
@@ -200,10 +223,10 @@ class RequestLog:
                 raise
             await problem_response(problem_of(error))(scope, receive, send_with_id)
         finally:
-            _record(scope, int(status), time.monotonic() - started)
+            _record(scope, int(status), time.monotonic() - started, times)
 
 
-def _record(scope: Scope, status: int, seconds: float) -> None:
+def _record(scope: Scope, status: int, seconds: float, times: PhaseTimes) -> None:
     method = scope["method"] if scope["method"] in _METHODS else "other"
     route = getattr(scope.get("route"), "path", "none")
     client = scope.get("client")
@@ -216,4 +239,5 @@ def _record(scope: Scope, status: int, seconds: float) -> None:
         client=client[0] if client else None,
         status=status,
         seconds=round(seconds, 4),
+        phases=times.rounded,
     )

@@ -1,10 +1,12 @@
 """Parameters of routes: paths, pages, bodies and headers."""
 
+import json
 import re
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from io import BytesIO
-from typing import Annotated, TypeVar, cast
+from typing import Annotated, Any, TypeVar, cast, get_args, get_origin
 
 import anyio.to_thread
 from fastapi import Depends, Path, params
@@ -26,11 +28,15 @@ _Model = TypeVar("_Model", bound=BaseModel)
 
 MULTIPART_FORM = "multipart/form-data"
 JSON = "application/json"
+BYTES = "application/octet-stream"
 
 _PARTS = ("graph", "request")
 _WAIT = re.compile(r"(?:^|[,;\s])wait\s*=\s*\"?(\d+)\"?(?=$|[,;\s])", re.IGNORECASE)
 
-_QUICK_BYTES = 4096
+_MAX_SHOWN = 100
+"""Largest number of characters of a name in a message; the caller chooses it."""
+
+QUICK_BYTES = 4096
 """JSON that is validated at once; that of usual requests is shorter."""
 
 
@@ -82,13 +88,11 @@ async def read_json(request: Request, model: type[_Model], settings: Settings) -
 
 
 async def read_text(request: Request, settings: Settings, limit_name: str) -> bytes:
-    """The body of a request with Content-Type application/json, unparsed.
+    """The body of a request as JSON, unparsed.
 
     Raises:
-        ServerError: it has another type, or is larger than the named limit.
+        ServerError: it is larger than the named limit, or has too many values.
     """
-    if media_type(request) != JSON:
-        raise ServerError(ProblemType.MEDIA_TYPE, f"send {JSON}")
     text = await read_bytes(request, settings, limit_name)
     check_values(text, settings)
     return text
@@ -116,9 +120,12 @@ async def read_bytes(request: Request, settings: Settings, limit_name: str) -> b
 
 
 def media_type(request: Request) -> str:
-    """The Content-Type, in lower case and without parameters."""
-    value: str = request.headers.get("content-type", "")
-    return value.partition(";")[0].strip().lower()
+    """The Content-Type, in lower case and without parameters; that of bytes without one.
+
+    A sender that names none may mean bytes (RFC 9110, section 8.3), as `curl -T` does.
+    """
+    value: str = ",".join(request.headers.getlist("content-type"))
+    return value.partition(";")[0].strip().lower() or BYTES
 
 
 async def parse_json(
@@ -131,7 +138,7 @@ async def parse_json(
     """
     check_values(text, settings)
     deprecated: dict[str, str] = {}
-    if len(text) <= _QUICK_BYTES:
+    if len(text) <= QUICK_BYTES:
         found = parse(model, text, where, deprecated)
     else:
         found = await anyio.to_thread.run_sync(partial(parse, model, text, where, deprecated))
@@ -163,7 +170,7 @@ def parse(model: type[_Model], text: bytes, where: str, deprecated: dict[str, st
         ServerError: REQUEST, with a pointer to each error.
     """
     try:
-        return model.model_validate_json(text, context=deprecated)
+        read = model.model_validate_json(text, context=deprecated)
     except ValidationError as error:
         found = [{"pointer": _pointer(e["loc"]), "detail": e["msg"]} for e in listed_errors(error)]
         many = {"pointer": "", "detail": f"{error.error_count():,} errors, too many to list"}
@@ -173,10 +180,32 @@ def parse(model: type[_Model], text: bytes, where: str, deprecated: dict[str, st
             f"the {where} is not valid at {first['pointer'] or 'its root'}: {first['detail']}",
             extensions={"errors": found or [many]},
         ) from None
+    check_members(text)
+    return read
+
+
+def check_members(text: bytes) -> None:
+    """Refuse valid JSON with an object that has a member twice: programs take different ones.
+
+    Raises:
+        ServerError: REQUEST (RFC 8259, section 4).
+    """
+
+    def check_object(pairs: list[tuple[str, Any]]) -> None:
+        if len(dict(pairs)) < len(pairs):
+            ((name, number),) = Counter(name for name, _ in pairs).most_common(1)
+            detail = f"an object has the member {name[:_MAX_SHOWN]!r} {number} times"
+            raise ServerError(
+                ProblemType.REQUEST,
+                f"the JSON is not valid: {detail}",
+                extensions={"errors": [{"pointer": "", "detail": detail}]},
+            )
+
+    json.loads(text, object_pairs_hook=check_object)
 
 
 def refuse_unknown_parameters(request: Request) -> None:
-    """Refuse a query with parameters that the route does not have, such as misspelled ones.
+    """Refuse a query with parameters that the route does not have, or has only one of.
 
     Raises:
         ServerError: REQUEST, with a pointer to each.
@@ -185,9 +214,21 @@ def refuse_unknown_parameters(request: Request) -> None:
     dependant = getattr(route, "dependant", None)
     if not request.query_params or dependant is None:
         return
+    others = params.Path | params.Header | params.Cookie
     fields = get_flat_params(dependant)
-    known = {field.alias for field in fields if isinstance(field.field_info, params.Query)}
+    # Those that are members of a model have no class of their own.
+    known = {field.alias for field in fields if not isinstance(field.field_info, others)}
     unknown = sorted(request.query_params.keys() - known)
+    repeated = Counter(name for name, _ in request.query_params.multi_items())
+    single = (field.alias for field in fields if not _is_list(field.field_info.annotation))
+    twice = next((name for name in single if repeated[name] > 1), None)
+    if twice is not None:
+        detail = "send it once: of several values, programs take different ones"
+        raise ServerError(
+            ProblemType.REQUEST,
+            f"the query has the parameter {twice!r} {repeated[twice]} times; {detail}",
+            extensions={"errors": [{"pointer": f"/query/{twice}", "detail": detail}]},
+        )
     if unknown:
         detail = f"the parameters are {', '.join(sorted(known)) or 'none'}"
         found = [{"pointer": f"/query/{name}", "detail": detail} for name in unknown]
@@ -195,6 +236,30 @@ def refuse_unknown_parameters(request: Request) -> None:
             ProblemType.REQUEST,
             f"there is no parameter {unknown[0]!r} of the query: {detail}",
             extensions={"errors": found},
+        )
+
+
+def _is_list(annotation: Any) -> bool:
+    """True for the type of a parameter that may be sent several times."""
+    return any(get_origin(kind) is list for kind in (annotation, *get_args(annotation)))
+
+
+def refuse_other_media_types(request: Request) -> None:
+    """Refuse a body of a type that the route does not list in the specification.
+
+    Raises:
+        ServerError: MEDIA_TYPE, with the types that it takes.
+    """
+    extra = getattr(request.scope.get("route"), "openapi_extra", None) or {}
+    accepted = list(extra.get("requestBody", {}).get("content", ()))
+    kind = media_type(request)
+    if accepted and kind not in accepted:
+        given = f"is {kind!r}" if "content-type" in request.headers else "is missing"
+        raise ServerError(
+            ProblemType.MEDIA_TYPE,
+            f"the Content-Type {given}; send {' or '.join(accepted)}",
+            headers={"Accept": ", ".join(accepted)},
+            extensions={"accepted": accepted},
         )
 
 

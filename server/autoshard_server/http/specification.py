@@ -20,13 +20,14 @@ from autoshard_server.http.examples import (
     STREAM_EXAMPLE,
     TAGS,
 )
-from autoshard_server.http.parameters import JSON
+from autoshard_server.http.parameters import BYTES, JSON, MULTIPART_FORM
 from autoshard_server.problems import PROBLEM_MEDIA_TYPE, ProblemType, problem_document
 from autoshard_server.requests import (
     ComparePlansRequest,
     CoverageRequest,
     CreatePlanOfGraphRequest,
     CreatePlanRequest,
+    ExplainRequest,
     LookUpPlanRequest,
     SearchRequest,
 )
@@ -221,13 +222,13 @@ def _bytes_schema(description: str) -> dict[str, Any]:
     return {
         "type": "string",
         "format": "binary",  # read by generators that do not know the next line
-        "contentMediaType": "application/octet-stream",
+        "contentMediaType": BYTES,
         "description": description,
     }
 
 
 PLAN_BODY: dict[str, Any] = {
-    "multipart/form-data": {
+    MULTIPART_FORM: {
         "schema": {
             "type": "object",
             "required": ["graph", "request"],
@@ -253,6 +254,7 @@ _BODIES = (
     LookUpPlanRequest,
     CreatePlanRequest,
     ComparePlansRequest,
+    ExplainRequest,
     SearchRequest,
     CoverageRequest,
 )
@@ -261,10 +263,11 @@ _BODIES = (
 LOOKUP_BODY = _json_body(LookUpPlanRequest)
 SEARCH_BODY = _json_body(SearchRequest)
 COVERAGE_BODY = _json_body(CoverageRequest)
+EXPLAIN_BODY = _json_body(ExplainRequest)
 COMPARE_BODY = _json_body(ComparePlansRequest)
 
 GRAPH_BODY: dict[str, Any] = {
-    "application/octet-stream": {
+    BYTES: {
         "schema": _bytes_schema("A .pt2 archive of torch.export.save, or its models/model.json.")
     }
 }

@@ -13,7 +13,6 @@ from autoshard_server.http.documents import GraphDocument, UploadedGraph
 from autoshard_server.http.parameters import (
     GraphDigest,
     ServiceParameter,
-    media_type,
     read_bytes,
     read_json,
 )
@@ -36,8 +35,6 @@ from autoshard_server.store.audit import AuditAction
 
 router = APIRouter(tags=["graphs"])
 
-_BYTES = "application/octet-stream"
-
 
 @router.put(
     "/v1/graphs/{digest:segment}",
@@ -57,8 +54,6 @@ async def put_graph(
     caller: Planner,
 ) -> UploadedGraph:
     """Store a graph, after checking that it can be parsed. The least recently used are evicted."""
-    if media_type(request) not in ("", _BYTES):
-        raise ServerError(ProblemType.MEDIA_TYPE, f"send {_BYTES}")
     await service.check_records(caller)
     body = await read_bytes(request, service.settings, "max_body_bytes")
     found = await anyio.to_thread.run_sync(lambda: hashlib.sha256(body).hexdigest())

@@ -14,6 +14,7 @@ from autoshard_server.http.auth import Scraper
 from autoshard_server.http.documents import Alive, Versions
 from autoshard_server.http.parameters import ServiceParameter
 from autoshard_server.http.specification import describe, problem_answers
+from autoshard_server.limits import LIMITS, limit_name
 from autoshard_server.problems import ProblemType
 from autoshard_server.projects import split_namespace
 from autoshard_server.service import Service, versions
@@ -87,7 +88,10 @@ def service_metrics(service: Service) -> bytes:
     for job_class in JobClass:
         age = max(0.0, now - oldest[job_class]) if job_class in oldest else 0.0
         waiting.add_metric([job_class.value], age)
-    return metrics_text([jobs, waiting, entries, nbytes, draining])
+    limits = GaugeMetricFamily("autoshard_limit", "Values of the limits.", labels=["limit", "of"])
+    for setting, kind in LIMITS.items():
+        limits.add_metric([limit_name(setting), kind], getattr(service.settings, setting))
+    return metrics_text([jobs, waiting, entries, nbytes, draining, limits])
 
 
 def metrics_text(families: list[GaugeMetricFamily]) -> bytes:

@@ -3,7 +3,7 @@
 import hashlib
 from functools import partial
 from http import HTTPStatus
-from typing import Annotated
+from typing import Annotated, Any
 
 import anyio.to_thread
 from fastapi import APIRouter, Query, Request, Response
@@ -11,28 +11,31 @@ from fastapi import APIRouter, Query, Request, Response
 from autoshard import exports
 from autoshard.plan import Plan
 from autoshard.plan.options import MIN_EXPRESSED
-from autoshard.plan.options.restrictions import pins_by_kind
 from autoshard.planner import Explanation
 from autoshard.report import PlanDifference
 from autoshard.requests.results import Validation
 from autoshard_server.callers import Caller
 from autoshard_server.http.auth import Planner, Reader
+from autoshard_server.http.deprecation import note_deprecated_route
 from autoshard_server.http.documents import KnownPlan, PlanPage
 from autoshard_server.http.paging import PagingParameter
 from autoshard_server.http.parameters import (
     JSON,
     MULTIPART_FORM,
+    QUICK_BYTES,
     PlanId,
     ServiceParameter,
     media_type,
     parse_json,
     read_bytes,
     read_json,
+    read_text,
     read_upload,
 )
 from autoshard_server.http.specification import (
     BODY_PROBLEMS,
     COMPARE_BODY,
+    EXPLAIN_BODY,
     LOOKUP_BODY,
     PLAN_BODY,
     PLANNING_PROBLEMS,
@@ -44,6 +47,7 @@ from autoshard_server.requests import (
     ComparePlansRequest,
     CreatePlanOfGraphRequest,
     CreatePlanRequest,
+    ExplainRequest,
     LookUpPlanRequest,
     PlanQuery,
     PlanRequestBody,
@@ -62,9 +66,6 @@ from autoshard_server.store.jobs import JobKind
 
 router = APIRouter(tags=["plans"])
 
-_MAX_EXPLANATION = 600.0
-_QUICK_PINS = 32
-"""Largest number of pins of a request whose digest is made at once, without a thread."""
 _TEXT = "text/plain"
 
 _TRACE = {
@@ -107,7 +108,7 @@ async def create_plan(request: Request, service: ServiceParameter, caller: Plann
     the plan. Equal requests share one job.
     """
     submitted, sha256, graph, text = await _read_request(request, service)
-    query = await _query(service, caller, submitted, sha256)
+    query = await _query(service, caller, submitted, sha256, len(text))
     validate_only = submitted.validate_only
     run = partial(service.plan, query, graph, caller, validate_only=validate_only)
     found = await run_once(request, service, caller, sha256.encode() + text, run)
@@ -133,8 +134,9 @@ async def look_up_plan(
     request: Request, service: ServiceParameter, caller: Reader, response: Response
 ) -> KnownPlan:
     """Find the plan of an earlier request, without sending the graph again."""
-    submitted = await read_json(request, LookUpPlanRequest, service.settings)
-    query = await _query(service, caller, submitted, submitted.graph_sha256)
+    text = await read_text(request, service.settings, "max_request_bytes")
+    submitted = await parse_json(request, LookUpPlanRequest, text, "body", service.settings)
+    query = await _query(service, caller, submitted, submitted.graph_sha256, len(text))
     found = await service.look_up(caller.project, query)
     response.headers["Content-Location"] = f"/v1/plans/{found}"
     return KnownPlan(id=found)
@@ -195,17 +197,38 @@ async def delete_plan(plan_id: PlanId, service: ServiceParameter, caller: Planne
         raise _unknown(plan_id)
 
 
+_EXPLAINED: dict[str, Any] = {
+    "headers": ("Prefer",),
+    "answers": {200: ("Every alternative of the choice, with its cost.", "Autoshard-Cache")},
+    "job": "The job that prices them.",
+}
+
+
+@router.post(
+    "/v1/plans/{plan_id:segment}:explain",
+    response_model=Explanation,
+    **describe(
+        *(ProblemType.NOT_FOUND, ProblemType.OPTIONS, ProblemType.PLAN, *BODY_PROBLEMS),
+        ProblemType.LIMIT,
+        body=EXPLAIN_BODY,
+        **_EXPLAINED,
+    ),
+)
+async def explain_choice(
+    plan_id: PlanId, request: Request, service: ServiceParameter, caller: Planner
+) -> Response:
+    """List every alternative of one choice of a plan, with its cost; waits 10 s by default."""
+    asked = await read_json(request, ExplainRequest, service.settings)
+    return await _explain(request, service, caller, plan_id, asked)
+
+
 @router.get(
     "/v1/plans/{plan_id:segment}/explain",
     response_model=Explanation,
+    deprecated=True,
     **describe(
-        ProblemType.NOT_FOUND,
-        ProblemType.OPTIONS,
-        ProblemType.PLAN,
-        ProblemType.REQUEST,
-        headers=("Prefer",),
-        answers={200: ("Every alternative of the choice, with its cost.", "Autoshard-Cache")},
-        job="The job that prices them.",
+        *(ProblemType.NOT_FOUND, ProblemType.OPTIONS, ProblemType.PLAN, ProblemType.REQUEST),
+        **_EXPLAINED,
     ),
 )
 async def explain_plan(
@@ -213,25 +236,17 @@ async def explain_plan(
     request: Request,
     service: ServiceParameter,
     caller: Planner,
-    *,
-    name: Annotated[
-        str, Query(min_length=1, max_length=512, description="a node, input, value or output")
-    ],
-    value: Annotated[
-        bool, Query(description="the value, if a node and a value have the same name")
-    ] = False,
-    time_limit: Annotated[
-        float,
-        Query(gt=0, le=_MAX_EXPLANATION, description="seconds for planning the alternatives"),
-    ] = 60.0,
+    asked: Annotated[ExplainRequest, Query()],
 ) -> Response:
-    """List every alternative of one choice of a plan, with its cost; waits 10 s by default."""
-    body = await _cached_plan(service, caller, plan_id)
-    task = explanation_task(
-        plan_id, body, service.settings, name=name, value=value, time_limit=time_limit
-    )
-    found = await service.run(task, caller)
-    return await result_response(request, service, caller, found, default_wait=DEFAULT_WAIT)
+    """Do as POST /v1/plans/{plan_id}:explain, which replaces it: GET should submit no jobs."""
+    if getattr(request.state, "is_head", False):
+        raise ServerError(
+            ProblemType.METHOD_NOT_ALLOWED,
+            "HEAD would submit a job; use POST /v1/plans/{plan_id}:explain",
+            headers={"Allow": "GET"},
+        )
+    note_deprecated_route(request, f"/v1/plans/{plan_id}:explain")
+    return await _explain(request, service, caller, plan_id, asked)
 
 
 @router.post(
@@ -346,9 +361,9 @@ async def summarise_plan(
 
 
 async def _query(
-    service: Service, caller: Caller, submitted: PlanRequestBody, sha256: str
+    service: Service, caller: Caller, submitted: PlanRequestBody, sha256: str, num_bytes: int
 ) -> PlanQuery:
-    """The query of a request, with its digest; made in a thread if that may take long."""
+    """The query of a request of some bytes, with its digest; in a thread if that may take long."""
     topology = await service.stored_topology(caller.project, topology_name(submitted.mesh))
 
     def make() -> PlanQuery:
@@ -356,11 +371,18 @@ async def _query(
         _ = query.digest
         return query
 
-    pins = submitted.options.constraints.pins
-    num_pins = sum(len(table) for _, table in pins_by_kind(pins))
     is_quick = not (topology or submitted.rules or submitted.mesh.is_document)
-    is_quick = is_quick and num_pins <= _QUICK_PINS
+    is_quick = is_quick and num_bytes <= QUICK_BYTES
     return make() if is_quick else await service.in_thread(make)
+
+
+async def _explain(
+    request: Request, service: Service, caller: Caller, plan_id: str, asked: ExplainRequest
+) -> Response:
+    body = await _cached_plan(service, caller, plan_id)
+    task = explanation_task(plan_id, body, service.settings, **asked.model_dump())
+    found = await service.run(task, caller)
+    return await result_response(request, service, caller, found, default_wait=DEFAULT_WAIT)
 
 
 async def _cached_plan(service: Service, caller: Caller, plan_id: str) -> bytes:
@@ -380,17 +402,10 @@ async def _read_request(
     request: Request, service: Service
 ) -> tuple[CreatePlanRequest, str, bytes | None, bytes]:
     """The request, the graph's digest, the graph if it was uploaded, and the request's text."""
-    kind = media_type(request)
-    if kind == MULTIPART_FORM:
+    if media_type(request) == MULTIPART_FORM:
         uploaded, graph = await read_upload(request, service.settings)
         digest = await anyio.to_thread.run_sync(lambda: hashlib.sha256(graph).hexdigest())
         return uploaded, digest, graph, uploaded.model_dump_json().encode()
-    if kind != JSON:
-        raise ServerError(
-            ProblemType.MEDIA_TYPE,
-            "send multipart/form-data with the parts 'graph' and 'request', or application/json "
-            "with the 'graph_sha256' of a stored graph",
-        )
     text = await read_bytes(request, service.settings, "max_request_bytes")
     stored = await parse_json(request, CreatePlanOfGraphRequest, text, "body", service.settings)
     return stored, stored.graph_sha256, None, text

@@ -12,7 +12,12 @@ from autoshard import mesh
 from autoshard.mesh import Topology, topology_from_json, topology_to_json
 from autoshard_server.http.auth import Planner, Reader
 from autoshard_server.http.documents import Topologies
-from autoshard_server.http.parameters import ServiceParameter, precondition, read_text
+from autoshard_server.http.parameters import (
+    ServiceParameter,
+    check_members,
+    precondition,
+    read_text,
+)
 from autoshard_server.http.specification import BODY_PROBLEMS, TOPOLOGY_BODY, describe
 from autoshard_server.problems import ProblemType, ServerError
 from autoshard_server.projects import SHARED_PROJECT
@@ -100,7 +105,13 @@ async def put_topology(
         raise _is_preset(name)
     await service.check_records(caller)
     body = await read_text(request, service.settings, "max_topology_bytes")
-    topology = await service.in_thread(partial(topology_from_json, body))
+
+    def read() -> Topology:
+        found = topology_from_json(body)
+        check_members(body)
+        return found
+
+    topology = await service.in_thread(read)
     if topology.name != name:
         raise ServerError(
             ProblemType.MESH,

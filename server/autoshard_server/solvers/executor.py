@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import psutil
 import structlog
 
-from autoshard_server.problems import ProblemType, problem_document, problem_of
+from autoshard_server.problems import ProblemType, limit_error, problem_document, problem_of
 from autoshard_server.solvers.children import Child, SpawnedChild, fork
 from autoshard_server.solvers.messages import (
     Died,
@@ -223,11 +223,15 @@ class ProcessSolver:
 
 
 def _out_of_memory(used: int, limit: int) -> Mapping[str, Any]:
-    return problem_document(
-        ProblemType.OUT_OF_MEMORY,
-        f"the solver needed {used / 2**20:,.0f} MiB of memory, and the limit of a job is "
-        f"{limit / 2**20:,.0f} MiB (AUTOSHARD_MAX_JOB_BYTES); plan a smaller graph or mesh, use "
-        "a larger memory budget, or raise the limit",
+    return problem_of(
+        limit_error(
+            ProblemType.OUT_OF_MEMORY,
+            f"the solver needed {used / 2**20:,.0f} MiB of memory, and the limit of a job is "
+            f"{limit / 2**20:,.0f} MiB; plan a smaller graph or mesh, use a larger memory budget, "
+            "or raise the limit",
+            "max_job_bytes",
+            limit,
+        )
     )
 
 

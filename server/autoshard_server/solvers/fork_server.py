@@ -42,7 +42,7 @@ _PROGRAMS: Mapping[Program, Callable[[], None]] = {
     "parse": parsing.main,
 }
 
-_NICENESS: Mapping[Program, int] = {"solve": 10, "parse": 4}
+_NICENESS: Mapping[Program, int] = {"solve": 10, "parse": 7}
 """Niceness of child processes (0 to 19; see nice(2)): a caller waits for what is parsed, so it does
 not take turns with solves."""
 

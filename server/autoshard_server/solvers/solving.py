@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from autoshard.errors import InputError
+from autoshard.errors import InputError, TooManyStrategiesError
 from autoshard.graph import ArchiveLimits, Graph
 from autoshard.mesh import Mesh, mesh_from_json, topology_from_json
 from autoshard.plan import Plan, PlanOptions
@@ -19,7 +19,7 @@ from autoshard.planner import Explanation, plan_id
 from autoshard.requests import running
 from autoshard.requests.results import JobProgress
 from autoshard.solve import KeyValueStore
-from autoshard_server.problems import ProblemType, ServerError
+from autoshard_server.problems import ProblemType, ServerError, limit_error
 from autoshard_server.projects import DEFAULT_PROJECT, stored_namespace
 from autoshard_server.settings import Settings
 from autoshard_server.solvers.child_program import Report, run_job
@@ -113,12 +113,17 @@ def solve(
         num_workers=1,
     )
     task = _Task(request, work.graph, on_progress, cancel, limited, plans)
-    document, is_final = _RUNNERS[kind](task)
+    try:
+        document, is_final = _RUNNERS[kind](task)
+    except TooManyStrategiesError as error:
+        kind_of_problem, limit = ProblemType.OPTIONS, request.get("max_strategies", _MAX_STRATEGIES)
+        raise limit_error(kind_of_problem, str(error), "max_strategies", limit) from None
     return Solved(document, cacheable=is_final)
 
 
 def _plan(task: _Task) -> tuple[bytes, bool]:
     graph = task.graph()
+    task.report({"phase": "formulate"})
     mesh, options = task.mesh_and_options()
     if plan_id(graph, mesh, options) != task.request["plan_id"]:
         raise _other_release()
@@ -135,13 +140,16 @@ def _plan(task: _Task) -> tuple[bytes, bool]:
 
 def _validate(task: _Task) -> tuple[bytes, bool]:
     mesh, options = task.mesh_and_options()
+    graph = task.graph()
     task.report({"phase": "formulate"})
-    made, is_final = running.validate(task.graph(), mesh, options, task.resources)
+    made, is_final = running.validate(graph, mesh, options, task.resources)
     return made.model_dump_json().encode(), is_final
 
 
 def _coverage(task: _Task) -> tuple[bytes, bool]:
-    made, is_final = running.coverage(task.graph(), task.request["axis_sizes"], task.resources)
+    graph = task.graph()
+    task.report({"phase": "list operators"})
+    made, is_final = running.coverage(graph, task.request["axis_sizes"], task.resources)
     return made.model_dump_json().encode(), is_final
 
 
@@ -163,8 +171,10 @@ def _search(task: _Task) -> tuple[bytes, bool]:
         # `put` does not raise if the cache fails.
         return plans.get(made.id) is not None
 
+    graph = task.graph()
+    task.report({"phase": "plan meshes"})
     found, is_final = running.search(
-        task.graph(),
+        graph,
         task.request["num_devices"],
         topology=topology_from_json(json.dumps(task.request["topology"])),
         max_axes=task.request["max_axes"],

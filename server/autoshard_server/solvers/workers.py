@@ -14,7 +14,8 @@ from uuid import uuid4
 
 import structlog
 
-from autoshard_server.problems import TYPE_PREFIX, ProblemType, problem_document
+from autoshard_server.phases import PhaseTimes, WorkPhase
+from autoshard_server.problems import TYPE_PREFIX, ProblemType, limit_error, problem_of
 from autoshard_server.projects import stored_namespace
 from autoshard_server.settings import Settings
 from autoshard_server.solvers.executor import Executor, Solver
@@ -26,10 +27,12 @@ from autoshard_server.store.jobs import Claim, JobClass, JobKind, known_kind
 from autoshard_server.store.retention_clock import RetentionClock
 from autoshard_server.telemetry import (
     clock_is_wrong,
+    count_limit,
     job_failures_total,
     job_seconds,
     job_span,
     job_wait_seconds,
+    trace_id,
 )
 from autoshard_solver_cache import StoreUnavailableError
 
@@ -264,24 +267,45 @@ class Workers:
         return True
 
     def _run(self, claim: Claim, solver: Solver, health: SolverHealth) -> None:
-        context = {**claim.context, "job_id": claim.id, "plan_id": claim.plan_id}
-        span = job_span(f"job {claim.kind}", claim.context)
-        with structlog.contextvars.bound_contextvars(**context), span:
+        named = {"job_id": claim.id, "plan_id": claim.plan_id, "project": claim.project}
+        with (
+            job_span(f"job {claim.kind}", claim.context),
+            structlog.contextvars.bound_contextvars(**claim.context, **named, **trace_id()),
+        ):
             lease = _Lease(self._jobs, claim, self._settings.lease)
-            outcome = self._supervise(claim, solver, lease, health)
+            times = PhaseTimes()
+            try:
+                outcome = self._supervise(claim, solver, lease, health, times)
+            finally:
+                times.leave()
+            _log.info(
+                f"job_{'finished' if outcome in _OUTCOMES.values() else outcome}",
+                outcome=outcome,
+                seconds=round(lease.elapsed, 3),
+                phases=times.rounded,
+            )
             _observe(claim, outcome, lease.elapsed)
 
     def _supervise(
-        self, claim: Claim, solver: Solver, lease: "_Lease", health: SolverHealth
+        self,
+        claim: Claim,
+        solver: Solver,
+        lease: "_Lease",
+        health: SolverHealth,
+        times: PhaseTimes,
     ) -> str:
         """Wait for the end of a job; return its outcome."""
         _log.info("job_started")
         if claim.waited is not None:
             job_wait_seconds.labels(JobClass.of(claim.kind)).observe(claim.waited)
         solver.start(SolverInput(claim.request, claim.graph))
+        times.enter(WorkPhase.PARSE)
         while True:
             message = solver.receive(_POLL)
+            if isinstance(message, Progressed):
+                times.enter(WorkPhase.of_progress(str(message.progress.get("phase"))))
             if message is not None and not isinstance(message, Progressed):
+                times.enter(WorkPhase.STORE)
                 solver.stop()
                 if isinstance(message, Died) and not message.was_ready:
                     health.lost()
@@ -290,11 +314,9 @@ class Workers:
                 if not isinstance(message, Solved):
                     _count_failure(claim, message.problem)
                 self._when_available(partial(self._finish, claim, message))
-                _log.info("job_finished", seconds=round(lease.elapsed, 3))
                 return _OUTCOMES[type(message)]
             if time.monotonic() > self._deadline:
                 self._jobs.release(claim)
-                _log.info("job_released")
                 return "released"
             if lease.elapsed > self._settings.max_job_seconds:
                 solver.stop()
@@ -304,7 +326,6 @@ class Workers:
                 _log.warning("job_too_long")
                 return "failed"
             if not lease.update(message):
-                _log.info("job_withdrawn")
                 return "withdrawn"
 
     def _finish(self, claim: Claim, message: Solved | Failed | Died) -> None:
@@ -348,10 +369,14 @@ class Workers:
 
     def _deadline_problem(self) -> dict[str, object]:
         limit = self._settings.max_job_seconds
-        return problem_document(
-            ProblemType.DEADLINE,
-            f"the job took more than {limit:g} seconds, the limit of this service; "
-            "use a smaller time_limit, a smaller mesh or a larger relative_gap",
+        return problem_of(
+            limit_error(
+                ProblemType.DEADLINE,
+                f"the job took more than {limit:g} seconds, the limit of this service; "
+                "use a smaller time_limit, a smaller mesh or a larger relative_gap",
+                "max_job_seconds",
+                limit,
+            )
         )
 
     def _keep_house(self) -> None:
@@ -378,6 +403,7 @@ class Workers:
         if fault is not None:
             _log.error("nothing_expires", reason=fault)
             return
+        self._stores.api_keys.write_uses()
         self._jobs.purge(self._settings.job_retention, is_over=is_over)
         self._stores.idempotency.purge(is_over=is_over)
         self._stores.audit.purge(self._settings.audit_retention, is_over=is_over)
@@ -417,6 +443,7 @@ def _observe(claim: Claim, outcome: str, seconds: float) -> None:
 
 
 def _count_failure(claim: Claim, problem: Mapping[str, object]) -> None:
+    count_limit(problem)
     slug = str(problem.get("type", "")).removeprefix(TYPE_PREFIX)
     known = {kind.slug for kind in ProblemType}
     job_failures_total.labels(_kind_label(claim), slug if slug in known else "other").inc()

@@ -7,18 +7,23 @@ import secrets
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
+from threading import Lock
 
-from sqlalchemy import Connection, Engine, RowMapping, insert, select, update
+from sqlalchemy import Connection, Engine, RowMapping, bindparam, insert, select, update
 
+from autoshard.errors import InputError
 from autoshard_server.projects import DEFAULT_PROJECT
 from autoshard_server.store.audit import AuditAction, insert_event
 from autoshard_server.store.tables import api_keys as keys
-from autoshard_solver_cache import reader
+from autoshard_solver_cache import StoreUnavailableError, lock, reader
 
 _PREFIX = "autoshard"
 _ID_BYTES = 8
 _SECRET_BYTES = 32
 _NO_DIGEST = "0" * 64
+
+_MAX_VALID = 2
+"""Valid keys of a name in a project, so that one can replace the other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +38,7 @@ class ApiKey:
         expires_at: time from which it is invalid; None for no expiry.
         revoked_at: time at which it was revoked; None if it was not.
         project: to which its owner's resources belong.
+        last_used_at: of the last request, to the minute; None if there was none.
     """
 
     id: str
@@ -42,6 +48,7 @@ class ApiKey:
     expires_at: float | None
     revoked_at: float | None
     project: str = DEFAULT_PROJECT
+    last_used_at: float | None = None
 
     def is_valid(self, now: float) -> bool:
         """True if the key is neither revoked nor expired at the time `now`."""
@@ -62,6 +69,8 @@ class ApiKeyStore:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._reader = reader(engine)
+        self._uses: dict[str, float] = {}
+        self._lock = Lock()
 
     def create(
         self,
@@ -71,8 +80,13 @@ class ApiKeyStore:
         project: str = DEFAULT_PROJECT,
         expires_at: float | None = None,
     ) -> tuple[ApiKey, str]:
-        """Create a key; return it with its token, which is not stored."""
+        """Create a key; return it with its token, which is not stored.
+
+        Raises:
+            InputError: the name has as many valid keys as it may have.
+        """
         with self._engine.begin() as connection:
+            _check_number(connection, name, project)
             return _insert(connection, name, scopes, project, expires_at)
 
     def authenticate(self, token: str) -> ApiKey | None:
@@ -85,8 +99,35 @@ class ApiKeyStore:
         # Compared also if there is no such key, so that the time does not reveal it.
         if not hmac.compare_digest(_digest(secret), expected) or row is None or prefix != _PREFIX:
             return None
-        found = _key(row)
-        return found if found.is_valid(time.time()) else None
+        found, now = _key(row), time.time()
+        if not found.is_valid(now):
+            return None
+        with self._lock:
+            self._uses[found.id] = now
+        return found
+
+    def write_uses(self) -> None:
+        """Write when keys were used since the last call.
+
+        Not when they are used: a request that only reads works without writing to the database.
+
+        Raises:
+            StoreUnavailableError: it cannot be written; the next call tries again.
+        """
+        with self._lock:
+            uses, self._uses = self._uses, {}
+        if not uses:
+            return
+        newer = keys.c.last_used_at.is_(None) | (keys.c.last_used_at < bindparam("at"))
+        statement = update(keys).where(keys.c.id == bindparam("key"), newer)
+        rows = [{"key": key, "at": at} for key, at in sorted(uses.items())]
+        try:
+            with self._engine.begin() as connection:
+                connection.execute(statement.values(last_used_at=bindparam("at")), rows)
+        except StoreUnavailableError:
+            with self._lock:
+                self._uses = {**uses, **self._uses}
+            raise
 
     def list(self) -> "list[ApiKey]":
         """All keys, also invalid ones, oldest first."""
@@ -114,6 +155,9 @@ class ApiKeyStore:
 
         Returns:
             the new key and its token; None if there is no such valid key.
+
+        Raises:
+            InputError: the name has as many valid keys as it may have.
         """
         now = time.time()
         same = keys.c.id == key_id
@@ -122,10 +166,28 @@ class ApiKeyStore:
             if row is None or not _key(row).is_valid(now):
                 return None
             old = _key(row)
+            _check_number(connection, old.name, old.project)
             last = now + grace if old.expires_at is None else min(now + grace, old.expires_at)
             connection.execute(update(keys).where(same).values(expires_at=last))
             insert_event(connection, old.project, AuditAction.REPLACE, f"keys/{key_id}")
             return _insert(connection, old.name, old.scopes, old.project, old.expires_at)
+
+
+def _check_number(connection: Connection, name: str, project: str) -> None:
+    """Check that a name may have another key, in the transaction that inserts it.
+
+    Raises:
+        InputError: it has two that are valid.
+    """
+    lock(connection, "autoshard keys")
+    same = select(keys).where(keys.c.name == name, keys.c.project == project)
+    found = map(_key, connection.execute(same).mappings())
+    valid = sorted(key.id for key in found if key.is_valid(time.time()))
+    if len(valid) >= _MAX_VALID:
+        raise InputError(
+            f"{name!r} of the project {project!r} has the keys {' and '.join(valid)}; revoke one "
+            "before making another"
+        )
 
 
 def _insert(

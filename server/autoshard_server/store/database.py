@@ -76,7 +76,11 @@ class Stores:
         self.audit = AuditLog(self.engine)
 
     def close(self) -> None:
-        """Close the connections."""
+        """Write what is still in memory, and close the connections."""
+        try:
+            self.api_keys.write_uses()
+        except StoreUnavailableError as error:
+            _log.warning("the last uses of keys are lost: %s", error)
         self.engine.dispose()
 
 

@@ -191,6 +191,7 @@ api_keys = Table(
     Column("expires_at", Float),
     Column("revoked_at", Float),
     Column("project", String(64), nullable=False, server_default=DEFAULT_PROJECT),
+    Column("last_used_at", Float),
 )
 
 audit_events = Table(

@@ -1,16 +1,22 @@
 """API keys: authentication, scopes, and services that require keys."""
 
+import json
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import Engine
 from typer.testing import CliRunner
 
 from autoshard.cli import app
+from autoshard.errors import InputError
 from autoshard_server.http.auth import is_loopback
+from autoshard_server.store.api_keys import ApiKeyStore
 
 
 def keys(store: str, *arguments: str, status: int = 0) -> str:
@@ -23,6 +29,12 @@ def keys(store: str, *arguments: str, status: int = 0) -> str:
 @pytest.fixture
 def store(tmp_path: Path) -> str:
     return f"sqlite:///{tmp_path / 'store.sqlite3'}"
+
+
+def uses(store: str) -> dict[str, str]:
+    """The last use of each key, as it is listed."""
+    found = json.loads(keys(store, "list", "--format", "json"))
+    return {row["id"]: row["last_used"] for row in found["keys"]}
 
 
 def bearer(token: str) -> dict[str, str]:
@@ -77,7 +89,8 @@ def test_without_a_key_that_counts(start_service: Any, store: str) -> None:
 def test_keys_take_over_from_each_other(start_service: Any, store: str) -> None:
     old, first = make(store, "ann")
     service = start_service(store_url=store, auth="required", num_workers=0)
-    second = keys(store, "rotate", old).split("\n")[1]
+    said, second = keys(store, "rotate", old).split("\n")[:2]
+    new = said.split()[1]
     for token in (first, second):
         assert service.http.get("/v1/jobs", headers=bearer(token)).status_code == 200
     assert "revoke one" in keys(store, "create", "ann", status=1)
@@ -86,9 +99,45 @@ def test_keys_take_over_from_each_other(start_service: Any, store: str) -> None:
     listed = keys(store, "list")
     assert "revoked" in listed
     assert first not in listed
+    assert uses(store) == {old: "never", new: "never"}
     time.sleep(2.1)
     assert service.http.get("/v1/jobs", headers=bearer(first)).status_code == 401
     assert service.http.get("/v1/jobs", headers=bearer(second)).status_code == 200
+    service.app.state.service.close()
+    assert all(used.startswith(f"{datetime.now(UTC):%Y-}") for used in uses(store).values())
+
+
+def test_two_at_once_cannot_make_three_keys_of_a_name(engine: Engine) -> None:
+    store = ApiKeyStore(engine)
+
+    def make(_number: int) -> bool:
+        try:
+            return bool(store.create("ann", ["plan"]))
+        except InputError:
+            return False
+
+    with ThreadPoolExecutor(8) as pool:
+        assert sum(pool.map(make, range(8))) == 2
+    # Another project has its own, and an expired key counts no more.
+    store.create("ann", ["plan"], project="other", expires_at=time.time() - 1)
+    assert [key.project for key in store.list()].count("other") == 1
+
+
+def test_the_last_use_of_a_key_never_goes_back(engine: Engine) -> None:
+    store, other = ApiKeyStore(engine), ApiKeyStore(engine)
+    key, token = store.create("ann", ["plan"])
+    unused, _ = store.create("ann", ["plan"])
+    assert other.authenticate(token) is not None
+    time.sleep(0.01)
+    assert store.authenticate(token) is not None
+    assert store.authenticate(f"autoshard_{unused.id}_guessed") is None
+    found = []
+    for one in (store, other):
+        one.write_uses()
+        found.append({k.id: k.last_used_at for k in store.list()})
+    assert found[0] == found[1]
+    assert found[0][unused.id] is None
+    assert (found[0][key.id] or 0) > key.created_at
 
 
 def test_secrets_are_nowhere_in_the_store(store: str, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import json
 import socket
 from collections.abc import Iterator
 from io import BytesIO
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 from zipfile import ZIP_DEFLATED, ZIP_STORED, ZipFile
@@ -12,8 +13,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from autoshard_server.http.examples import PATH_EXAMPLES
 from autoshard_server.problems import PROBLEM_MEDIA_TYPE, TYPE_PREFIX
 
+SPECIFICATION = Path(__file__).parents[3] / "openapi" / "openapi.json"
 MESH = {"mesh": {"shape": [2, 2]}}
 
 
@@ -220,11 +223,30 @@ def test_a_form_that_cannot_be_read(service: Any, content_type: str) -> None:
     expect_problem(response, 400, "multipart")
 
 
-@pytest.mark.parametrize("content_type", ["application/octet-stream", "text/plain", ""])
-def test_another_media_type(service: Any, content_type: str) -> None:
-    headers = {"Content-Type": content_type}
-    response = service.http.post("/v1/plans", content=b"{}", headers=headers)
-    expect_problem(response, 415, "media-type", "multipart/form-data")
+def routes_with_bodies() -> list[tuple[str, str, list[str]]]:
+    """Method, path and media types of each route of the specification that reads a body."""
+    paths = json.loads(SPECIFICATION.read_text())["paths"]
+    found = [
+        (method, path.format_map(PATH_EXAMPLES), list(operation["requestBody"]["content"]))
+        for path, methods in paths.items()
+        for method, operation in methods.items()
+        if "requestBody" in operation
+    ]
+    assert len(found) >= 8
+    return found
+
+
+@pytest.mark.parametrize(("method", "path", "accepted"), routes_with_bodies())
+def test_another_media_type(service: Any, method: str, path: str, accepted: list[str]) -> None:
+    for kind in ("text/plain", "application/x-www-form-urlencoded", "json", "", None, "a, b"):
+        # What has no type counts as bytes, which `curl -T` sends so.
+        if not kind and "application/octet-stream" in accepted:
+            continue
+        headers = {} if kind is None else {"Content-Type": kind}
+        response = service.http.request(method, path, content=b"{}", headers=headers)
+        problem = expect_problem(response, 415, "media-type", *accepted)
+        assert problem["accepted"] == accepted
+        assert response.headers["Accept"] == ", ".join(accepted)
 
 
 def test_a_request_sent_as_a_file_is_welcome(service: Any, graph: bytes) -> None:

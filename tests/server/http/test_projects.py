@@ -59,6 +59,7 @@ def bodies(known: Known) -> dict[str, dict[str, Any]]:
     return {
         "createPlan": {"json": {**graph, **mesh}},
         "lookUpPlan": {"json": {**graph, **mesh}},
+        "explainChoice": {"json": {"name": "linear"}},
         "comparePlans": {"json": {"before": known.plan_id, "after": known.plan_id}},
         "searchMeshes": {"json": {**graph, "num_devices": 2}},
         "operatorCoverage": {"json": graph},

@@ -134,10 +134,10 @@ def test_an_explanation_may_take_no_longer_than_a_plan(start_service: Any, graph
     service = start_service(max_time_limit=20, executor=ThreadExecutor(solve))
     options = {"time_limit": 20}
     plan = service.post(graph, {"mesh": MESH, "options": options}, wait=60).json()
-    path = f"/v1/plans/{plan['id']}/explain"
+    path = f"/v1/plans/{plan['id']}:explain"
     asked = {"name": plan["stages"][0]["nodes"][0]["name"]}
-    assert service.http.get(path, params={**asked, "time_limit": 20}).status_code == 200
-    refused = service.http.get(path, params={**asked, "time_limit": 21})
+    assert service.http.post(path, json={**asked, "time_limit": 20}).status_code == 200
+    refused = service.http.post(path, json={**asked, "time_limit": 21})
     assert refused.status_code == 422
     assert "AUTOSHARD_MAX_TIME_LIMIT" in refused.json()["detail"]
 
@@ -220,15 +220,31 @@ def test_a_search_of_very_many_meshes_is_refused(service: Any, digest: str) -> N
 
 def test_a_choice_is_explained(service: Any, plan: Plan) -> None:
     node = plan.stages[0].nodes[0].name
-    path = f"/v1/plans/{plan.id}/explain"
-    answer = service.http.get(path, params={"name": node})
+    path = f"/v1/plans/{plan.id}:explain"
+    answer = service.http.post(path, json={"name": node})
     assert answer.status_code == 200, answer.text
     (chosen,) = (a for a in answer.json()["alternatives"] if a["chosen"])
     assert chosen["regret"] == 0.0
-    assert service.http.get(path, params={"name": node}).headers["Autoshard-Cache"] == "hit"
-    unknown = service.http.get(path, params={"name": "nobody"})
+    assert service.http.post(path, json={"name": node}).headers["Autoshard-Cache"] == "hit"
+    unknown = service.http.post(path, json={"name": "nobody"})
     assert unknown.status_code == 422
     assert unknown.json()["type"].endswith("#options")
+    misspelled = service.http.post(path, json={"name": node, "valeu": True})
+    assert misspelled.json()["errors"][0]["pointer"] == "/valeu"
+
+
+def test_explaining_with_get_is_deprecated_and_goes_on(service: Any, plan: Plan) -> None:
+    path = f"/v1/plans/{plan.id}/explain"
+    query = {"name": plan.stages[0].nodes[0].name}
+    new = service.http.post(f"/v1/plans/{plan.id}:explain", json=query)
+    old = service.http.get(path, params=query)
+    assert (old.status_code, old.content) == (200, new.content)
+    assert old.headers["Link"] == f'</v1/plans/{plan.id}:explain>; rel="successor-version"'
+    assert {"deprecation", "sunset"} <= set(old.headers)
+    assert "Deprecation" not in new.headers
+    assert service.http.get(path, params={**query, "valeu": 1}).status_code == 422
+    # It would submit a job, and tell nothing.
+    assert service.http.head(path, params=query).status_code == 405
 
 
 def test_two_plans_are_compared(service: Any, digest: str, plan: Plan) -> None:

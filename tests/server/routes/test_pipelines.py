@@ -52,8 +52,8 @@ def test_a_pipeline_is_listed_and_looked_up(service: Any, plan: Plan) -> None:
 
 def test_a_choice_of_a_stage_is_explained(service: Any, plan: Plan) -> None:
     name = "model.layers.1.mlp.down_proj.weight"
-    answer = service.http.get(
-        f"/v1/plans/{plan.id}/explain", params={"name": name}, headers={"Prefer": "wait=60"}
+    answer = service.http.post(
+        f"/v1/plans/{plan.id}:explain", json={"name": name}, headers={"Prefer": "wait=60"}
     )
     assert answer.status_code == 200, answer.text
     assert answer.json()["stage"] == 1

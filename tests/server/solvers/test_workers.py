@@ -34,6 +34,7 @@ def test_a_solve_over_its_memory_limit_fails_alone() -> None:
         assert failed.error is not None
         assert failed.error["type"] == TYPE_PREFIX + "out-of-memory"
         assert "150 MiB" in failed.error["detail"]
+        assert failed.error["limit_name"] == "AUTOSHARD_MAX_JOB_BYTES"
         assert failed.attempts == 1
         needed = int(failed.error["detail"].split("needed ")[1].split(" ")[0].replace(",", ""))
         assert 150 <= needed < 1000

@@ -1,0 +1,167 @@
+"""Models that a command line can name: a config of transformers, or a function of a Python file."""
+
+import importlib.util
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoshard.base.extras import from_extra
+from autoshard.errors import ArgumentTypeError, OptionError
+from autoshard.graph import export_model
+from autoshard.plan import Mode
+from autoshard.runtime import init_empty_weights
+
+_FALLBACK = "name a function that returns a model and a batch instead: FILE.py:FUNCTION"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchShape:
+    """The batch of one step.
+
+    Attributes:
+        batch_size: number of sequences, or of other samples, of all devices together.
+        seq_length: tokens of each sequence.
+
+    Raises:
+        OptionError: a number is out of its range.
+    """
+
+    batch_size: int = 8
+    seq_length: int = 4096
+
+    def __post_init__(self) -> None:
+        for name, value in (("batch_size", self.batch_size), ("seq_length", self.seq_length)):
+            if value < 1:
+                raise OptionError(f"{name} is {value}, not 1 or more")
+
+
+def export_named(source: str, batch: BatchShape | None = None, *, mode: Mode = "training") -> bytes:
+    """Export the model that a text names.
+
+    Args:
+        source: a `config.json` of transformers, its folder, the name of a model whose config is in
+            the local cache of the hub, or `FILE.py:FUNCTION`: a function without arguments that
+            returns a module and its batch, a tensor, a tuple or a dict of keyword arguments. The
+            file is run.
+        batch: of a config; by default 8 sequences of 4,096 tokens, or fewer if the model has fewer.
+            A function brings its own.
+        mode: for a config, whether a loss is part of the graph; a function's module stays in the
+            mode it is in.
+
+    Returns:
+        A `.pt2` archive.
+
+    Raises:
+        OptionError: there is no such model, or its class needs code that is not in transformers.
+        GraphError: the model cannot be exported.
+
+    >>> archive = export_named("llama/config.json", BatchShape(batch_size=64))  # doctest: +SKIP
+    """
+    file, colon, function = source.rpartition(":")
+    if colon and file.endswith(".py"):
+        if batch is not None:
+            raise OptionError(f"{source} returns its own batch; leave --batch-size and others out")
+        model, args, kwargs = _of_function(Path(file), function)
+    else:
+        model, args, kwargs = _of_config(source, batch, is_trained=mode == "training")
+    return export_model(model, args, kwargs)
+
+
+def _of_function(file: Path, name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    if not file.is_file():
+        raise OptionError(f"there is no file {file}")
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise OptionError(f"{file} has no function {name!r}")
+    found = function()
+    if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], nn.Module)):  # noqa: PLR2004  the model and its batch
+        raise ArgumentTypeError(f"{file}:{name} does not return (module, batch)")
+    model, batch = found
+    if isinstance(batch, Mapping):
+        return model, (), dict(batch)
+    return model, batch if isinstance(batch, tuple) else (batch,), {}
+
+
+def _of_config(
+    source: str, batch: BatchShape | None, *, is_trained: bool
+) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    with from_extra("transformers"):
+        import transformers  # noqa: PLC0415  an extra, and slow to import
+
+    path = Path(source)
+    if path.suffix == ".json" and not path.is_file():
+        raise OptionError(f"there is no file {path}")
+    try:
+        config = transformers.AutoConfig.from_pretrained(
+            source, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # noqa: BLE001  configs have checks of their own
+        raise _unusable(source, error) from None
+    kind = _class_of(config, source)
+    if hasattr(config, "use_cache"):
+        config.use_cache = False
+    try:
+        with init_empty_weights():
+            model = kind(config).to(getattr(config, "dtype", None) or torch.bfloat16)
+    except Exception as error:  # noqa: BLE001  and so have the classes of models
+        raise _unusable(source, error) from None
+    inputs = _batch_of(model, config, source, batch)
+    if not is_trained:
+        inputs.pop("labels", None)
+    return model.train(is_trained), (), inputs
+
+
+def _unusable(source: str, error: Exception) -> OptionError:
+    reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".:")
+    return OptionError(f"{source} is no config of transformers: {reason}; {_FALLBACK}")
+
+
+def _class_of(config: Any, source: str) -> type[nn.Module]:
+    """The class of a config's model: the one that it names, or that of a language model."""
+    import transformers  # noqa: PLC0415  imported by the caller
+
+    for name in config.architectures or ():
+        found = getattr(transformers, name, None)
+        if inspect.isclass(found) and issubclass(found, nn.Module):
+            return found
+    for auto in (transformers.AutoModelForCausalLM, transformers.AutoModelForSeq2SeqLM):
+        if type(config) in auto._model_mapping:  # noqa: SLF001  no public way without weights
+            kind: type[nn.Module] = auto._model_mapping[type(config)]  # noqa: SLF001  as above
+            return kind
+    named = ", ".join(config.architectures or ()) or config.model_type
+    raise OptionError(f"{source}: transformers has no class for {named}; {_FALLBACK}")
+
+
+def _batch_of(
+    model: nn.Module, config: Any, source: str, given: BatchShape | None
+) -> dict[str, torch.Tensor]:
+    """Keyword arguments of the shape of a batch, without values."""
+    parameters = inspect.signature(model.forward).parameters
+    name = getattr(model, "main_input_name", "input_ids")
+    text = config.get_text_config()
+    longest = getattr(text, "max_position_embeddings", None)
+    batch = given or BatchShape(seq_length=min(BatchShape.seq_length, longest or 1 << 62))
+    if name != "input_ids" or hasattr(config, "vision_config"):
+        raise OptionError(f"{source}: only models of text get a batch from a config; {_FALLBACK}")
+    if longest is not None and batch.seq_length > longest:
+        raise OptionError(
+            f"--seq-length {batch.seq_length}: {source} has {longest} positions at most "
+            "(max_position_embeddings)"
+        )
+    size = (batch.batch_size, batch.seq_length)
+    ids = torch.empty(size, dtype=torch.int64, device="meta")
+    found = {"input_ids": ids}
+    if "labels" in parameters:
+        is_per_token = not any("Classification" in kind for kind in config.architectures or ())
+        found["labels"] = ids if is_per_token else ids.new_empty(size[:1])
+    return found

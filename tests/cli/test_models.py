@@ -1,0 +1,148 @@
+"""Models of commands that are no graphs: a config of transformers, a function of a file."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.command_line import autoshard
+
+from autoshard.cli.models import is_graph_file
+from autoshard.graph import InputKind, load_graph
+from autoshard.integrations.model_files import BatchShape, export_named
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
+    "max_position_embeddings": 128,
+    "dtype": "bfloat16",
+}
+MESH = ("--mesh", "2x2", "--no-comparisons", "--quiet")
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Any:
+    """Write a config with other fields, and return its path."""
+
+    def write(**fields: object) -> str:
+        path = tmp_path / "model" / "config.json"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(LLAMA | fields))
+        return str(path)
+
+    return write
+
+
+def batch_of(archive: bytes) -> list[tuple[int, ...]]:
+    """Shapes of what the caller passes."""
+    graph = load_graph(archive)
+    given = [one.name for one in graph.inputs if one.kind is InputKind.USER]
+    return sorted(tuple(graph.values[name].shape) for name in given)
+
+
+def test_a_config_is_planned_with_the_batch_that_is_asked_for(config: Any) -> None:
+    path = config()
+    planned = autoshard("plan", path, *MESH, "--batch-size", "16", "--seq-length", "32")
+    assert planned.exit_code == 0, planned.output
+    assert "LlamaForCausalLM" in planned.output
+    assert "bfloat16, batch 16 x 32 tokens, training" in planned.output.replace("\n", " ")
+    folder = str(Path(path).parent)
+    same = autoshard("plan", folder, *MESH, "--batch-size", "16", "--seq-length", "32")
+    assert same.output == planned.output
+
+
+def test_the_batch_of_a_config_has_as_many_tokens_as_it_can(config: Any) -> None:
+    assert batch_of(export_named(config())) == [(8, 128), (8, 128)]
+    shape = BatchShape(batch_size=3, seq_length=128)
+    assert batch_of(export_named(config(), shape, mode="inference")) == [(3, 128)]
+
+
+def test_a_class_without_tokens_as_labels_gets_one_label_a_sequence(config: Any) -> None:
+    path = config(architectures=["LlamaForSequenceClassification"], num_labels=3, pad_token_id=0)
+    assert batch_of(export_named(path, BatchShape(batch_size=4, seq_length=16))) == [(4,), (4, 16)]
+
+
+def test_a_config_without_the_name_of_a_class_is_a_language_model(config: Any) -> None:
+    graph = load_graph(export_named(config(architectures=None)))
+    assert any(one.target == "lm_head.weight" for one in graph.inputs)
+
+
+FUNCTION = """
+import torch
+def make():
+    return torch.nn.Linear(8, 8), torch.zeros(4, 8)
+def named():
+    return torch.nn.Linear(8, 8), {"input": torch.zeros(4, 8)}
+def alone():
+    return torch.nn.Linear(8, 8)
+"""
+
+
+@pytest.mark.parametrize("name", ["make", "named"])
+def test_the_model_of_a_function_is_planned(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    file.write_text(FUNCTION)
+    planned = autoshard("plan", f"{file}:{name}", *MESH, "--mode", "inference")
+    assert planned.exit_code == 0, planned.output
+    assert "Linear" in planned.output
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("nothing.json", "there is no file nothing.json"),
+        ("nothing/config.json", "there is no file nothing/config.json"),
+        ("nothing.py:make", "there is no file nothing.py"),
+        ("train.py:other", "train.py has no function 'other'"),
+        ("train.py:alone", "train.py:alone does not return (module, batch)"),
+        ("nobody/model", "nobody/model is no config of transformers"),
+    ],
+)
+def test_what_is_no_model_is_named(
+    source: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    Path("train.py").write_text(FUNCTION)
+    planned = autoshard("plan", source, *MESH)
+    assert planned.exit_code == 1
+    assert message in " ".join(planned.output.split())
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"architectures": ["NobodyForCausalLM"], "model_type": "nobody"}, "no config of"),
+        ({"max_position_embeddings": 16}, "has 16 positions at most"),
+        ({"num_attention_heads": "four"}, "no config of transformers"),
+    ],
+)
+def test_a_config_that_cannot_be_used_is_an_error(
+    config: Any, fields: dict[str, object], message: str
+) -> None:
+    planned = autoshard("plan", config(**fields), *MESH, "--seq-length", "32")
+    assert planned.exit_code == 1
+    assert message in " ".join(planned.output.split())
+
+
+def test_a_graph_has_the_batch_that_it_was_exported_with(tmp_path: Path) -> None:
+    planned = autoshard("plan", str(tmp_path / "model.pt2"), *MESH, "--batch-size", "4")
+    assert planned.exit_code == 1
+    assert "--batch-size and --seq-length are for a config.json" in planned.output
+
+
+@pytest.mark.parametrize(
+    ("source", "is_graph"),
+    [
+        *(("a.pt2", True), ("a.json", True), ("a.b", False), ("config.json", False)),
+        *(("a/b", False), ("a.py:f", False), ("Qwen/Qwen3-0.6B", False)),
+    ],
+)
+def test_models_are_told_from_graphs_by_their_names(source: str, is_graph: bool) -> None:
+    assert is_graph_file(source) is is_graph
