@@ -188,7 +188,13 @@ def test_a_search_finds_what_planning_every_mesh_finds(
     )
     alone = {mesh: make_plan(graph, mesh, options).certificate for mesh in meshes}
     seconds = [c.objective for c in alone.values() if c.objective is not None]
-    assert found[0].objective == pytest.approx(min(seconds), rel=options.solver.relative_gap)
+    if not seconds:
+        assert all(candidate.objective is None for candidate in found)
+        return
+    # A plan of one mesh alone may end within the gap of its bound, or at the time limit.
+    assert found[0].objective is not None
+    assert found[0].objective <= min(seconds) * (1 + options.solver.relative_gap)
+    assert found[0].objective >= min(c.bound for c in alone.values() if c.bound is not None)
     assert {candidate.mesh for candidate in found} == set(meshes)
     for candidate in found:
         own = alone[candidate.mesh].objective
