@@ -1,6 +1,6 @@
 """Constraints on plans: pins, forbidden collectives, the batch axis, the Megatron-LM pattern."""
 
-from autoshard.constraints.batch import BatchSharding, DimOrigins
+from autoshard.constraints.batch import BatchSharding, DimOrigins, dim_origins
 from autoshard.constraints.constraints import (
     UNCONSTRAINED,
     ChoiceId,
@@ -35,6 +35,7 @@ __all__ = [
     "ShardingConstraint",
     "StrategyConstraint",
     "check_batch",
+    "dim_origins",
     "megatron_pattern",
     "parameter_shards",
     "pinned_sub_shards",

@@ -5,8 +5,10 @@ factors, each with an origin; the index letters of operator rules propagate fact
 """
 
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 
+from autoshard.base.memo import kept_in_argument
 from autoshard.constraints.constraints import (
     ChoiceId,
     Dim,
@@ -18,6 +20,9 @@ from autoshard.errors import OptionError
 from autoshard.graph import DimFactors, Graph, InputKind, Node, Origin
 from autoshard.layouts import can_be_sharded, largest_shard
 from autoshard.ops import Dims, OperatorRule, call_of, rule_for
+
+_MAX_KNOWN = 4096
+"""Number of values with different dims whose results are kept."""
 
 
 class DimOrigins:
@@ -37,6 +42,7 @@ class DimOrigins:
         self.batch_size = next(iter(user), None)
         self._factors: dict[str, tuple[DimFactors, ...]] = {}
         self._calls: dict[str, tuple[tuple[DimFactors, ...], ...]] = {}
+        self._kinds: dict[str, int] = {}
         for graph_input, shape in shapes.items():
             self._factors[graph_input.name] = tuple(
                 graph_input.dims[dim]
@@ -45,13 +51,13 @@ class DimOrigins:
                 for dim, size in enumerate(shape)
             )
         # Equal calls of tensors with equal factors, such as those of all layers, are alike.
-        known: dict[Hashable, tuple[tuple[DimFactors, ...], ...]] = {}
+        known: dict[Hashable, tuple[int, tuple[tuple[DimFactors, ...], ...]]] = {}
         for kind, node in zip(graph.kinds, graph.nodes, strict=True):
             key = kind, *(self._factors[value] for value in node.inputs)
             if key not in known:
-                known[key] = self._propagated(node)
-            self._calls[node.name] = known[key]
-            made = known[key][len(node.inputs) :]
+                known[key] = len(known), self._propagated(node)
+            self._kinds[node.name], self._calls[node.name] = known[key]
+            made = self._calls[node.name][len(node.inputs) :]
             self._factors.update(zip(node.outputs, made, strict=True))
 
     def of_value(self, value: str) -> tuple[DimFactors, ...]:
@@ -61,6 +67,10 @@ class DimOrigins:
     def of_dims(self, node: Node) -> tuple[tuple[DimFactors, ...], ...]:
         """Sizes and origins of the factors of each dim of a call's inputs, then its outputs."""
         return self._calls[node.name]
+
+    def kind_of(self, node: Node) -> int:
+        """A number that is the same for equal calls of tensors whose dims have equal origins."""
+        return self._kinds[node.name]
 
     def of_input(self, value: str, *wanted: Origin) -> frozenset[Dim]:
         """The dims of a graph input whose outermost factor has one of these origins.
@@ -96,9 +106,16 @@ class DimOrigins:
         return tuple(_factors_of(rule, dims, letters) for dims in tensors)
 
 
-def outermost_dims(dims: Sequence[DimFactors], origin: Origin) -> list[int]:
+@kept_in_argument
+def dim_origins(graph: Graph) -> DimOrigins:
+    """The origins of the dims of every value of a program."""
+    return DimOrigins(graph)
+
+
+@lru_cache(_MAX_KNOWN)
+def outermost_dims(dims: tuple[DimFactors, ...], origin: Origin) -> tuple[int, ...]:
     """The dims of a value whose outermost factor has an origin."""
-    return sorted(dim for _, dim in _dims([dims], [origin]))
+    return tuple(sorted(dim for _, dim in _dims([dims], [origin])))
 
 
 def _dims(tensors: Iterable[Sequence[DimFactors]], wanted: Collection[Origin]) -> frozenset[Dim]:
@@ -165,9 +182,16 @@ class BatchSharding:
     sizes: tuple[int, ...]
     axes: tuple[int, ...]
     origins: DimOrigins
+    _known: dict[int, tuple[frozenset[Dim], tuple[int, ...]]] = field(default_factory=dict)
 
     def of_call(self, node: Node) -> tuple[frozenset[Dim], tuple[int, ...]]:
         """The batch dims of a call's tensors, and the axes that can shard one of them."""
+        kind = self.origins.kind_of(node)
+        if kind not in self._known:
+            self._known[kind] = self._of_call(node)
+        return self._known[kind]
+
+    def _of_call(self, node: Node) -> tuple[frozenset[Dim], tuple[int, ...]]:
         batch = self.origins.of_call(node, Origin.BATCH)
         sharding, left = [], rule_for(call_of(self.graph, node))
         for axis in self.axes:
@@ -192,7 +216,7 @@ def batch_constraints(
     Raises:
         OptionError: there is no batch, or the axis cannot shard it.
     """
-    origins = DimOrigins(graph)
+    origins = dim_origins(graph)
     sizes = axes.sizes
     if origins.batch_size is None:
         raise OptionError("batch_axis is set, but no user input has dims")

@@ -9,7 +9,7 @@ them over the others.
 from collections.abc import Sequence
 from math import prod
 
-from autoshard.constraints.batch import BatchSharding, DimOrigins, outermost_dims
+from autoshard.constraints.batch import BatchSharding, DimOrigins, dim_origins, outermost_dims
 from autoshard.constraints.constraints import (
     ChoiceId,
     Dim,
@@ -45,7 +45,7 @@ def data_parallel_constraints(
             "HSDP needs two mesh axes of several devices, one to shard parameters and one to "
             "replicate them; with one axis it is FSDP2"
         )
-    origins = DimOrigins(graph)
+    origins = dim_origins(graph)
     check_batch(origins, axes.sizes)
     found = _DataParallelPattern(graph, origins, axes.sizes, sharding)
     constraints: dict[ChoiceId, StrategyConstraint] = {

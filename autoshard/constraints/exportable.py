@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from autoshard.constraints.batch import BatchSharding, DimOrigins
+from autoshard.constraints.batch import BatchSharding, dim_origins
 from autoshard.constraints.constraints import (
     ChoiceId,
     Constraint,
@@ -185,7 +185,7 @@ class _Exportable:
         self._sizes = axes.sizes
         self._target = target
         self._axes = purposes
-        self._origins = DimOrigins(graph)
+        self._origins = dim_origins(graph)
         self._batch = BatchSharding(graph, axes.sizes, purposes.data, self._origins)
         self._layers = parallel_layers(graph)
         self._layer_of = {

@@ -19,7 +19,7 @@ stream, norms, dropout.
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from autoshard.constraints.batch import BatchSharding, DimOrigins, outermost_dims
+from autoshard.constraints.batch import BatchSharding, dim_origins, outermost_dims
 from autoshard.constraints.constraints import (
     ChoiceId,
     Dim,
@@ -111,7 +111,7 @@ def megatron_constraints(
     others = [axis for axis, name in enumerate(names) if name not in named]
     weight_axis = others[-1] if others else None
     batch_axes: list[int] = []
-    origins = DimOrigins(graph)
+    origins = dim_origins(graph)
     left = origins.batch_size or 1
     for axis, name in enumerate(names):
         may_shard = name != CONTEXT_AXIS and axis != weight_axis and batch_axis in (None, name)
@@ -126,11 +126,11 @@ def megatron_constraints(
         by_sequence=by_sequence,
         distributed=distributed,
     )
-    return megatron_pattern(graph, axes.sizes, purposes, origins)
+    return megatron_pattern(graph, axes.sizes, purposes)
 
 
 def megatron_pattern(
-    graph: Graph, sizes: tuple[int, ...], axes: MegatronAxes, origins: DimOrigins | None = None
+    graph: Graph, sizes: tuple[int, ...], axes: MegatronAxes
 ) -> dict[ChoiceId, StrategyConstraint]:
     """The pattern with given purposes of axes, as constraints on inputs and operators.
 
@@ -138,9 +138,8 @@ def megatron_pattern(
         graph: the program.
         sizes: size of each axis.
         axes: their purposes.
-        origins: origins of the dims of every value of the program, if they are known.
     """
-    pattern = _MegatronPattern(graph, sizes, axes, origins or DimOrigins(graph))
+    pattern = _MegatronPattern(graph, sizes, axes)
     # Operators first, since they determine the parameters that are factors of products.
     operators = {("operator", node.name): pattern.node(node) for node in graph.nodes}
     # What a stage receives has the layout in which the stage before sends it.
@@ -167,7 +166,7 @@ def sequence_parallel_pattern(
         batch_axes: the axes that shard the batch.
     """
     axes = MegatronAxes(weight_axis, tuple(batch_axes), by_sequence=True)
-    pattern = _MegatronPattern(graph, sizes, axes, DimOrigins(graph))
+    pattern = _MegatronPattern(graph, sizes, axes)
     found = {node.name: pattern.node(node) for node in graph.nodes}
     rows = frozenset({(0, 0)})
     for node in graph.nodes:
@@ -179,18 +178,12 @@ def sequence_parallel_pattern(
 class _MegatronPattern:
     """The pattern, applied to the calls of a graph in program order."""
 
-    def __init__(
-        self,
-        graph: Graph,
-        sizes: tuple[int, ...],
-        axes: MegatronAxes,
-        origins: DimOrigins,
-    ) -> None:
+    def __init__(self, graph: Graph, sizes: tuple[int, ...], axes: MegatronAxes) -> None:
         self._graph = graph
         self._sizes = sizes
         self._axes = axes
         self._weight_axis = axes.weights
-        self._origins = origins
+        self._origins = dim_origins(graph)
         self._batch = BatchSharding(graph, sizes, axes.batch, self._origins)
         self._parameters = weights_of(graph)
         # The calls' tensors by the parameter of experts, or what is computed from it alone.
@@ -203,6 +196,7 @@ class _MegatronPattern:
         self._products: set[str] = set()
         # Values and dims that are sharded because a column-parallel weight came before.
         self._sharded: set[tuple[str, int]] = set()
+        self._sharded_values: set[str] = set()
         # Values with rows of tokens that are ordered by expert.
         self._rows: set[str] = set()
 
@@ -301,8 +295,8 @@ class _MegatronPattern:
 
     def _is_sharded(self, node: Node) -> bool:
         """True if a weight, or a tensor that a weight sharded, is an operand of a node."""
-        tensors = {*node.inputs, *node.outputs}
-        return node.operator == _EMBEDDING or any(value in tensors for value, _ in self._sharded)
+        tensors = (*node.inputs, *node.outputs)
+        return node.operator == _EMBEDDING or not self._sharded_values.isdisjoint(tensors)
 
     def _sequence(self, node: Node, rule: OperatorRule, axis: int | None) -> frozenset[Dim]:
         """The sequence dims of a node, if an axis can shard one of them."""
@@ -356,6 +350,7 @@ class _MegatronPattern:
                 divides = rule.sizes[letter] % num_ranks == 0
                 if letter in letters and (divides or rule.can_shard(letter, num_ranks)):
                     self._sharded.add((value, dim))
+                    self._sharded_values.add(value)
         return required
 
     def _weight_dims(self, node: Node, rule: OperatorRule) -> frozenset[Dim]:

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from math import fsum, prod
 
-from autoshard.constraints import BatchSharding, DimOrigins, ShardingConstraint
+from autoshard.constraints import BatchSharding, ShardingConstraint, dim_origins
 from autoshard.exports.outline import Outline, OwnedParameter, pattern
 from autoshard.graph import Node
 from autoshard.layouts import Layout
@@ -101,7 +101,7 @@ class _BatchCheck:
     def __init__(self, outline: Outline, data: Collection[int]) -> None:
         self._sizes = outline.sizes
         axes = tuple(axis for axis in outline.active if axis in data)
-        self._batch = BatchSharding(outline.graph, self._sizes, axes, DimOrigins(outline.graph))
+        self._batch = BatchSharding(outline.graph, self._sizes, axes, dim_origins(outline.graph))
 
     def holds(self, node: Node, strategy: Strategy) -> bool:
         """True if a call shards its batch over all data-parallel axes that can shard it."""

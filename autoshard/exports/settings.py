@@ -1,10 +1,10 @@
 """The share of a plan that the settings of a framework with models of its own express."""
 
 from autoshard.constraints import (
-    DimOrigins,
     MegatronAxes,
     ShardingConstraint,
     StrategyConstraint,
+    dim_origins,
     megatron_pattern,
     sequence_parallel_pattern,
 )
@@ -67,7 +67,7 @@ class _ComparedStage:
         if sequence_parallel and self._tensor is not None:
             found = sequence_parallel_pattern(self._graph, outline.sizes, self._tensor, self._data)
             self._operators = {("operator", name): each for name, each in found.items()}
-        self._origins = DimOrigins(self._graph)
+        self._origins = dim_origins(self._graph)
 
     def expressed(self) -> Expressed:
         operators = frozenset(n.name for n in self._graph.nodes if self._runs(n))

@@ -38,7 +38,8 @@ class Baseline(Document):
         "was found",
     )
     remarks: tuple[str, ...] = Field(
-        default=(), description="where the pattern could not be followed to the letter"
+        default=(),
+        description="where the pattern could not be followed to the letter, and its settings",
     )
 
     @property

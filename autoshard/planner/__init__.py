@@ -15,10 +15,12 @@ if TYPE_CHECKING:
         JointPlans,
         make_plans,
     )
-    from autoshard.planner.meshes.search import (
+    from autoshard.planner.meshes.candidates import (
         MeshCandidate,
-        SearchProgress,
         candidate_meshes,
+    )
+    from autoshard.planner.meshes.search import (
+        SearchProgress,
         search_meshes,
     )
     from autoshard.planner.optimality import (

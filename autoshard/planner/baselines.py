@@ -6,7 +6,7 @@ with what is recomputed chosen for them.
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf
@@ -16,8 +16,8 @@ from autoshard.base.limits import LimitReached, limited
 from autoshard.base.outcome import SolveStatus
 from autoshard.base.quantities import format_bytes
 from autoshard.constraints import (
-    DimOrigins,
     check_batch,
+    dim_origins,
     parameter_shards,
     plan_constraints,
     sharding_axes,
@@ -26,6 +26,7 @@ from autoshard.constraints.nontrivial_axes import NontrivialAxes
 from autoshard.errors import OptionError
 from autoshard.graph import Graph, GraphLike, to_graph
 from autoshard.lowering.instructions import summed_collectives
+from autoshard.lowering.recompute import recomputed
 from autoshard.mesh import Mesh, MeshLike, to_mesh
 from autoshard.plan.comparisons import Baseline, Unrestricted
 from autoshard.plan.document import Plan
@@ -116,8 +117,6 @@ def compare_baselines(
     asked = to_options(options, single_options)
     if asked.mode == "training":
         check_trainable(program)
-    if devices.num_devices == 1:
-        return ()
     return _Baselines(program, devices, asked, limits or ComparisonLimits()).all()
 
 
@@ -135,7 +134,8 @@ def with_comparisons(
         limits: cancellation, progress, cache.
     """
     unrestricted = _unrestricted(plan, make, limits)
-    baselines = compare_baselines(graph, plan.mesh, plan.options, limits)
+    bound = _bound_of_all(plan, unrestricted)
+    baselines = _Baselines(graph, plan.mesh, plan.options, limits, bound).all()
     seconds = {**plan.provenance.wall_time, "compare": round(limits.seconds, 6)}
     return plan.model_copy(
         update={
@@ -169,14 +169,32 @@ def _unrestricted(
     )
 
 
+def _bound_of_all(plan: Plan, unrestricted: Unrestricted | None) -> float:
+    """Lower bound of the time of all plans of one stage without restrictions; -inf if unknown."""
+    free: Plan | Unrestricted = plan if unrestricted is None else unrestricted
+    is_known = plan.options.pipeline.stages in (None, 1) and plan.pipeline is None
+    is_free = unrestricted is not None or not restrictions(plan.options)
+    bound = free.certificate.bound if is_known and is_free else None
+    return -inf if bound is None else bound
+
+
 @dataclass(frozen=True)
 class _Baselines:
-    """Plans the baselines of one request."""
+    """Plans the baselines of one request.
+
+    Attributes:
+        graph: the program.
+        mesh: the devices.
+        options: of the request.
+        limits: cancellation, progress, cache.
+        bound: lower bound of the time of all plans of one stage, and so of each baseline.
+    """
 
     graph: Graph
     mesh: Mesh
     options: PlanOptions
     limits: ComparisonLimits
+    bound: float = -inf
 
     @cached_property
     def prices(self) -> Prices:
@@ -195,6 +213,8 @@ class _Baselines:
 
     def all(self) -> tuple[Baseline, ...]:
         """All baselines that there is time for."""
+        if self.mesh.num_devices == 1:
+            return ()
         end = self.limits.seconds + _SHARE_OF_TIME * self.options.solver.time_limit
         found = []
         for number, pattern in enumerate(NAMES):
@@ -213,7 +233,7 @@ class _Baselines:
         own = self._options(pattern)
         try:
             if pattern in {"megatron", "megatron-sp"}:
-                check_batch(DimOrigins(self.graph), self.axes.sizes[:-1])
+                check_batch(dim_origins(self.graph), self.axes.sizes[:-1])
             constraints = plan_constraints(self.graph, self.mesh, own)
             with limited(work_limits(seconds, self.limits.cancel)):
                 formulation = Formulation(self.prices, constraints)
@@ -230,7 +250,7 @@ class _Baselines:
             cancel=self.limits.cancel,
             block_cache=self.limits.block_cache,
         )
-        outcome = search.run(formulation.prices.memory_budget, quick=True)
+        outcome = search.run(formulation.prices.memory_budget, quick=True, bound=self.bound)
         if outcome.plan is None:
             return self._not_found(pattern, search, formulation, outcome)
         stage = outcome.plan.stage
@@ -247,7 +267,7 @@ class _Baselines:
             memory=outcome.plan.memory,
             performance=self._performance(pattern, outcome.plan.costs.total),
             collectives=summed_collectives([outcome.plan.lowering]),
-            remarks=self._remarks(pattern),
+            remarks=(*self._remarks(pattern), *self._kept_gathered(pattern, stage)),
         )
 
     def _performance(self, pattern: Family, seconds: float) -> Performance:
@@ -257,9 +277,7 @@ class _Baselines:
 
     def _options(self, pattern: Family) -> PlanOptions:
         """The options of a baseline: the request's, but restricted to the pattern only."""
-        update: dict[str, object] = {"algo": pattern, "stages": 1, "comparisons": False}
-        if pattern in {"fsdp2", "hsdp"} and self.options.mode == "training":
-            update["reshard_after_forward"] = "always"
+        update = {"algo": pattern, "stages": 1, "comparisons": False}
         return without_restrictions(self.options).with_values(**update)
 
     def _not_found(
@@ -303,6 +321,20 @@ class _Baselines:
             f"does not divide over the devices: {', '.join(unusual[:_MAX_NAMES])}{more}"
         )
         return (remark,)
+
+    def _kept_gathered(self, pattern: Family, stage: Stage) -> Iterator[str]:
+        """Parameters that stay gathered after forward."""
+        if pattern not in {"fsdp2", "hsdp"} or self.options.mode != "training":
+            return
+        names = {parameter.name for parameter in stage.parameters}
+        gathered = [r.use for r in stage.reshardings if r.value in names]
+        again = recomputed(self.graph, stage).reshardings
+        kept = sum(use not in again for use in gathered)
+        if kept:
+            yield (
+                f"{kept} of {len(gathered)} parameters stay gathered until their backward "
+                "(reshard_after_forward=False)"
+            )
 
 
 def _shards_weights(stage: Stage, axes: NontrivialAxes) -> bool:

@@ -113,6 +113,7 @@ def make_stage_plan(
     cancel: CancelToken | None = None,
     block_cache: KeyValueStore | None = None,
     max_strategies: int | None = None,
+    quick: bool = False,
 ) -> Plan:
     """Find the fastest way to run a graph as one stage on a mesh.
 
@@ -125,6 +126,8 @@ def make_stage_plan(
         block_cache: a store of solved blocks, read and written. Only the time of planning and
             `provenance.blocks` depend on it.
         max_strategies: maximum total number of strategies of all variables.
+        quick: True for the first plan that fits the memory budget, which is the fastest one if it
+            is optimal; if there is none, the reason is not looked for.
 
     Returns:
         A plan with its certificate. If none was found, a document without stages, whose
@@ -164,9 +167,9 @@ def make_stage_plan(
             cancel=cancel,
             block_cache=block_cache,
         )
-        outcome = search.run(formulation.prices.memory_budget)
+        outcome = search.run(formulation.prices.memory_budget, quick=quick)
     conflict = None
-    if outcome.is_conflict:
+    if outcome.is_conflict and not quick:
         with _timed(seconds, "find conflict"):
             conflict = find_conflict(formulation, options, cancel=cancel)
     return plan_document(formulation, outcome, conflict, options, seconds)

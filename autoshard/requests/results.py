@@ -188,8 +188,8 @@ class SearchedMesh(_Document):
     reason: str = Field(default="", description="reason why there is no plan")
     error: str = Field(
         default="",
-        description="reason why no plan was made: the options do not fit this mesh, or each of its "
-        "plans is slower than the best for a mesh of one or two axes",
+        description="reason why no plan was made: the options do not fit this mesh, or its plans "
+        "are proven to be at most `relative_gap` faster than that of another mesh",
     )
 
 

@@ -14,7 +14,7 @@ from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from autoshard import ops, planner, report
-from autoshard.base.outcome import SolveStatus
+from autoshard.base.outcome import SolveStatus, relative_gap
 from autoshard.errors import PlanError
 from autoshard.graph import ArchiveLimits, Graph, load_graph, rules_from_json
 from autoshard.mesh import Mesh, Topology
@@ -248,9 +248,14 @@ def search(
 
     def report(progress: "planner.SearchProgress") -> None:
         if on_progress is not None:
-            best = _finite(progress.latest.objective)
+            best, bound = _finite(progress.best), _finite(progress.bound)
+            gap = None if best is None or bound is None else relative_gap(best, min(best, bound))
             elapsed = time.monotonic() - started
-            on_progress(JobProgress(phase=progress.phase, incumbent=best, elapsed=elapsed))
+            on_progress(
+                JobProgress(
+                    phase=progress.phase, incumbent=best, bound=bound, gap=gap, elapsed=elapsed
+                )
+            )
 
     candidates = planner.search_meshes(
         complete,

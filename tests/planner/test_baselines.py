@@ -146,14 +146,11 @@ def test_no_baseline_beats_the_plan(build: Callable[[], Any], mode: str) -> None
 def test_a_baseline_is_the_plan_of_its_option(planned: Planner, algo: str) -> None:
     graph, mesh = small_graph(gpt2), slow_devices(dp=2, tp=2)
     baseline = by_name(compare_baselines(graph, mesh))[algo]
-    always = algo in {"fsdp2", "hsdp"}
-    plan = planned(graph, mesh, algo=algo, reshard_after_forward="always" if always else "auto")
+    plan = planned(graph, mesh, algo=algo)
     assert baseline.step_time == pytest.approx(plan.costs.total, rel=0.01)
     assert baseline.memory.peak == pytest.approx(plan.memory.peak, rel=0.05)
     assert baseline.certificate is not None
-    assert f"obey algo '{algo}'" in baseline.certificate.statement.replace(
-        "reshard_after_forward 'always' and ", ""
-    )
+    assert f"obey algo '{algo}'" in baseline.certificate.statement
 
 
 def test_a_baseline_that_does_not_fit_says_what_it_needs(planned: Planner) -> None:
@@ -171,6 +168,22 @@ def test_a_baseline_that_does_not_fit_says_what_it_needs(planned: Planner) -> No
     assert ddp.reason.startswith("does not fit: needs ")
     needed = planned(graph, mesh, algo="ddp", memory_budget=ddp.needed_memory)
     assert needed.found
+
+
+def test_fsdp_gathers_again_in_backward_only_where_memory_is_short() -> None:
+    graph, mesh = small_graph(partial(gpt2, layers=4)), slow_devices(a=4)
+    free = by_name(compare_baselines(graph, mesh))["fsdp2"]
+    assert ("all_gather", "backward") not in kinds(free)
+    assert any("reshard_after_forward=False" in remark for remark in free.remarks)
+    always = {"algo": "fsdp2", "reshard_after_forward": "always"}
+    resharded = make_plan(graph, mesh, PlanOptions(**always, activation_checkpointing="never"))
+    assert free.step_time < resharded.costs.total
+    options = PlanOptions(memory_budget=round(1.02 * resharded.memory.peak), comparisons=True)
+    plan = make_plan(graph, mesh, options)
+    short = by_name(plan.baselines)["fsdp2"]
+    assert ("all_gather", "backward") in kinds(short)
+    assert free.step_time < short.step_time < 1.01 * resharded.costs.total
+    assert short.certificate.bound >= plan.certificate.bound
 
 
 def test_why_a_pattern_is_impossible() -> None:

@@ -9,11 +9,13 @@ from functools import partial
 from math import prod
 from threading import Event
 from types import FrameType
+from typing import Any
 
 import pytest
 from support.meshes import slow_devices
 from support.models import Planner, llama, mlp, residuals, small_graph
 
+from autoshard.base.outcome import SolveStatus
 from autoshard.checker import check_plan
 from autoshard.errors import MeshError, OptionError
 from autoshard.mesh import Link, Topology, get_topology, make_mesh
@@ -159,6 +161,71 @@ def test_the_best_mesh_is_found_whatever_the_number_of_processes(budget: int | N
     for candidate in excluded:
         alone = make_plan(graph, candidate.mesh, options)
         assert alone.certificate.objective is None or alone.certificate.objective > least
+
+
+LARGER = [
+    pytest.param(build, devices, share, marks=pytest.mark.long)
+    for build in (mlp, partial(residuals, layers=4), partial(llama, layers=4))
+    for devices, share in ((4, None), (8, None), (4, 0.85), (8, 0.85))
+]
+
+
+@pytest.mark.parametrize(
+    ("build", "devices", "share"), [(partial(llama, layers=2), 4, 0.85), *LARGER]
+)
+def test_a_search_finds_what_planning_every_mesh_finds(
+    build: Callable[[], Any], devices: int, share: float | None
+) -> None:
+    graph = small_graph(build)
+    meshes = candidate_meshes(devices, topology=NODES_OF_4)
+    budget = None
+    if share is not None:
+        budget = round(share * max(make_plan(graph, mesh).memory.peak for mesh in meshes))
+    options = PlanOptions(memory_budget=budget)
+    seen: list[SearchProgress] = []
+    found = search_meshes(
+        graph, devices, topology=NODES_OF_4, options=options, on_progress=seen.append
+    )
+    alone = {mesh: make_plan(graph, mesh, options).certificate for mesh in meshes}
+    seconds = [c.objective for c in alone.values() if c.objective is not None]
+    if not seconds:
+        assert all(candidate.objective is None for candidate in found)
+        return
+    # A plan of one mesh alone may end within the gap of its bound, or at the time limit.
+    assert found[0].objective is not None
+    assert found[0].objective <= min(seconds) * (1 + options.solver.relative_gap)
+    assert found[0].objective >= min(c.bound for c in alone.values() if c.bound is not None)
+    assert {candidate.mesh for candidate in found} == set(meshes)
+    for candidate in found:
+        own = alone[candidate.mesh].objective
+        if candidate.plan is not None and own is not None:
+            assert candidate.objective <= own * (1 + 1e-9)
+    assert seen[-1].best == found[0].objective
+    assert seen[-1].bound <= min(seconds) * (1 + 1e-9)
+    assert len(seen) >= len(meshes)
+
+
+def test_a_search_that_is_stopped_has_the_first_plans() -> None:
+    graph = small_graph(partial(residuals, layers=4))
+    free = make_plan(graph, make_mesh((4,), topology=FLAT))
+    options = PlanOptions(memory_budget=round(0.9 * free.memory.peak))
+    stop = Event()
+
+    def report(progress: SearchProgress) -> None:
+        if len(progress.latest.mesh.axes) == 2:
+            stop.set()
+
+    found = search_meshes(
+        graph, 4, topology=FLAT, options=options, on_progress=report, cancel=stop, num_workers=1
+    )
+    assert len(found) == 2
+    statuses = []
+    for candidate in found:
+        assert candidate.plan is not None
+        assert check_plan(candidate.plan, graph) == ()
+        assert candidate.plan.certificate.bound is not None
+        statuses.append(candidate.plan.certificate.status)
+    assert SolveStatus.CANCELLED in statuses
 
 
 def test_meshes_are_planned_in_the_order_of_their_innermost_axis() -> None:

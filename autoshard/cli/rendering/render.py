@@ -20,22 +20,22 @@ from autoshard.layouts import Notation, legend, text_words, texts_words
 from autoshard.mesh import mesh_text
 from autoshard.plan import Performance, Plan
 from autoshard.plan.predictions import step_time
-from autoshard.planner import Explanation, OptimalityCheck
 from autoshard.pricing import Simulation
 from autoshard.report import Change, Coverage, Figure, PlanDifference
 from autoshard.report.choices import Choice
 from autoshard.report.parameter_rows import fold_changes
 
-if TYPE_CHECKING:  # they need torch
+if TYPE_CHECKING:  # they need torch, or the solver
     from autoshard.measure.calibration import Calibration
     from autoshard.measure.profiling import Profile
+    from autoshard.planner import Explanation, OptimalityCheck
 
 _MAX_CHANGES = 40
 _BOLD = "bold"
 
 
 def explanation_report(
-    explanation: Explanation,
+    explanation: "Explanation",
     performance: Performance | None,
     *,
     limit: int,
@@ -87,7 +87,7 @@ def explanation_report(
 
 
 def check_report(
-    findings: Sequence[str], checks: Sequence[OptimalityCheck], *, as_text: bool
+    findings: Sequence[str], checks: "Sequence[OptimalityCheck]", *, as_text: bool
 ) -> Report:
     """The result of checking a plan.
 

@@ -71,19 +71,21 @@ _ELASTICITIES = (0.4, 3.0)
 class BudgetSearch(BudgetSolver):
     """Searches the best plan of a formulation under a memory budget; see `BudgetSolver`."""
 
-    def run(self, memory_budget: int, *, quick: bool = False) -> Outcome:
+    def run(
+        self, memory_budget: int, *, quick: bool = False, bound: float = -float("inf")
+    ) -> Outcome:
         """Search the fastest plan whose peak is within a budget.
 
         Args:
             memory_budget: bytes per device.
             quick: True to return the first plan that fits, with the layouts of the fastest plan
-                without recomputation. If every parameter must be re-gathered, other tensors are
-                not.
+                without recomputation, or others where those do not fit.
+            bound: known lower bound of the time of all plans that fit.
         """
-        self.bound = -float("inf")
+        self.bound = bound
         if self._formulation.min_input_bytes > memory_budget:
             return self._of_variables(Solution(SolveStatus.INFEASIBLE, None, np.inf, np.inf, 0.0))
-        rounds = Rounds(memory_budget, -float("inf"), quick=quick)
+        rounds = Rounds(memory_budget, bound, quick=quick)
         try:
             # The last solves may begin after the deadline, and so may the problems that they need.
             latest = time.perf_counter() + 2 * self.remaining + _LATE_SECONDS
@@ -116,13 +118,7 @@ class BudgetSearch(BudgetSolver):
         solution = self.solve(problem, warm_start=self._unlimited, seconds=seconds, proves=True)
         plan = None if solution.choice is None else self.build(Decisions(solution.choice))
         # Counting memory only takes choices away, so this bound holds for all plans that fit.
-        rounds.bound = solution.bound
-        if rounds.quick and plan is not None:
-            regathering = self._all_regathered(solution)
-            if regathering is not None and regathering.memory.peak <= memory_budget:
-                solution = replace(solution, objective=regathering.costs.total)
-                solution = self._with_bound(solution, rounds.bound)
-                return self._of_variables(solution, regathering)
+        rounds.bound = max(rounds.bound, solution.bound)
         if not self.must_recompute:
             # Recomputing and gathering again only add time, so no plan is better. Most requests end
             # here.
@@ -130,17 +126,6 @@ class BudgetSearch(BudgetSolver):
                 return self._of_variables(solution, plan)
             rounds.unlimited = solution, plan
         return self._fit_after_first(rounds, solution)
-
-    def _all_regathered(self, solution: Solution) -> FinishedPlan | None:
-        """The plan that re-gathers every parameter, if the options ask for that and no more."""
-        options = self._options
-        asked = options.memory.reshard_after_forward, options.memory.activation_checkpointing
-        if solution.choice is None or asked[0] != "always" or asked[1] == "always":
-            return None
-        formulation = self._formulation
-        uses = enumerate(formulation.uses)
-        regathered = frozenset(i for i, use in uses if use.value in formulation.parameters)
-        return self.build(Decisions(solution.choice, regathered=regathered))
 
     def _fit_after_first(self, rounds: Rounds, unlimited: Solution) -> Outcome:
         """The first plan that fits, or a faster one.
@@ -167,12 +152,17 @@ class BudgetSearch(BudgetSolver):
         memory_budget, same_layouts = rounds.budget, None
         if self._formulation.prices.micro_batches > 1 and not self.must_recompute:
             same_layouts = self._with_frequencies(unlimited, memory_budget)
+        elif rounds.quick and self._options.memory.reshard_after_forward == "auto":
+            same_layouts = self._regathered(unlimited, memory_budget)
+            if same_layouts is not None and _is_first(same_layouts, rounds.bound):
+                solution = self._with_bound(same_layouts.solution, rounds.bound)
+                return replace(same_layouts, solution=solution)
         assert unlimited.choice is not None
         layouts = unlimited.choice
         peaks = tuple(self.peak_points(rounds.unlimited[1])) if rounds.unlimited else ()
         given = self._with_layouts(layouts, memory_budget, points=peaks)
         # All strategies of a problem that is not wide take little more time than these layouts.
-        tried = rounds.quick or self._unlimited.strategy_bounds
+        tried = self._unlimited.strategy_bounds
         # Whatever is recomputed, the layouts of the fastest plan may not fit. With a price on
         # memory, others are best, which are smaller; what is kept is then optimized for these.
         for elasticity in _ELASTICITIES if tried else ():
@@ -189,8 +179,20 @@ class BudgetSearch(BudgetSolver):
         rounds.layouts, rounds.common = layouts, given.common
         rounds.add_points(given.points)
         # Its blocks are those of the problem without memory, as its layouts.
-        solution = self._with_bound(first.solution, unlimited.bound)
+        solution = self._with_bound(first.solution, rounds.bound)
         return self._of_variables(replace(solution, blocks=unlimited.blocks), first.plan)
+
+    def _regathered(self, solution: Solution, memory_budget: int) -> Outcome | None:
+        """The strategies of a solution, with every parameter gathered again, if that fits."""
+        assert solution.choice is not None
+        formulation = self._formulation
+        uses = enumerate(formulation.uses)
+        parameters = frozenset(i for i, use in uses if use.value in formulation.parameters)
+        plan = self.build(Decisions(solution.choice, regathered=parameters))
+        if plan.memory.peak > memory_budget:
+            return None
+        feasible = replace(solution, status=SolveStatus.FEASIBLE, objective=plan.costs.total)
+        return self._of_variables(feasible, plan)
 
     def _with_layouts(
         self, strategies: IntArray, memory_budget: int, *, points: Sequence[BackwardPoint] = ()
@@ -216,10 +218,8 @@ class BudgetSearch(BudgetSolver):
             )
             if solution is None or rounds.limits.is_over:
                 break
-            if rounds.best is not None:
-                objective = rounds.best.solution.objective
-                if self.is_late or objective - rounds.bound <= _FIRST_GAP * objective:
-                    break
+            if rounds.best is not None and (self.is_late or _is_first(rounds.best, rounds.bound)):
+                break
         return rounds
 
     def _counted(self, rounds: Rounds) -> CountedProblem:
@@ -290,7 +290,7 @@ class BudgetSearch(BudgetSolver):
 
     @cached_property
     def min_usage_plan(self) -> tuple[float, FinishedPlan | None]:
-        """The minimum counted usage, and the fastest plan with it, whose peak may be larger.
+        """The minimum counted usage, and a fast plan with it, whose peak may be larger.
 
         Computed once. If time was short then, usage is an upper bound of the minimum.
         """
@@ -298,7 +298,7 @@ class BudgetSearch(BudgetSolver):
         least = self.least_usage(counted.problem)
         if not isfinite(least):
             return least, None
-        solution = self.solve(replace(counted.problem, usage_limit=least))
+        solution = self.solve(replace(counted.problem, usage_limit=least), gap=self._loose_gap)
         if solution.choice is None:
             return least, None
         return least, self.build(counted.decisions(solution.choice))
@@ -460,6 +460,12 @@ class BudgetSearch(BudgetSolver):
         if status in (SolveStatus.OPTIMAL, SolveStatus.FEASIBLE):
             status = SolveStatus.OPTIMAL if close else SolveStatus.FEASIBLE
         return replace(solution, status=status, bound=bound)
+
+
+def _is_first(outcome: Outcome, bound: float) -> bool:
+    """True if a plan is good enough to be the first one."""
+    objective = outcome.solution.objective
+    return objective - bound <= _FIRST_GAP * objective
 
 
 def _bytes_as_made(formulation: Formulation) -> list[FloatArray]:

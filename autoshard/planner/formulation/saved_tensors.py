@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from autoshard.base.memo import kept_in_argument
 from autoshard.graph import Block, Graph
 from autoshard.lowering.recompute import AS_IN_EAGER, Keeps, recomputed_part, saved_for
 from autoshard.ops import (
@@ -59,7 +60,7 @@ class SavedTensors:
         self._graph = graph = prices.graph
         self._blocks = blocks
         gradients = prices.gradients
-        saves = [saved_for(graph, node) for node in graph.nodes]
+        saves = _saved_in_eager(graph)
         self._saving = saving = prices.saving
         is_same = saving == AS_IN_EAGER
         own = saves if is_same else [saved_for(graph, node, saving) for node in graph.nodes]
@@ -67,7 +68,7 @@ class SavedTensors:
             saved if gradients.flows(node) else SavedByAutograd()
             for node, saved in zip(graph.nodes, own, strict=True)
         )
-        self.is_view = tuple(_views(graph))
+        self.is_view = _views(graph)
         self.spans: list[CheckpointSpan | None] = [None] * len(graph.nodes)
         for nodes in units:
             reading, recomputed = recomputed_part(nodes, lambda i: Keeps.of(saves[i]))
@@ -214,15 +215,24 @@ class SavedTensors:
                         needed.update(values)
 
 
-def _views(graph: Graph) -> Iterator[bool]:
+@kept_in_argument
+def _saved_in_eager(graph: Graph) -> tuple[SavedByAutograd, ...]:
+    """The tensors that autograd saves for each node if operators run as in eager mode."""
+    return tuple(saved_for(graph, node) for node in graph.nodes)
+
+
+@kept_in_argument
+def _views(graph: Graph) -> tuple[bool, ...]:
     """For each node, True if it makes a view of its first input when no tensor is sharded."""
     strides: dict[str, Strides] = {}
+    views: list[bool] = []
     for node in graph.nodes:
         call = call_of(graph, node)
         shapes = [tensor.shape for tensor in call.inputs]
         given = [strides.get(value) for value in node.inputs]
         made = [tensor.shape for tensor in call.outputs]
         seen = view_strides(call, shapes[0], given[0], made) if node.inputs else None
-        yield seen is not None
+        views.append(seen is not None)
         for i, (value, shape) in enumerate(zip(node.outputs, made, strict=True)):
             strides[value] = made_strides(call, shapes, given, shape) if seen is None else seen[i]
+    return tuple(views)

@@ -13,7 +13,7 @@ backward that needs it, and until the optimizer's step for the micro-batches tha
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property
 
 import numpy as np
 
@@ -545,6 +545,7 @@ class MemoryProblem:
         return (*found, *(self._switches[i] for i in nodes if i in self._switches))
 
 
+@cache
 def _copy_states(residency: UseResidency, starts: _States, ends: _States) -> _States:
     """The residencies that a copy can have, given those of the producer and the readers."""
     impossible = Transition.IMPOSSIBLE

@@ -2,72 +2,41 @@
 
 import json
 import queue
-import subprocess
-import sys
-from base64 import b64decode, b64encode
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from math import isfinite, isqrt, log2
-from threading import Lock, Thread
-from typing import IO, Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from math import inf, log2
 
 from autoshard.base.arguments import Count, check_arguments
+from autoshard.base.outcome import SolveStatus
 from autoshard.errors import OptionError
 from autoshard.graph import GraphLike, graph_to_json, to_graph
-from autoshard.mesh import (
-    Mesh,
-    Topology,
-    default_axis_names,
-    make_mesh,
-    mesh_text,
-    mesh_to_json,
-    resolve_topology,
-)
+from autoshard.mesh import Mesh, Topology, mesh_text
+from autoshard.plan.certificate import with_statement
 from autoshard.plan.document import Plan
 from autoshard.plan.options import PlanOptions
-from autoshard.plan.sub_meshes import PIPELINE_AXIS, num_pipeline_ranks
+from autoshard.plan.sub_meshes import num_pipeline_ranks
+from autoshard.planner.meshes.candidates import MeshCandidate, candidate_meshes
+from autoshard.planner.meshes.processes import (
+    MeshResult,
+    MeshTask,
+    Results,
+    Tasks,
+    mesh_workers,
+    slower_reason,
+)
 from autoshard.solve import CancelToken, KeyValueStore
 
-_WORKER = (sys.executable, "-m", "autoshard.planner.meshes.worker")
 _POLL_SECONDS = 0.1
 """Seconds between two checks of the cancel token."""
 _MAX_ERRORS = 3
 """Maximum number of errors in a message."""
-_MAX_AXES = 6
-"""Maximum number of axes; the number of strategies is exponential in it."""
 _FIRST_AXES = 2
-"""Number of axes up to which a mesh always has a plan; others only if they may be faster."""
+"""Number of axes up to which the bound of a mesh is always computed; it needs little time."""
 _MESHES_AHEAD = 2
-"""Number of meshes of more axes that may be planned at the same time. A mesh is compared with those
-that are further ahead, so that results depend on neither speed nor number of the processes, as long
-as these are not more."""
-
-
-@dataclass(frozen=True, slots=True)
-class MeshCandidate:
-    """Result of planning for one mesh.
-
-    Attributes:
-        mesh: the mesh.
-        options: those of its plan, which is of one stage if no axis of the mesh is for a pipeline.
-        plan: its plan, a document without stages if none was found; None if the options do not
-            fit this mesh, its plans are proven to be at most `relative_gap` faster than that of
-            another mesh, or the process died.
-        error: reason why `plan` is None; empty otherwise.
-    """
-
-    mesh: Mesh
-    options: PlanOptions
-    plan: Plan | None
-    error: str = ""
-
-    @property
-    def objective(self) -> float:
-        """Seconds of the plan; inf if there is none."""
-        found = None if self.plan is None else self.plan.certificate.objective
-        return float("inf") if found is None else found
+"""Number of meshes that are compared with each other only when both are planned. A mesh is compared
+with those that are further ahead, so that results depend on neither speed nor number of the
+processes, as long as these are not more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +47,15 @@ class SearchProgress:
         done: number of meshes planned so far.
         total: number of meshes.
         latest: the most recent result.
+        best: seconds of the fastest plan so far; inf if there is none.
+        bound: proven lower bound of the plans of all meshes; -inf as long as one has none.
     """
 
     done: int
     total: int
     latest: MeshCandidate
+    best: float
+    bound: float
 
     @property
     def phase(self) -> str:
@@ -112,10 +85,12 @@ def search_meshes(
     ask for pipelines, the outermost axis `pp` of a mesh has the pipeline ranks; with `stages`
     'auto', meshes without it are planned as one stage.
 
-    Meshes of one and two axes are planned first. Planning for a mesh of more axes ends without a
-    plan as soon as a bound proves that its plans of one stage are at most `relative_gap` faster
-    than the best one of the meshes before it, but for the last few; its error names the bound.
-    Those whose innermost axis has about the size of a node, which are often fastest, come first.
+    The first plan of one stage that fits memory, and a bound of all, take little time; every mesh
+    has them before any mesh is planned in full. Those of one and two axes come first, then
+    those whose innermost axis has about the size of a node, which are often fastest. A mesh is
+    planned no further as soon as a bound proves that its plans of one stage are at most
+    `relative_gap` faster than one of the meshes before it, but for the last few; its error names
+    the bound. The most promising meshes are planned in full first.
 
     Args:
         graph: the program, as for `make_plan`.
@@ -127,8 +102,9 @@ def search_meshes(
             with that number of axes can be planned. `time_limit` is per mesh.
         max_axes: maximum number of axes.
         num_workers: number of processes that plan at the same time.
-        on_progress: called after each mesh, from the calling thread.
-        cancel: an event; once it is set, the processes are killed and the results so far returned.
+        on_progress: called after each plan, from the calling thread.
+        cancel: an event; once it is set, the processes are killed and the results so far returned,
+            with the first plan of meshes that are not planned in full.
         block_cache: a store of solved blocks, as for `make_plan`; used from several threads. A
             worker stops using it after it raises OSError.
         max_strategies: as for `make_plan`; a mesh with a larger problem has an error.
@@ -151,9 +127,6 @@ def search_meshes(
         max_axes=max_axes,
         options=options,
     )
-    order = _order(meshes, max(num_workers, _MESHES_AHEAD))
-    waiting: queue.SimpleQueue[_MeshTask | None] = queue.SimpleQueue()
-    results: queue.SimpleQueue[MeshCandidate] = queue.SimpleQueue()
     request = json.dumps(
         {
             "graph": graph_to_json(to_graph(graph)),
@@ -161,103 +134,138 @@ def search_meshes(
             "max_strategies": max_strategies,
         }
     )
-    workers = [
-        _Worker(request, waiting, results, block_cache)
-        for _ in range(min(num_workers, len(meshes)))
-    ]
-    found: list[MeshCandidate] = []
-    objectives: dict[Mesh, float] = {}
-    asked = 0
-    try:
-        while len(found) < len(meshes) and not (cancel is not None and cancel.is_set()):
-            for mesh, before in order[asked:]:
-                if not all(other in objectives for other in before):
-                    break
-                best = min((objectives[other] for other in before), default=float("inf"))
-                waiting.put(_MeshTask(mesh, _options_of(mesh, options), best))
-                asked += 1
-            with suppress(queue.Empty):
-                latest = results.get(timeout=_POLL_SECONDS)
-                found.append(latest)
-                objectives[latest.mesh] = latest.objective
-                if on_progress is not None:
-                    on_progress(SearchProgress(len(found), len(meshes), latest))
-    finally:
-        for _ in workers:
-            waiting.put(None)
-        for worker in workers:
-            worker.stop()
+    with mesh_workers(request, min(num_workers, len(meshes)), block_cache) as (tasks, results):
+        search = _Search(meshes, options, tasks, results, on_progress, cancel)
+        found = search.run(max(num_workers, _MESHES_AHEAD))
     if len(found) == len(meshes) and all(candidate.plan is None for candidate in found):
         errors = "; ".join(f"{mesh_text(c.mesh)}: {c.error}" for c in found[:_MAX_ERRORS])
         raise OptionError(f"no mesh of {num_devices} devices can be planned: {errors}")
     return tuple(sorted(found, key=lambda c: (c.objective, len(c.mesh.axes), c.mesh.axis_sizes)))
 
 
-def candidate_meshes(
-    num_devices: int,
-    *,
-    topology: str | Topology | None = None,
-    nodes: int | None = None,
-    gpus_per_node: int | None = None,
-    max_axes: int = 3,
-    most: int | None = None,
-    options: PlanOptions | None = None,
-) -> tuple[Mesh, ...]:
-    """All meshes of a number of devices, in order of the number of axes.
+@dataclass
+class _Search:
+    """A search over some meshes: first plans and bounds of all, then full plans of some.
 
-    Axes have at least two ranks. Of meshes that differ only in the order of axes with equal sizes
-    and link levels, whose costs are equal, one is returned.
-
-    Args:
-        num_devices: number of devices of each mesh.
-        topology: name of a preset, or a topology; the default one if None.
-        nodes: as for `make_mesh`.
-        gpus_per_node: as for `make_mesh`.
-        max_axes: maximum number of axes.
-        most: maximum number of meshes; None for all.
-        options: of planning. If they ask for pipelines, the outermost axis of a mesh is `pp`; with
-            `stages` 'auto', meshes without it come first.
-
-    Raises:
-        OptionError: a number is out of its range.
-        MeshError: the topology is unknown, or has fewer devices.
+    Attributes:
+        meshes: all meshes.
+        options: those for all of them.
+        tasks: what is to be planned.
+        results: what was planned.
+        on_progress: as for `search_meshes`.
+        cancel: as for `search_meshes`.
+        first: first plan and bound of each mesh that has one.
+        done: final candidates.
+        bounds: lower bound of each mesh that has one.
     """
-    if num_devices < 1:
-        raise OptionError(f"num_devices is {num_devices}; a mesh has 1 device or more")
-    if not 1 <= max_axes <= _MAX_AXES:
-        raise OptionError(f"max_axes is {max_axes}; give a number from 1 to {_MAX_AXES}")
-    options = options or PlanOptions()
-    resolved = resolve_topology(topology, num_devices, nodes, gpus_per_node)
-    distinct: dict[object, Mesh] = {}
-    for shape in _shapes(num_devices, max_axes):
-        for mesh in _meshes(shape, resolved, options):
-            ranks = num_pipeline_ranks(mesh)
-            first = 0 if ranks is None else 1
-            axes = Counter((shape[axis], mesh.spans(axis)) for axis in range(first, len(shape)))
-            distinct.setdefault((ranks, frozenset(axes.items())), mesh)
-        if most is not None and len(distinct) >= most:
-            break
-    return tuple(distinct.values())[:most]
+
+    meshes: Sequence[Mesh]
+    options: PlanOptions
+    tasks: Tasks
+    results: Results
+    on_progress: Callable[[SearchProgress], None] | None
+    cancel: CancelToken | None
+    first: dict[Mesh, MeshCandidate] = field(default_factory=dict)
+    done: dict[Mesh, MeshCandidate] = field(default_factory=dict)
+    bounds: dict[Mesh, float] = field(default_factory=dict)
+
+    def run(self, ahead: int) -> list[MeshCandidate]:
+        """All candidates, or those so far if the search is cancelled.
+
+        Args:
+            ahead: number of meshes that are compared only when both are planned.
+        """
+        self._plan(_order(self.meshes, ahead), is_first=True)
+        left = [mesh for mesh in self.meshes if mesh not in self.done]
+        if not self._is_cancelled:
+            # The best plans first, as others may then be proven to be slower. Pipelines have no
+            # first plan, and no bound that another mesh could exceed.
+            left.sort(key=lambda mesh: (mesh in self.first, self._seconds(mesh)))
+            others = [mesh for mesh in self.meshes if mesh not in left]
+            before = [(*others, *left[: max(i + 1 - ahead, 0)]) for i in range(len(left))]
+            self._plan(list(zip(left, before, strict=True)), is_first=False)
+        stopped = (_stopped(c) for mesh, c in self.first.items() if mesh not in self.done)
+        return [*self.done.values(), *stopped]
+
+    def _plan(self, order: Sequence[tuple[Mesh, Sequence[Mesh]]], *, is_first: bool) -> None:
+        """Plan meshes, each once those before it are planned.
+
+        Args:
+            order: the meshes, each with those before it.
+            is_first: True for their first plans, else for full plans.
+        """
+        known = {mesh for mesh in self.meshes if not is_first and mesh not in dict(order)}
+        first = {} if is_first else {mesh: c.objective for mesh, c in self.first.items()}
+        asked, end = 0, len(known) + len(order)
+        while len(known) < end and not self._is_cancelled:
+            for mesh, before in order[asked:]:
+                if not known.issuperset(before):
+                    break
+                # First plans of meshes in front are faster; two meshes cannot exclude each other.
+                in_front = (first.get(other, inf) for other, _ in order[:asked])
+                best = min((*map(self._seconds, before), *in_front), default=inf)
+                self._ask(MeshTask(mesh, _options_of(mesh, self.options), best, is_first))
+                asked += 1
+            with suppress(queue.Empty):
+                candidate, bound = self.results.get(timeout=_POLL_SECONDS)
+                known.add(candidate.mesh)
+                self._record(candidate, bound, is_first=is_first)
+
+    def _ask(self, task: MeshTask) -> None:
+        """Plan a mesh, unless its bound is known to be too high."""
+        bound = self.bounds.get(task.mesh, -inf)
+        if (1 - task.options.solver.relative_gap) * task.best < bound < inf:
+            candidate = MeshCandidate(
+                task.mesh, task.options, None, slower_reason(bound, task.best)
+            )
+            self.results.put(MeshResult(candidate, bound))
+        else:
+            self.tasks.put(task)
+
+    def _record(self, candidate: MeshCandidate, bound: float, *, is_first: bool) -> None:
+        """Record a result, and report it."""
+        mesh, plan = candidate.mesh, candidate.plan
+        self.bounds[mesh] = max(bound, self.bounds.get(mesh, -inf))
+        if is_first and not candidate.error and not _is_final(plan, candidate.options):
+            if plan is not None and plan.found:
+                self.first[mesh] = candidate
+        else:
+            first = self.first.get(mesh, candidate)
+            is_faster = plan is not None and first.objective < candidate.objective
+            self.done[mesh] = first if is_faster else candidate
+        if self.on_progress is not None and (mesh in self.done or mesh in self.first):
+            seconds = min(map(self._seconds, self.meshes))
+            least = min(self.bounds.get(other, -inf) for other in self.meshes)
+            self.on_progress(
+                SearchProgress(len(self.done), len(self.meshes), candidate, seconds, least)
+            )
+
+    def _seconds(self, mesh: Mesh) -> float:
+        """Seconds of the best plan of a mesh so far; inf if there is none."""
+        known = (found[mesh].objective for found in (self.first, self.done) if mesh in found)
+        return min(known, default=inf)
+
+    @property
+    def _is_cancelled(self) -> bool:
+        return self.cancel is not None and self.cancel.is_set()
 
 
-def _meshes(shape: tuple[int, ...], topology: Topology, options: PlanOptions) -> Iterator[Mesh]:
-    """The meshes of one shape: without a pipeline, and with its outermost axis for one."""
-    stages = (
-        len(options.pipeline.balance)
-        if isinstance(options.pipeline.balance, tuple)
-        else options.pipeline.stages
+def _is_final(plan: Plan | None, options: PlanOptions) -> bool:
+    """True for a first plan that is the fastest one, and complete."""
+    is_optimal = plan is not None and plan.certificate.status is SolveStatus.OPTIMAL
+    return is_optimal and not options.solver.comparisons
+
+
+def _stopped(candidate: MeshCandidate) -> MeshCandidate:
+    """The first plan of a mesh as the result of a search that was stopped."""
+    assert candidate.plan is not None
+    certificate = with_statement(
+        candidate.plan.certificate.model_copy(update={"status": SolveStatus.CANCELLED}),
+        candidate.options,
+        candidate.mesh,
     )
-    is_cut = (
-        bool(options.pipeline.cuts)
-        or options.pipeline.balance is not None
-        or stages not in (None, 1)
-    )
-    if not is_cut or (stages == "auto" and not options.pipeline.cuts):
-        yield make_mesh(shape, topology=topology)
-    ranks = shape[0]
-    if is_cut and ranks > 1 and (not isinstance(stages, int) or stages % ranks == 0):
-        inner = default_axis_names(len(shape))[1:]
-        yield make_mesh(shape, axes=(PIPELINE_AXIS, *inner), topology=topology)
+    plan = candidate.plan.model_copy(update={"certificate": certificate})
+    return replace(candidate, plan=plan)
 
 
 def _order(meshes: Sequence[Mesh], ahead: int) -> list[tuple[Mesh, Sequence[Mesh]]]:
@@ -283,146 +291,3 @@ def _options_of(mesh: Mesh, options: PlanOptions) -> PlanOptions:
     if options.pipeline.stages == "auto" and num_pipeline_ranks(mesh) is None:
         return options.with_values(stages=1)
     return options
-
-
-def _shapes(number: int, most: int) -> Iterator[tuple[int, ...]]:
-    """Ordered factorisations into factors of 2 or more, fewest factors first; (1,) for 1."""
-    yield (number,)
-    small = [d for d in range(2, isqrt(number) + 1) if number % d == 0]
-    divisors = sorted({*small, *(number // d for d in small)})
-    for count in range(2, most + 1):
-        yield from _factorisations(number, count, divisors)
-
-
-def _factorisations(number: int, count: int, divisors: list[int]) -> Iterator[tuple[int, ...]]:
-    if count == 1:
-        yield (number,)
-        return
-    for first in divisors:
-        # Each remaining factor is 2 or more.
-        if first << (count - 1) > number:
-            return
-        if number % first == 0:
-            for rest in _factorisations(number // first, count - 1, divisors):
-                yield (first, *rest)
-
-
-class _MeshTask(NamedTuple):
-    """A mesh to plan for, its options, and the seconds of the best plan so far, inf if none."""
-
-    mesh: Mesh
-    options: PlanOptions
-    best: float
-
-
-class _Worker:
-    """A thread that plans one mesh after the other in a process that can be killed."""
-
-    def __init__(
-        self,
-        request: str,
-        tasks: "queue.SimpleQueue[_MeshTask | None]",
-        results: "queue.SimpleQueue[MeshCandidate]",
-        block_cache: KeyValueStore | None,
-    ) -> None:
-        self._request = request
-        self._tasks = tasks
-        self._results = results
-        self._block_cache = block_cache
-        self._process: subprocess.Popen[str] | None = None
-        self._lock = Lock()
-        self._stopped = False
-        self._thread = Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Kill the process."""
-        with self._lock:
-            self._stopped = True
-            if self._process is not None:
-                self._process.kill()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._stopped and (task := self._tasks.get()) is not None:
-            self._results.put(self._plan(*task))
-        self._close()
-
-    def _plan(self, mesh: Mesh, options: PlanOptions, best: float) -> MeshCandidate:
-        reply: dict[str, str] | None = None
-        # A process that died does not reply; the error then has its exit status.
-        with suppress(OSError):
-            process = self._running()
-            assert process.stdin is not None
-            assert process.stdout is not None
-            message = {
-                "mesh": mesh_to_json(mesh),
-                "options": options.model_dump(mode="json"),
-                "best": best if isfinite(best) else None,
-            }
-            _write(process.stdin, message)
-            reply = self._reply(process.stdin, process.stdout)
-        if reply is None:
-            return MeshCandidate(mesh, options, None, self._close())
-        if "error" in reply:
-            return MeshCandidate(mesh, options, None, reply["error"])
-        return MeshCandidate(mesh, options, Plan.from_json(reply["plan"]))
-
-    def _reply(self, stdin: IO[str], stdout: IO[str]) -> dict[str, str] | None:
-        """The reply of the process, after its requests to the block cache; None if it ended."""
-        while (line := stdout.readline()).endswith("\n"):
-            message: dict[str, str] = json.loads(line)
-            if "get" in message:
-                found = self._access_cache(message["get"])
-                _write(stdin, {"body": None if found is None else b64encode(found).decode()})
-            elif "put" in message:
-                self._access_cache(message["put"], b64decode(message["body"]))
-            else:
-                return message
-        return None
-
-    def _access_cache(self, key: str, body: bytes | None = None) -> bytes | None:
-        """Read a key of the block cache, or write it if there is a body.
-
-        After an OSError, planning continues without the cache.
-        """
-        if self._block_cache is None:
-            return None
-        try:
-            if body is None:
-                return self._block_cache.get(key)
-            self._block_cache.put(key, body)
-        except OSError:
-            self._block_cache = None
-        return None
-
-    def _running(self) -> "subprocess.Popen[str]":
-        with self._lock:
-            if self._stopped:
-                raise BrokenPipeError
-            if self._process is not None:
-                return self._process
-            process = self._process = subprocess.Popen(  # noqa: S603  a fixed command
-                _WORKER,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                encoding="utf-8",
-                process_group=0,  # Ctrl-C in a terminal is for this process, which stops it
-            )
-        assert process.stdin is not None
-        process.stdin.write(self._request + "\n")
-        return process
-
-    def _close(self) -> str:
-        """Wait for the end of the process, and describe it."""
-        process, self._process = self._process, None
-        if process is None:
-            return "the search was stopped"
-        with suppress(OSError):
-            process.communicate()
-        return f"the planning process ended with status {process.returncode} without a plan"
-
-
-def _write(stream: IO[str], message: Any) -> None:
-    stream.write(json.dumps(message) + "\n")
-    stream.flush()

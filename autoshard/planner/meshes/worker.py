@@ -1,8 +1,10 @@
 """Worker process of a mesh search, which exchanges lines of JSON over stdin and stdout.
 
-The first line contains the graph, every further line a mesh, its options and the seconds of the
-best plan so far; the reply is a plan or an error. While it plans, the worker may send requests to
-the block cache of its parent. It exits when its stdin is closed, even while it plans.
+The first line contains the graph, every further line a mesh, its options, the seconds of the best
+plan so far, and whether the first plan that fits is enough. The reply is a plan, a lower bound that
+excludes the mesh, an error, or nothing, if there is no first plan of a pipeline. While it plans,
+the worker may send requests to the block cache of its parent. It exits when its stdin is closed,
+even while it plans.
 """
 
 import json
@@ -18,7 +20,8 @@ from autoshard.graph import Graph, graph_from_json
 from autoshard.mesh import Mesh, mesh_from_json
 from autoshard.plan.options import PlanOptions
 from autoshard.plan.sub_meshes import num_pipeline_ranks
-from autoshard.planner.pipeline.pipeline_planner import make_plan
+from autoshard.planner.baselines import ComparisonLimits
+from autoshard.planner.pipeline.pipeline_planner import make_first_plan, make_plan
 from autoshard.planner.pipeline.policies import num_stages, stage_cutter
 from autoshard.solve import Progress
 
@@ -61,14 +64,9 @@ class _Cutoff:
         return self._least < self._bound < inf
 
     @property
-    def reason(self) -> str:
-        """Reason why there is no plan."""
-        other = f"the {self._seconds:.5g} s of another mesh"
-        compared = f"more than {other}"
-        if self._bound <= self._seconds:
-            faster = 1 - self._bound / self._seconds
-            compared = f"at most {faster:.2%} less than {other}, which is within relative_gap"
-        return f"every plan takes at least {self._bound:.5g} s per step, {compared}"
+    def bound(self) -> float:
+        """Proven lower bound of all plans, seconds."""
+        return self._bound
 
 
 def plans_one_stage(graph: Graph, mesh: Mesh, options: PlanOptions) -> bool:
@@ -98,19 +96,25 @@ def main() -> None:
         mesh = mesh_from_json(question["mesh"])
         options = PlanOptions.model_validate(question["options"])
         try:
-            has_bound = question["best"] is not None and plans_one_stage(graph, mesh, options)
+            is_one = plans_one_stage(graph, mesh, options)
+            has_bound = question["best"] is not None and is_one
             cutoff = _Cutoff(question["best"] if has_bound else inf, options.solver.relative_gap)
-            plan = make_plan(
-                graph,
-                mesh,
-                options,
-                on_progress=cutoff.report,
-                cancel=cutoff,
-                block_cache=block_cache,
-                max_strategies=max_strategies,
-            )
+            limits = ComparisonLimits(cutoff.report, cutoff, block_cache, max_strategies)
+            if question["first"] and not is_one:
+                _write(replies, {})
+                continue
+            if question["first"]:
+                plan = make_first_plan(graph, mesh, options, limits)
+            else:
+                plan = make_plan(
+                    *(graph, mesh, options),
+                    on_progress=cutoff.report,
+                    cancel=cutoff,
+                    block_cache=block_cache,
+                    max_strategies=max_strategies,
+                )
             if cutoff.is_set():
-                _write(replies, {"error": cutoff.reason})
+                _write(replies, {"bound": cutoff.bound})
             else:
                 _write(replies, {"plan": plan.to_json()})
         except InputError as error:

@@ -135,6 +135,13 @@ def make_plan(
     return with_comparisons(plan, program, partial(_remade, program, devices, limits), limits)
 
 
+def make_first_plan(
+    graph: Graph, mesh: Mesh, options: PlanOptions, limits: ComparisonLimits
+) -> Plan:
+    """The first plan of one stage that fits the memory budget; arguments as for `make_plan`."""
+    return _with_performance(_plan(graph, mesh, options, limits, quick=True), graph)
+
+
 def _remade(graph: Graph, mesh: Mesh, limits: ComparisonLimits, options: PlanOptions) -> Plan:
     """A plan to compare with; its progress is not reported."""
     found = _plan(graph, mesh, options, replace(limits, on_progress=None))
@@ -149,7 +156,9 @@ def _with_performance(plan: Plan, program: Graph) -> Plan:
     return plan.model_copy(update={"performance": found})
 
 
-def _plan(graph: Graph, mesh: Mesh, options: PlanOptions, given: ComparisonLimits) -> Plan:
+def _plan(
+    graph: Graph, mesh: Mesh, options: PlanOptions, given: ComparisonLimits, *, quick: bool = False
+) -> Plan:
     """The plan without comparisons, or a document without stages a little after the time limit.
 
     Steps of planning have least times of their own, so that a short limit ends with a plan of a
@@ -159,7 +168,7 @@ def _plan(graph: Graph, mesh: Mesh, options: PlanOptions, given: ComparisonLimit
     latest = start + _LATEST_SHARE * options.solver.time_limit + _LATEST_SECONDS
     try:
         with limited(Limits(latest, most=sys.maxsize)):
-            return _planned(graph, mesh, options, given)
+            return _planned(graph, mesh, options, given, quick=quick)
     except LimitReached as reached:
         status = reached.status or SolveStatus.TIMED_OUT
         seconds = {"search": time.perf_counter() - start}
@@ -168,7 +177,9 @@ def _plan(graph: Graph, mesh: Mesh, options: PlanOptions, given: ComparisonLimit
         )
 
 
-def _planned(graph: Graph, mesh: Mesh, options: PlanOptions, given: ComparisonLimits) -> Plan:
+def _planned(
+    graph: Graph, mesh: Mesh, options: PlanOptions, given: ComparisonLimits, *, quick: bool
+) -> Plan:
     """The plan of one stage or of a pipeline, by the least times of the steps of planning."""
     plan_stage = partial(
         make_stage_plan,
@@ -179,7 +190,7 @@ def _planned(graph: Graph, mesh: Mesh, options: PlanOptions, given: ComparisonLi
     cutter = stage_cutter(graph, options)
     number = num_stages(options, cutter)
     if number == 1:
-        return plan_stage(graph, mesh, options, on_progress=given.on_progress)
+        return plan_stage(graph, mesh, options, on_progress=given.on_progress, quick=quick)
     check_runs(graph)
     check_checkpointing(graph, options)
     if options.mode == "training":

@@ -1,8 +1,6 @@
 """Cuts of a program into pipeline stages, as far as options say them without optimization."""
 
-from functools import cache
-
-from autoshard.constraints import DimOrigins
+from autoshard.constraints import dim_origins
 from autoshard.errors import OptionError
 from autoshard.graph import OPAQUE_MODULE, Graph, Node, StageCutter
 from autoshard.mesh import Mesh
@@ -23,11 +21,10 @@ def stage_cutter(graph: Graph, options: PlanOptions | None = None) -> StageCutte
         options.constraints.batch_axis is None and options.constraints.algo == "optimal"
     ):
         return StageCutter(graph, runs_once=_runs_once)
-    origins = cache(lambda: DimOrigins(graph))
     return StageCutter(
         graph,
         runs_once=_runs_once,
-        dims=lambda value: origins().of_value(value),
+        dims=lambda value: dim_origins(graph).of_value(value),
     )
 
 

@@ -10,7 +10,6 @@ from enum import Enum, auto
 import highspy
 import numpy as np
 from scipy import sparse
-from scipy.optimize import Bounds, LinearConstraint, milp
 
 from autoshard.base.arrays import BoolArray, FloatArray
 from autoshard.solve.programs.linear_program import LinearModel
@@ -45,6 +44,9 @@ def integer_point(
         relative_gap: at which it stops.
         time_limit: in seconds.
     """
+    # It takes longer to import than a usual plan, which has no such program, takes to solve.
+    from scipy.optimize import Bounds, LinearConstraint, milp  # noqa: PLC0415
+
     found = milp(
         cost,
         integrality=np.ones(len(cost), dtype=np.intp),

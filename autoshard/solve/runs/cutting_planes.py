@@ -1,7 +1,6 @@
 """Linear programs over the choices found by a Lagrangian relaxation."""
 
 import numpy as np
-from scipy.optimize import linprog
 
 from autoshard.base.arrays import FloatArray
 
@@ -47,6 +46,9 @@ def _maximin(price: FloatArray, slope: FloatArray, *, shares: bool = False) -> F
     Returns:
         x followed by the maximum; None if the linear program fails.
     """
+    # It takes long to import, and plans that fit memory at once do not need it.
+    from scipy.optimize import linprog  # noqa: PLC0415
+
     answer = linprog(
         np.append(np.zeros(slope.shape[1]), -1.0),
         A_ub=np.hstack([-slope, np.ones((len(price), 1))]),
