@@ -57,6 +57,9 @@ _JOBS = {"worker": 12, "ray": 3}
 _INTO_THE_NEXT = 0.5
 """Seconds after the end of a job in which its host is in the middle of another."""
 
+_ACTOR = "ray::SolverActor.receive"
+"""Name of the process of a Ray actor that has a job."""
+
 _CLIENTS = 2
 _POLL = 0.05
 _TIMEOUT = 200.0
@@ -85,6 +88,19 @@ class Host:
         join = f'echo $$ > {self.cgroup}/cgroup.procs && exec "$@"'
         return ["sh", "-c", join, "sh", "nsenter", f"--net=/run/netns/{self.name}"]
 
+    @property
+    def pids(self) -> list[int]:
+        """Its processes."""
+        return [int(pid) for pid in (self.cgroup / "cgroup.procs").read_text("ascii").split()]
+
+    def runs(self, program: str) -> bool:
+        """True if the command line of one of its processes begins so."""
+        for pid in self.pids:
+            with suppress(OSError):
+                if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(program.encode()):
+                    return True
+        return False
+
     def limit(self, share: float) -> None:
         """Let all its processes together have a share of a processor."""
         quota = self.cgroup / "cpu.cfs_quota_us"
@@ -97,10 +113,10 @@ class Host:
 
     def kill(self) -> None:
         """Kill all its processes."""
-        while pids := (self.cgroup / "cgroup.procs").read_text(encoding="ascii").split():
+        while pids := self.pids:
             for pid in pids:
                 with suppress(ProcessLookupError):
-                    os.kill(int(pid), signal.SIGKILL)
+                    os.kill(pid, signal.SIGKILL)
             time.sleep(_POLL)
 
 
@@ -218,6 +234,8 @@ def lose_a_host(engine: Engine, url: str, number: int, jobs: int, share: float) 
             host.limit(share)
         _submit(submitted, service, range(jobs))
         _await_finished(logs, jobs // 2)
+        if engine is solving_on_ray:
+            _await(lambda: hosts[0].runs(_ACTOR), "no actor runs on the host")
         time.sleep(_INTO_THE_NEXT)
         hosts[0].vanish()
         settled = settle(submitted, service.address, url, timeout=_TIMEOUT)
@@ -233,10 +251,17 @@ def _submit(submitted: Submissions, service: Service, numbers: range) -> None:
 
 
 def _await_finished(logs: Sequence[Process], number: int) -> None:
+    def have_ended() -> bool:
+        return sum(len(log.events("job_finished")) for log in logs) >= number
+
+    _await(have_ended, f"not all of {number} jobs ended")
+
+
+def _await(condition: Callable[[], bool], otherwise: str) -> None:
     deadline = time.monotonic() + _TIMEOUT
-    while (ended := sum(len(log.events("job_finished")) for log in logs)) < number:
+    while not condition():
         if time.monotonic() > deadline:
-            raise TimeoutError(f"{ended} of {number} jobs ended in time: {logs[0].log[-3:]}")
+            raise TimeoutError(otherwise)
         time.sleep(_POLL)
 
 
