@@ -57,6 +57,7 @@ _JOBS = {"worker": 12, "ray": 3}
 _INTO_THE_NEXT = 0.5
 """Seconds after the end of a job in which its host is in the middle of another."""
 
+_ROWS = ("rates", "loss")
 _ACTOR = "ray::SolverActor.receive"
 """Name of the process of a Ray actor that has a job."""
 
@@ -269,11 +270,11 @@ def _rows(cluster: Cluster, options: argparse.Namespace) -> Iterator[tuple[str, 
     """The beginning of each row, its figures, and whether all jobs ended as they should."""
     for name in options.engines:
         asked = {number: (options.jobs or _JOBS[name]) * number for number in options.hosts}
-        for number, jobs in asked.items():
+        for number, jobs in asked.items() if "rates" in options.rows else ():
             url = cluster.create_database()
             found = measure(ENGINES[name], url, number, jobs, options.share)
             yield f"| {_NAMES[name]} | {number} |", _figures(found), found.holds
-        if options.lose_one:
+        if "loss" in options.rows:
             most = max(options.hosts)
             url = cluster.create_database()
             found = lose_a_host(ENGINES[name], url, most, asked[most], options.share)
@@ -332,7 +333,7 @@ def main() -> int:
     parser.add_argument("--hosts", nargs="+", type=int, default=[1, 2, 4])
     parser.add_argument("--jobs", type=int, help="of each host in a row")
     parser.add_argument("--share", type=float, default=0.35, help="of a processor, for each host")
-    parser.add_argument("--lose-one", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--rows", nargs="+", choices=_ROWS, default=_ROWS, help="not all")
     parser.add_argument("--document", type=Path, default=DOCS / "reliability.md")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
