@@ -57,6 +57,10 @@ _JOBS = {"worker": 12, "ray": 3}
 _INTO_THE_NEXT = 0.5
 """Seconds after the end of a job in which its host is in the middle of another."""
 
+_ROWS = ("rates", "loss")
+_ACTOR = "ray::SolverActor.receive"
+"""Name of the process of a Ray actor that has a job."""
+
 _CLIENTS = 2
 _POLL = 0.05
 _TIMEOUT = 200.0
@@ -85,6 +89,19 @@ class Host:
         join = f'echo $$ > {self.cgroup}/cgroup.procs && exec "$@"'
         return ["sh", "-c", join, "sh", "nsenter", f"--net=/run/netns/{self.name}"]
 
+    @property
+    def pids(self) -> list[int]:
+        """Its processes."""
+        return [int(pid) for pid in (self.cgroup / "cgroup.procs").read_text("ascii").split()]
+
+    def runs(self, program: str) -> bool:
+        """True if the command line of one of its processes begins so."""
+        for pid in self.pids:
+            with suppress(OSError):
+                if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(program.encode()):
+                    return True
+        return False
+
     def limit(self, share: float) -> None:
         """Let all its processes together have a share of a processor."""
         quota = self.cgroup / "cpu.cfs_quota_us"
@@ -97,10 +114,10 @@ class Host:
 
     def kill(self) -> None:
         """Kill all its processes."""
-        while pids := (self.cgroup / "cgroup.procs").read_text(encoding="ascii").split():
+        while pids := self.pids:
             for pid in pids:
                 with suppress(ProcessLookupError):
-                    os.kill(int(pid), signal.SIGKILL)
+                    os.kill(pid, signal.SIGKILL)
             time.sleep(_POLL)
 
 
@@ -218,6 +235,8 @@ def lose_a_host(engine: Engine, url: str, number: int, jobs: int, share: float) 
             host.limit(share)
         _submit(submitted, service, range(jobs))
         _await_finished(logs, jobs // 2)
+        if engine is solving_on_ray:
+            _await(lambda: hosts[0].runs(_ACTOR), "no actor runs on the host")
         time.sleep(_INTO_THE_NEXT)
         hosts[0].vanish()
         settled = settle(submitted, service.address, url, timeout=_TIMEOUT)
@@ -233,10 +252,17 @@ def _submit(submitted: Submissions, service: Service, numbers: range) -> None:
 
 
 def _await_finished(logs: Sequence[Process], number: int) -> None:
+    def have_ended() -> bool:
+        return sum(len(log.events("job_finished")) for log in logs) >= number
+
+    _await(have_ended, f"not all of {number} jobs ended")
+
+
+def _await(condition: Callable[[], bool], otherwise: str) -> None:
     deadline = time.monotonic() + _TIMEOUT
-    while (ended := sum(len(log.events("job_finished")) for log in logs)) < number:
+    while not condition():
         if time.monotonic() > deadline:
-            raise TimeoutError(f"{ended} of {number} jobs ended in time: {logs[0].log[-3:]}")
+            raise TimeoutError(otherwise)
         time.sleep(_POLL)
 
 
@@ -244,11 +270,11 @@ def _rows(cluster: Cluster, options: argparse.Namespace) -> Iterator[tuple[str, 
     """The beginning of each row, its figures, and whether all jobs ended as they should."""
     for name in options.engines:
         asked = {number: (options.jobs or _JOBS[name]) * number for number in options.hosts}
-        for number, jobs in asked.items():
+        for number, jobs in asked.items() if "rates" in options.rows else ():
             url = cluster.create_database()
             found = measure(ENGINES[name], url, number, jobs, options.share)
             yield f"| {_NAMES[name]} | {number} |", _figures(found), found.holds
-        if options.lose_one:
+        if "loss" in options.rows:
             most = max(options.hosts)
             url = cluster.create_database()
             found = lose_a_host(ENGINES[name], url, most, asked[most], options.share)
@@ -307,7 +333,7 @@ def main() -> int:
     parser.add_argument("--hosts", nargs="+", type=int, default=[1, 2, 4])
     parser.add_argument("--jobs", type=int, help="of each host in a row")
     parser.add_argument("--share", type=float, default=0.35, help="of a processor, for each host")
-    parser.add_argument("--lose-one", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--rows", nargs="+", choices=_ROWS, default=_ROWS, help="not all")
     parser.add_argument("--document", type=Path, default=DOCS / "reliability.md")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
