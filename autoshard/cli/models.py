@@ -16,7 +16,7 @@ ModelSource = Annotated[
     typer.Argument(
         metavar="MODEL",
         help="A .pt2 archive, or its model.json; the config.json of a model of transformers, its "
-        "folder, or its name in the hub's cache on this machine; or FILE.py:FUNCTION, which "
+        "folder, or its name in the Hugging Face cache of this machine; or FILE.py:FUNCTION, which "
         "returns a module and a batch. The file is run.",
     ),
 ]

@@ -45,7 +45,7 @@ def export_named(source: str, batch: BatchShape | None = None, *, mode: Mode = "
 
     Args:
         source: a `config.json` of transformers, its folder, the name of a model whose config is in
-            the local cache of the hub, or `FILE.py:FUNCTION`: a function without arguments that
+            the Hugging Face cache of this machine, or `FILE.py:FUNCTION`: a function without arguments that
             returns a module and its batch, a tensor, a tuple or a dict of keyword arguments. The
             file is run.
         batch: of a config; by default 8 sequences of 4,096 tokens, or fewer if the model has fewer.
