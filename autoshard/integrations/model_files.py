@@ -45,9 +45,9 @@ def export_named(source: str, batch: BatchShape | None = None, *, mode: Mode = "
 
     Args:
         source: a `config.json` of transformers, its folder, the name of a model whose config is in
-            the Hugging Face cache of this machine, or `FILE.py:FUNCTION`: a function without arguments that
-            returns a module and its batch, a tensor, a tuple or a dict of keyword arguments. The
-            file is run.
+            the Hugging Face cache of this machine, or `FILE.py:FUNCTION`: a function without
+            arguments that returns a module and its batch, a tensor, a tuple or a dict of keyword
+            arguments. The file is run.
         batch: of a config; by default 8 sequences of 4,096 tokens, or fewer if the model has fewer.
             A function brings its own.
         mode: for a config, whether a loss is part of the graph; a function's module stays in the

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.hosts import missing_requirement
 
 
-@pytest.mark.thorough
+@pytest.mark.long
 def test_no_job_is_lost_with_the_host_of_its_worker(tmp_path: Path) -> None:
     if reason := missing_requirement():
         pytest.skip(reason)
