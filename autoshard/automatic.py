@@ -1,6 +1,7 @@
 """`auto_parallelize`: exports a model, plans it, and applies the plan on every rank."""
 
 import os
+import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -19,10 +20,14 @@ from autoshard.graph import MixedPrecision, OpaqueModule, export_model
 from autoshard.mesh import Topology, default_axis_names, mesh_sizes, parse_shape, to_mesh
 from autoshard.plan import Plan, PlanOptions
 from autoshard.plan.options import to_options
+from autoshard.report.summary import headline
 from autoshard.runtime import parallelize
 from autoshard.runtime.checks.agreement import broadcast_text, raised_on_all_ranks
 
 ModelT = TypeVar("ModelT", bound=torch.nn.Module)
+
+_SHOWN_DIGITS = 12
+"""Digits of a plan's id that a person gets; `autoshard show` takes them."""
 
 _PLAN, _ERROR = "plan ", "error "
 """First words of what the planning rank tells the others."""
@@ -56,7 +61,8 @@ def auto_parallelize(
     """Export a model, plan it for a mesh, and apply the plan; on every rank of the mesh.
 
     The first rank of the mesh exports and plans, and the others receive the plan. If it fails, all
-    ranks raise its error. The model is changed in place, as by `parallelize`.
+    ranks raise its error. The model is changed in place, as by `parallelize`. The first rank then
+    writes a line to stderr: mesh, parallelism, predicted step and memory, and the plan's id.
 
     Args:
         model: a model with the full weights on every rank, or on the meta device if
@@ -131,7 +137,14 @@ def auto_parallelize(
             other_shapes=other_shapes,
             ignore_state=ignore_state,
         )
+    if _is_first_rank(device_mesh):
+        kept = "" if cache is False else f". See: autoshard show {plan.id[:_SHOWN_DIGITS]}"
+        sys.stderr.write(f"autoshard: {headline(plan)}{kept}\n")
     return model
+
+
+def _is_first_rank(device_mesh: DeviceMesh) -> bool:
+    return dist.get_rank() == int(device_mesh.mesh.flatten()[0])
 
 
 def _client(server: str | Literal[False] | None, cache: bool | str | Path) -> Client:  # noqa: FBT001  as callers give it
@@ -147,7 +160,7 @@ def _plan_on_first_rank(make_plan: Callable[[], Plan], device_mesh: DeviceMesh) 
             this library.
     """
     text, failure = "", None
-    if dist.get_rank() == int(device_mesh.mesh.flatten()[0]):
+    if _is_first_rank(device_mesh):
         try:
             text = _PLAN + make_plan().to_json()
         except Exception as error:  # noqa: BLE001  raised again, after the other ranks know

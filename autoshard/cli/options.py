@@ -33,13 +33,16 @@ from autoshard.plan import Plan
 from autoshard.requests.this_process import ThisProcess
 
 _PLAN_ID = re.compile(r"[0-9a-f]{64}")
+_MAX_LISTED = 3
+_SHORT_ID = re.compile(r"[0-9a-f]{8,63}")
 _PLAN_URL = re.compile(r"(?P<server>https?://.+?)/v1/plans/(?P<id>[0-9a-f]{64})/?")
 
 Archive = Annotated[Path, typer.Argument(help="A .pt2 archive, or its model.json.")]
 PlanSource = Annotated[
     str,
     typer.Argument(
-        help="A plan: a file of `autoshard plan -o`, an id, or http://HOST:PORT/v1/plans/ID."
+        help="A plan: a file of `autoshard plan -o`, an id or its first digits, or "
+        "http://HOST:PORT/v1/plans/ID."
     ),
 ]
 Topology = Annotated[
@@ -166,6 +169,8 @@ class Connection:
         found = _PLAN_URL.fullmatch(source)
         if found is not None:
             return self._fetch_plan(found["server"], found["id"])
+        if _SHORT_ID.fullmatch(source) and not Path(source).exists():
+            source = self._whole_id(source)
         if not _PLAN_ID.fullmatch(source):
             return read_plan_file(Path(source))
         if self.server:
@@ -173,11 +178,24 @@ class Connection:
                 return client.get_plan(source)
         kept = self.here().get_plan(source)
         if kept is None:
-            raise OptionError(
-                f"no plan {source[:12]}... is kept on this machine: set {SERVER_VARIABLE} to the "
-                f"address of the service that has it, or give http://HOST:PORT/v1/plans/ID"
-            )
+            raise _not_kept(source)
         return kept
+
+    def _whole_id(self, digits: str) -> str:
+        """The id of the plan of this machine that begins with some digits.
+
+        Raises:
+            OptionError: there is none, or several, or the plan is to come from a service.
+        """
+        if self.server:
+            raise OptionError(f"a service needs all 64 digits of the id {digits}...")
+        found = self.here().plan_ids(digits)
+        if not found:
+            raise _not_kept(digits)
+        if len(found) > 1:
+            listed = ", ".join(found[:_MAX_LISTED])
+            raise OptionError(f"{len(found)} plans begin with {digits}: {listed}; give more digits")
+        return found[0]
 
     def plan_or_id(self, source: str) -> Plan | str:
         """Return the plan of a file or an address; an id as it is, for the client to look up."""
@@ -317,6 +335,13 @@ def read_plan_file(path: Path) -> Plan:
         return Plan.from_json(document)
     except PlanError as error:
         raise PlanError(f"{path}: {error}") from None
+
+
+def _not_kept(plan_id: str) -> OptionError:
+    return OptionError(
+        f"no plan {plan_id[:12]}... is kept on this machine: set {SERVER_VARIABLE} to the "
+        "address of the service that has it, or give http://HOST:PORT/v1/plans/ID"
+    )
 
 
 def _origin(url: str) -> tuple[str, str | None, int | None]:

@@ -65,6 +65,16 @@ def summarise(plan: Plan, *, width: int | None = None, commands: Sequence[str] =
     return "\n".join([*header, *_fitted(words, axes, room, width), *rest])
 
 
+def headline(plan: Plan) -> str:
+    """A plan in one line: its mesh, its parallelism in words, predicted step and memory.
+
+    Args:
+        plan: a plan, not a document without one.
+    """
+    words = " ".join(parallelism_sentences(plan, find_roles(plan)))
+    return f"mesh {mesh_text(plan.mesh)}. {words} {next(_predictions(plan))}"
+
+
 def _fitted(words: list[str], axes: list[str], room: int, width: int | None) -> list[str]:
     """The paragraph and the lines of axes, of which some are left out if there is no room."""
     lines = _wrapped(" ".join(words), width, indent="")

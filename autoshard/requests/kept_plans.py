@@ -78,6 +78,19 @@ class OfflinePlans:
             return None
         return plan if plan is not None and plan.id == plan_id else None
 
+    def ids(self, prefix: str) -> list[str]:
+        """Ids of the plans kept here that begin with some digits."""
+        try:
+            keys = [entry.key for entry in self._cache.entries(_NAMESPACE)]
+            # Requests are in the same namespace, with the id of a plan as contents.
+            found = {
+                key: self._cache.get(_NAMESPACE, key) for key in keys if key.startswith(prefix)
+            }
+        except (AutoshardError, OSError) as error:
+            _log.warning("plans kept on this machine cannot be listed: %s", error)
+            return []
+        return [key for key, body in found.items() if body is not None and len(body) > len(key)]
+
     def delete(self, plan_id: str) -> bool:
         """Delete a plan by its id; False if it is not kept here."""
         try:

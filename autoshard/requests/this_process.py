@@ -169,6 +169,11 @@ class ThisProcess:
             return self._plans[known].plan
         return None if self._kept is None or offline == "never" else self._kept.get(known)
 
+    def plan_ids(self, prefix: str) -> list[str]:
+        """Ids that begin with some digits, of plans that were made here or are kept."""
+        kept = [] if self._kept is None else self._kept.ids(prefix)
+        return sorted({*kept, *(known for known in self._plans if known.startswith(prefix))})
+
     def delete_plan(self, known: str) -> bool:
         """Forget a plan, also on this machine; False if there is none."""
         was_kept = self._kept is not None and self._kept.delete(known)

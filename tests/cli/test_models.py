@@ -10,6 +10,8 @@ from support.command_line import autoshard
 from autoshard.cli.models import is_graph_file
 from autoshard.graph import InputKind, load_graph
 from autoshard.integrations.model_files import BatchShape, export_named
+from autoshard.plan import Plan
+from autoshard.requests.kept_plans import OfflinePlans
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -157,6 +159,32 @@ def test_a_config_that_cannot_be_used_is_an_error(
     planned = autoshard("plan", config(**fields), *MESH, "--seq-length", "32")
     assert planned.exit_code == 1
     assert message in " ".join(planned.output.split())
+
+
+def test_the_first_digits_of_an_id_stand_for_a_plan_of_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AUTOSHARD_CACHE", str(tmp_path / "kept"))
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "train.py"
+    file.write_text(FUNCTION)
+    options = ("--mode", "inference", "--no-comparisons", "--quiet", "--json", "--mesh")
+    plans = [
+        Plan.from_json(autoshard("plan", f"{file}:make", *options, size).stdout) for size in "24"
+    ]
+    for plan in plans:
+        digits, whole = plan.id[:12], autoshard("show", plan.id).output
+        assert autoshard("show", digits).output == whole.replace(plan.id, digits)
+    unknown = "0" * 12
+    assert f"no plan {unknown}... is kept" in autoshard("show", unknown).output
+    kept = OfflinePlans(tmp_path / "kept")
+    assert sorted(kept.ids("")) == sorted(plan.id for plan in plans)
+    monkeypatch.setattr(
+        "autoshard.requests.this_process.ThisProcess.plan_ids", lambda *_: ["a", "b"]
+    )
+    assert "2 plans begin with" in autoshard("show", unknown).output
+    asked = autoshard("show", unknown, "--server", "http://127.0.0.1:1")
+    assert "a service needs all 64 digits" in asked.output
 
 
 def test_a_graph_has_the_batch_that_it_was_exported_with(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """`auto_parallelize` on real ranks: a single-device script with one more statement."""
 
+import contextlib
+import io
 import os
 import warnings
 from collections.abc import Callable
@@ -116,6 +118,19 @@ def an_error_of_one_rank_is_raised_on_all() -> None:
     raises(AutoshardError, "", apply)
 
 
+def the_first_rank_says_in_a_line_what_was_planned() -> None:
+    written = io.StringIO()
+    with contextlib.redirect_stderr(written):
+        parallelize_mlp(mesh=(2, 2))
+    lines = [line for line in written.getvalue().splitlines() if line.startswith("autoshard: ")]
+    assert len(lines) == (dist.get_rank() == 0)
+    for line in lines:
+        assert line.startswith("autoshard: mesh axis0=2 x axis1=2. ")
+        assert "Predicted step: " in line
+        assert "per device" in line
+        assert "autoshard show" not in line, "the plan is not kept"
+
+
 def the_service_of_the_environment_is_used() -> None:
     os.environ["AUTOSHARD_SERVER"] = "http://127.0.0.1:1"
     try:
@@ -138,6 +153,7 @@ CASES: dict[str, Callable[[], None]] = {
     "errors of the planning rank": errors_of_the_planning_rank_are_raised_on_all,
     "a mesh of another size": a_mesh_of_another_size_is_an_error,
     "an error of one rank": an_error_of_one_rank_is_raised_on_all,
+    "the line of the first rank": the_first_rank_says_in_a_line_what_was_planned,
     "a service that does not answer": the_service_of_the_environment_is_used,
     "the default topology": the_default_topology_of_a_cpu_is_a_cpu,
 }
