@@ -150,12 +150,13 @@ def test_the_package_imports_nothing_of_its_own() -> None:
         "from autoshard import Client",
         "from autoshard import AsyncClient; AsyncClient('http://127.0.0.1:1', cache=False)",
         "from autoshard import Plan, PlanOptions, make_mesh; PlanOptions(); make_mesh((2, 4))",
-        "import autoshard.cli.commands.planning",
+        "import typer, rich, autoshard.cli.commands.planning",
     ],
 )
 def test_clients_and_documents_start_without_solver_and_torch(program: str) -> None:
     found = imported_by(program)
-    assert not found & SLOW
+    # Those that the program names, it may import.
+    assert not found & {name for name in SLOW if name not in program}
     assert not {
         name for name in found if name.startswith(("autoshard.solve", "autoshard.planner."))
     }
