@@ -2,7 +2,7 @@
 
 import importlib.util
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -107,12 +107,12 @@ def _of_config(
         )
     except Exception as error:  # noqa: BLE001  configs have checks of their own
         raise _unusable(source, error) from None
-    kind = _class_of(config, source)
     if hasattr(config, "use_cache"):
         config.use_cache = False
+    make = _maker_of(config)
     try:
         with init_empty_weights():
-            model = kind(config).to(getattr(config, "dtype", None) or torch.bfloat16)
+            model = make(config).to(getattr(config, "dtype", None) or torch.bfloat16)
     except Exception as error:  # noqa: BLE001  and so have the classes of models
         raise _unusable(source, error) from None
     inputs = _batch_of(model, config, source, batch)
@@ -126,20 +126,16 @@ def _unusable(source: str, error: Exception) -> OptionError:
     return OptionError(f"{source} is no config of transformers: {reason}; {_FALLBACK}")
 
 
-def _class_of(config: Any, source: str) -> type[nn.Module]:
-    """The class of a config's model: the one that it names, or that of a language model."""
+def _maker_of(config: Any) -> Callable[[Any], nn.Module]:
+    """Maker of a config's model: the class that it names, or that of a language model."""
     import transformers  # noqa: PLC0415  imported by the caller
 
     for name in config.architectures or ():
         found = getattr(transformers, name, None)
         if inspect.isclass(found) and issubclass(found, nn.Module):
             return found
-    for auto in (transformers.AutoModelForCausalLM, transformers.AutoModelForSeq2SeqLM):
-        if type(config) in auto._model_mapping:  # noqa: SLF001  no public way without weights
-            kind: type[nn.Module] = auto._model_mapping[type(config)]  # noqa: SLF001  as above
-            return kind
-    named = ", ".join(config.architectures or ()) or config.model_type
-    raise OptionError(f"{source}: transformers has no class for {named}; {_FALLBACK}")
+    make: Callable[[Any], nn.Module] = transformers.AutoModelForCausalLM.from_config
+    return make
 
 
 def _batch_of(

@@ -27,7 +27,7 @@ COMMANDS: list[tuple[str, int, str]] = [
     ("plan -h", 0, "--mesh"),
     ("plan --help", 0, "Memory per device"),
     ("plan", 2, "Missing"),
-    ("plan graph.pt2", 2, "--mesh"),
+    ("plan graph.pt2", 1, "give one of --mesh and --gpus"),
     ("plan graph.pt2 --mseh 2", 2, "--mesh"),
     ("show", 2, "Missing argument"),
     ("cache", 2, "Usage: autoshard cache"),
