@@ -79,7 +79,7 @@ def test_the_mesh_is_that_of_the_fastest_plan_of_a_search(config: Any) -> None:
     batch = ("--batch-size", "16", "--seq-length", "32", "--no-cache")
     options = ("--devices", "4", *batch, "--format", "json")
     found = json.loads(autoshard("search", config(), *options).stdout)
-    best = found["rows"][0]["mesh"]
+    best = found["meshes"][0]["mesh"]
     planned = autoshard("plan", config(), "--gpus", "4", *batch, "--no-comparisons")
     assert planned.exit_code == 0, planned.output
     assert f"mesh {best}," in planned.stdout

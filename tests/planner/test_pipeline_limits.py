@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from threading import Event
+from typing import Any
 
 import pytest
 from support.models import graph_of, llama, meta
@@ -115,8 +116,8 @@ def test_stages_without_a_plan_in_time_are_not_infeasible(
 ) -> None:
     """Another run may find a plan, so the answer must not be kept as final."""
 
-    def time_is_over(self: BudgetSearch, memory_budget: int) -> Outcome:
-        found = original(self, memory_budget)
+    def time_is_over(self: BudgetSearch, memory_budget: int, **options: Any) -> Outcome:
+        found = original(self, memory_budget, **options)
         solution = replace(found.solution, status=SolveStatus.TIMED_OUT, choice=None)
         return replace(found, plan=None, solution=solution)
 

@@ -1,15 +1,16 @@
 """Traces and log lines from a request through the queue to the worker."""
 
-import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
 
 import pytest
+import structlog
 from opentelemetry import trace
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from structlog.testing import capture_logs
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 JOB_PHASES = ["parse", "formulate", "solve", "store"]
@@ -42,16 +43,18 @@ def ours(spans: InMemorySpanExporter) -> list[ReadableSpan]:
     return sorted(found, key=lambda span: span.start_time or 0)
 
 
-def lines(text: str, event: str) -> list[dict[str, Any]]:
-    found = (json.loads(line) for line in text.splitlines() if line.startswith("{"))
-    return [line for line in found if line.get("event") == event]
+@pytest.fixture
+def logged() -> Iterator[Callable[[str], list[dict[str, Any]]]]:
+    """The log lines of an event; however another test of this process has set up logging."""
+    with capture_logs([structlog.contextvars.merge_contextvars]) as entries:
+        yield lambda event: [dict(line) for line in entries if line["event"] == event]
 
 
 def test_a_solve_and_its_phases_belong_to_the_trace_of_its_request(
     start_service: Any,
     graph: bytes,
     spans: InMemorySpanExporter,
-    capsys: pytest.CaptureFixture[str],
+    logged: Callable[[str], list[dict[str, Any]]],
 ) -> None:
     service = start_service()
     headers = {
@@ -81,9 +84,8 @@ def test_a_solve_and_its_phases_belong_to_the_trace_of_its_request(
         span.name for span in found if span.name in ("parse", "wait") and span not in phases
     ]
     assert of_request == ["parse", "wait"]
-    text = capsys.readouterr().out
-    (request,) = lines(text, "request")
-    (job,) = lines(text, "job_finished")
+    (request,) = logged("request")
+    (job,) = logged("job_finished")
     for line in (request, job):
         assert (line["trace_id"], line["request_id"]) == (TRACE, "mine")
         assert line["project"] == "default"
@@ -101,11 +103,11 @@ def test_a_job_that_does_not_end_well_has_its_phases_too(
     graph: bytes,
     program: Any,
     name: str,
-    capsys: pytest.CaptureFixture[str],
+    logged: Callable[[str], list[dict[str, Any]]],
 ) -> None:
     service = start_service(executor=program(name), max_job_seconds=1, max_attempts=1)
     assert service.post(graph, wait=60).status_code in (500, 504)
     service.app.state.service.close()
-    (job,) = lines(capsys.readouterr().out, "job_finished")
+    (job,) = logged("job_finished")
     assert job["outcome"] in ("failed", "crashed")
     assert job["phases"]["parse"] > 0
