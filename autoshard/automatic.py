@@ -27,7 +27,7 @@ from autoshard.runtime.checks.agreement import broadcast_text, raised_on_all_ran
 ModelT = TypeVar("ModelT", bound=torch.nn.Module)
 
 _SHOWN_DIGITS = 12
-"""Digits of a plan's id that a person gets; `autoshard show` takes them."""
+"""Digits of a plan's id that a person gets; `autoshard show` takes them for a plan that is kept."""
 
 _PLAN, _ERROR = "plan ", "error "
 """First words of what the planning rank tells the others."""
@@ -138,8 +138,7 @@ def auto_parallelize(
             ignore_state=ignore_state,
         )
     if _is_first_rank(device_mesh):
-        kept = "" if cache is False else f". See: autoshard show {plan.id[:_SHOWN_DIGITS]}"
-        sys.stderr.write(f"autoshard: {headline(plan)}{kept}\n")
+        sys.stderr.write(f"autoshard: {headline(plan)}. Plan {plan.id[:_SHOWN_DIGITS]}\n")
     return model
 
 

@@ -37,6 +37,7 @@ from benchmarks.faults.harness import (
     Settled,
     Submissions,
     Worker,
+    await_true,
     expected_plan,
     settle,
 )
@@ -236,7 +237,7 @@ def lose_a_host(engine: Engine, url: str, number: int, jobs: int, share: float) 
         _submit(submitted, service, range(jobs))
         _await_finished(logs, jobs // 2)
         if engine is solving_on_ray:
-            _await(lambda: hosts[0].runs(_ACTOR), "no actor runs on the host")
+            await_true(lambda: hosts[0].runs(_ACTOR), "no actor runs on the host", timeout=_TIMEOUT)
         time.sleep(_INTO_THE_NEXT)
         hosts[0].vanish()
         settled = settle(submitted, service.address, url, timeout=_TIMEOUT)
@@ -255,15 +256,7 @@ def _await_finished(logs: Sequence[Process], number: int) -> None:
     def have_ended() -> bool:
         return sum(len(log.events("job_finished")) for log in logs) >= number
 
-    _await(have_ended, f"not all of {number} jobs ended")
-
-
-def _await(condition: Callable[[], bool], otherwise: str) -> None:
-    deadline = time.monotonic() + _TIMEOUT
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError(otherwise)
-        time.sleep(_POLL)
+    await_true(have_ended, f"not all of {number} jobs ended", timeout=_TIMEOUT)
 
 
 def _rows(cluster: Cluster, options: argparse.Namespace) -> Iterator[tuple[str, str, bool]]:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,6 +80,8 @@ def _of_function(file: Path, name: str) -> tuple[nn.Module, tuple[Any, ...], dic
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    # Data classes look up the module of their class.
+    sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     function = getattr(module, name, None)
     if not callable(function):

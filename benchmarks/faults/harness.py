@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -323,6 +323,24 @@ def count_ended(submitted: Submissions, address: str) -> int:
     with httpx2.Client(base_url=address, timeout=_REQUEST_TIMEOUT) as http:
         found = [_job(http, job_id) for job_id in submitted.jobs]
     return sum(job is not None and job["done"] for job in found)
+
+
+def await_true(
+    condition: Callable[[], bool],
+    otherwise: str = "a condition was not met in time",
+    *,
+    timeout: float = 300.0,
+) -> None:
+    """Wait until a condition holds.
+
+    Raises:
+        TimeoutError: it did not within the time, with the text of `otherwise`.
+    """
+    deadline = time.monotonic() + timeout
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(otherwise)
+        time.sleep(0.02)
 
 
 def await_ended(submitted: Submissions, address: str, number: int) -> None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from threading import Event
@@ -24,6 +24,7 @@ from benchmarks.faults.harness import (
     Submissions,
     Worker,
     await_ended,
+    await_true,
     expected_plan,
     graph_of,
     settle,
@@ -32,6 +33,7 @@ from benchmarks.faults.harness import (
 from benchmarks.faults.postgres import Cluster
 
 _OUTAGE = 10.0
+_UNAVAILABLE = "503 unavailable"
 _JUMP = 6 * 3600
 _FAR_JUMP = 100 * 24 * 3600
 """Further than anything is kept: nothing may be deleted."""
@@ -125,7 +127,7 @@ def worker_killed(place: Place) -> Outcome:
         _post_all(submitted, service.address, range(place.num_jobs))
         solver = _stopped_solver(workers[0])
         workers[0].kill()
-        _await(lambda: not _runs(solver))
+        await_true(lambda: not _runs(solver))
         settled = settle(submitted, service.address, url)
         started = len(workers[1].events("job_started"))
     drained = bool(workers[1].events("worker_ended"))
@@ -140,7 +142,7 @@ def solver_killed(place: Place) -> Outcome:
         _post_all(submitted, service.address, range(place.num_jobs))
         hit: set[str] = set()
         for _ in range(min(3, place.num_jobs)):
-            _await(lambda: bool(_solving(service, hit)))
+            await_true(lambda: bool(_solving(service, hit)))
             job_id, pid = _solving(service, hit)[-1]
             os.kill(pid, signal.SIGKILL)
             hit.add(job_id)
@@ -150,39 +152,33 @@ def solver_killed(place: Place) -> Outcome:
 
 def database_gone(place: Place) -> Outcome:
     """PostgreSQL crashes while jobs run, and is restarted after 10 s."""
-    submitted, url = Submissions(), place.postgres
-    assert place.cluster is not None
-    with Service(url) as service:
-        _post_all(submitted, service.address, range(place.num_jobs))
-        await_ended(submitted, service.address, max(1, place.num_jobs // 5))
-        place.cluster.stop()
-        began = time.monotonic()
-        submitted.post(service.address, place.num_jobs)
-        time.sleep(max(0.0, _OUTAGE - (time.monotonic() - began)))
-        place.cluster.start()
-        submitted.post_until_accepted(service.address, place.num_jobs)
-        settled = settle(submitted, service.address, url)
-    refused = ", ".join(submitted.refused)
-    return Outcome(submitted, settled, f"requests meanwhile: {refused}", settled.right > 0)
+    return _outage(place, Cluster.stop, Cluster.start)
 
 
 def failover(place: Place) -> Outcome:
     """PostgreSQL fails over to a standby, which is read-only for 10 s, while jobs run."""
+    found = _outage(place, Cluster.become_standby, Cluster.promote)
+    return replace(found, sound=found.sound and set(found.submitted.refused) == {_UNAVAILABLE})
+
+
+def _outage(
+    place: Place, begin: Callable[[Cluster], None], end: Callable[[Cluster], None]
+) -> Outcome:
+    """Requests come for 10 s in which the database of a service cannot be written."""
     submitted, url = Submissions(), place.postgres
     assert place.cluster is not None
     with Service(url) as service:
         _post_all(submitted, service.address, range(place.num_jobs))
         await_ended(submitted, service.address, max(1, place.num_jobs // 5))
-        place.cluster.become_standby()
-        end = time.monotonic() + _OUTAGE
-        while time.monotonic() < end:
+        begin(place.cluster)
+        latest = time.monotonic() + _OUTAGE
+        while time.monotonic() < latest:
             submitted.post(service.address, place.num_jobs)
-        place.cluster.promote()
+        end(place.cluster)
         submitted.post_until_accepted(service.address, place.num_jobs)
         settled = settle(submitted, service.address, url)
     refused = ", ".join(submitted.refused)
-    sound = set(submitted.refused) == {"503 unavailable"} and settled.right > 0
-    return Outcome(submitted, settled, f"requests meanwhile: {refused}", sound)
+    return Outcome(submitted, settled, f"requests meanwhile: {refused}", settled.right > 0)
 
 
 def rolling_restart(place: Place) -> Outcome:
@@ -238,7 +234,7 @@ def disk_full(place: Place) -> Outcome:
             await_ended(submitted, service.address, max(1, place.num_jobs // 5))
             _fill(disk / "ballast")
             _post_until_refused(submitted, service.address, place.num_jobs)
-            _await(lambda: bool(service.events("store_unavailable")))
+            await_true(lambda: bool(service.events("store_unavailable")))
             time.sleep(2 * LEASE)
             (disk / "ballast").unlink()
             settled = settle(submitted, service.address, url)
@@ -317,7 +313,7 @@ def ray_worker_killed(place: Place) -> Outcome:
         _post_all(submitted, service.address, range(place.num_jobs))
         killed: set[int] = set()
         while len(killed) < _RAY_WORKERS:
-            _await(lambda: bool(_ray_workers(service.pid) - killed))
+            await_true(lambda: bool(_ray_workers(service.pid) - killed))
             for worker in _ray_workers(service.pid) - killed:
                 with suppress(ProcessLookupError):
                     os.kill(worker, signal.SIGKILL)
@@ -359,14 +355,6 @@ def _post_until_refused(submitted: Submissions, address: str, first: int) -> Non
             return
 
 
-def _await(condition: Callable[[], bool], *, timeout: float = 300.0) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError("the condition of the scenario was not met in time")
-        time.sleep(0.02)
-
-
 def _stopped_solver(worker: Worker) -> int:
     """Stop a solver process of `worker` in the middle of its solve; its process id."""
     stopped: set[int] = set()
@@ -380,7 +368,7 @@ def _stopped_solver(worker: Worker) -> int:
                     stopped.add(solver.pid)
         return bool(stopped)
 
-    _await(stop)
+    await_true(stop)
     return stopped.pop()
 
 

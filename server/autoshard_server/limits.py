@@ -9,7 +9,7 @@ from enum import StrEnum
 
 
 class Limited(StrEnum):
-    """What a limit is one of."""
+    """Kinds of limits, by whose use of the service they bound."""
 
     REQUEST = "request"
     """One request: its size, its time, and what it asks for."""
@@ -36,7 +36,7 @@ _BY_KIND: Mapping[Limited, str] = {
 LIMITS: Mapping[str, Limited] = {
     setting: kind for kind, settings in _BY_KIND.items() for setting in settings.split()
 }
-"""What each limit is one of, by its setting."""
+"""Kind of each limit, by its setting."""
 
 REFUSING_NOTHING = frozenset(
     {

@@ -12,7 +12,7 @@ _current: ContextVar["PhaseTimes | None"] = ContextVar("phases", default=None)
 
 
 class WorkPhase(StrEnum):
-    """What a request or a job spends its time with."""
+    """Phases of a request or a job."""
 
     PARSE = "parse"
     """Reading a graph or a plan; in a request with the wait for a parser process."""

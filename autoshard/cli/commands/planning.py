@@ -4,14 +4,14 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import typer
 
 from autoshard.base.files import write_file
 from autoshard.base.outcome import SolveStatus
 from autoshard.cli.exit_codes import ExitCode
-from autoshard.cli.models import ConfigBatch, ModelSource, is_graph_file
+from autoshard.cli.models import ConfigBatch, ModelSource
 from autoshard.cli.options import (
     Archive,
     Connection,
@@ -66,7 +66,6 @@ _SOURCES = {
 class Devices:
     """Options about the mesh of a plan."""
 
-    panel: ClassVar[str] = "Options"
     shape: Annotated[
         str | None,
         typer.Option(
@@ -209,8 +208,6 @@ def plan(
 
 def _graph(model: str, batch: ConfigBatch, options: PlanOptions, *, quiet: bool) -> Path | bytes:
     """The file of a graph, or the graph of a model that is exported here, with progress."""
-    if is_graph_file(model):
-        return batch.graph(model, options.mode)
     with followed(quiet=quiet, can_stop=False) as run:
         run.report(JobProgress(phase="exporting the model", elapsed=0.0))
         return batch.graph(model, options.mode)
@@ -221,12 +218,13 @@ def _best_mesh(
 ) -> Mesh:
     """The mesh of the fastest plan of a search; those of the next best are listed on stderr."""
     found, plans, _ = _searched(graph, arguments, connection, num_workers=2, quiet=quiet)
-    if not plans or plans[0] is None:
-        print_output(search_report(found, plans), "table")
+    certificates = [one.certificate for one in found.meshes[:1]]
+    has_plan = any(one is not None and one.objective is not None for one in certificates)
+    if not (quiet and has_plan):
+        shown = found.model_copy(update={"meshes": found.meshes[:_SHOWN]})
+        print_report(search_report(shown, plans[:_SHOWN]), errors)
+    if not has_plan:
         raise typer.Exit(ExitCode.NO_PLAN)
-    if not quiet:
-        best = found.model_copy(update={"meshes": found.meshes[:_SHOWN]})
-        print_report(search_report(best, plans[:_SHOWN]), errors)
     return found.meshes[0].mesh
 
 

@@ -459,8 +459,8 @@ def _best_subset(changes: _Changes, effort: Effort) -> BoolArray | None:
     None if no subset lowers the price.
     """
     prices, usage = changes.prices, changes.usage
-    # A component that costs more, but uses less of the capacity, may make room for one that
-    # lowers the price.
+    # With a limit on usage, a component that lowers the price may fit only together with one that
+    # raises it and uses less.
     frees = (usage < 0).any(axis=1)
     useful = np.flatnonzero(np.isfinite(prices) & ((prices < 0) | frees))
     if not (prices[useful] < 0).any():
