@@ -85,7 +85,7 @@ def running(settings: Settings, executor: Executor | None = None) -> Iterator[Ru
         yield Running(url, http, app)
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="package", autouse=True)
 def _plain_log() -> Iterator[None]:
     """Structlog's default renders local variables into tracebacks, which takes seconds."""
     structlog.configure(

@@ -1,5 +1,6 @@
 """Traces and log lines from a request through the queue to the worker."""
 
+import logging
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
@@ -10,7 +11,7 @@ from opentelemetry import trace
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from structlog.testing import capture_logs
+from structlog.testing import LogCapture
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 JOB_PHASES = ["parse", "formulate", "solve", "store"]
@@ -45,9 +46,17 @@ def ours(spans: InMemorySpanExporter) -> list[ReadableSpan]:
 
 @pytest.fixture
 def logged() -> Iterator[Callable[[str], list[dict[str, Any]]]]:
-    """The log lines of an event; however another test of this process has set up logging."""
-    with capture_logs([structlog.contextvars.merge_contextvars]) as entries:
-        yield lambda event: [dict(line) for line in entries if line["event"] == event]
+    """The log lines of an event, however another test of this process has set up logging."""
+    before = structlog.get_config()
+    capture = LogCapture()
+    structlog.configure(
+        processors=[structlog.contextvars.merge_contextvars, capture],
+        # Not the level of another test: below it, nothing comes to the processors.
+        wrapper_class=structlog.make_filtering_bound_logger(logging.NOTSET),
+        cache_logger_on_first_use=False,
+    )
+    yield lambda event: [dict(line) for line in capture.entries if line["event"] == event]
+    structlog.configure(**before)
 
 
 def test_a_solve_and_its_phases_belong_to_the_trace_of_its_request(
