@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from autoshard.base.lazy_imports import lazy_names
 
 if TYPE_CHECKING:
+    from autoshard.report.answer import Answer, answer
     from autoshard.report.compare import (
         Change,
         CollectiveChange,
@@ -21,6 +22,7 @@ else:
     __getattr__, __dir__ = lazy_names(__name__)
 
 __all__ = [
+    "Answer",
     "Change",
     "CollectiveChange",
     "Coverage",
@@ -28,6 +30,7 @@ __all__ = [
     "OperatorUse",
     "ParameterRow",
     "PlanDifference",
+    "answer",
     "compare_plans",
     "fold_parameters",
     "operator_coverage",

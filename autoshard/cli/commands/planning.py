@@ -153,8 +153,8 @@ def plan(
         bool,
         typer.Option(
             "--comparisons/--no-comparisons",
-            help="Also plan DDP, FSDP2, HSDP and Megatron on the same mesh, and what restrictions "
-            "cost, within half of the time limit.",
+            help="Also plan DDP, FSDP2, HSDP and Megatron on the same devices, and what "
+            "restrictions cost, within half of the time limit.",
         ),
     ] = True,
     custom: CustomOperators,
