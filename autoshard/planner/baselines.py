@@ -14,7 +14,7 @@ from math import inf
 from typing import Any
 
 from autoshard.base.limits import LimitReached, limited
-from autoshard.base.outcome import SolveStatus
+from autoshard.base.outcome import TIME_LIMIT_REACHED, SolveStatus
 from autoshard.base.quantities import format_bytes
 from autoshard.constraints import (
     check_batch,
@@ -361,7 +361,7 @@ class _OnMesh:
             performance=self._performance(own, outcome.plan.costs.total),
             collectives=summed_collectives([outcome.plan.lowering]),
             again=run_again(self.graph, stage, own.memory.checkpointed_modules),
-            remarks=tuple(self._remarks()),
+            remarks=tuple(self._remarks(late=TIME_LIMIT_REACHED in outcome.solution.statistics)),
         )
 
     def _performance(self, own: PlanOptions, seconds: float) -> Performance:
@@ -398,8 +398,10 @@ class _OnMesh:
             needed_memory=needed,
         )
 
-    def _remarks(self) -> Iterator[str]:
-        """Differences between a plan and what the framework does."""
+    def _remarks(self, *, late: bool) -> Iterator[str]:
+        """Differences between a plan and what the framework does; and if time was short."""
+        if late:
+            yield "a faster form may exist: the time limit of comparisons ended"
         sizes = [self.axes.sizes[axis] for axis in sharding_axes(self.axes, self.pattern)]
         if not sizes:
             return

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from autoshard.base.lazy_imports import lazy_names
 
 if TYPE_CHECKING:
-    from autoshard.report.answer import Answer, answer
+    from autoshard.report.answer import Answer, LayoutRow, answer_of
     from autoshard.report.compare import (
         Change,
         CollectiveChange,
@@ -27,10 +27,11 @@ __all__ = [
     "CollectiveChange",
     "Coverage",
     "Figure",
+    "LayoutRow",
     "OperatorUse",
     "ParameterRow",
     "PlanDifference",
-    "answer",
+    "answer_of",
     "compare_plans",
     "fold_parameters",
     "operator_coverage",

@@ -1,6 +1,6 @@
 """The answer to a request: a verdict, and tables of layouts, layers, costs and memory.
 
-`answer(plan)` holds what the summary of a plan prints, for pages, notebooks and programs.
+`answer_of(plan)` holds what the summary of a plan prints, for pages, notebooks and programs.
 """
 
 from collections.abc import Iterator, Sequence
@@ -8,6 +8,7 @@ from math import floor
 
 from pydantic import Field
 
+from autoshard.base.outcome import SolveStatus
 from autoshard.base.quantities import format_bytes
 from autoshard.costs import parameter_bytes
 from autoshard.graph import DType, graph_from_json
@@ -33,6 +34,8 @@ WITHIN = 0.02
 
 _LISTED = 0.01
 """Least share of a step that is an item of costs of its own."""
+
+_LATE = frozenset({SolveStatus.TIMED_OUT, SolveStatus.CANCELLED})
 
 _NEEDS = {
     "ddp": "DistributedDataParallel",
@@ -89,7 +92,7 @@ class Answer(Document):
     certificate: str
 
 
-def answer(plan: Plan, *, within: float = WITHIN) -> Answer:
+def answer_of(plan: Plan, *, within: float = WITHIN) -> Answer:
     """The answer of a plan.
 
     Args:
@@ -97,7 +100,7 @@ def answer(plan: Plan, *, within: float = WITHIN) -> Answer:
         within: share by which the simplest layout may be slower than the fastest.
 
     Example:
-        >>> found = answer(make_plan(graph, "2x4", comparisons=True))
+        >>> found = answer_of(make_plan(graph, "2x4", comparisons=True))
         >>> found.layouts[found.simplest].name
         'FSDP2 8'
     """
@@ -240,9 +243,10 @@ def _family(plan: Plan, baseline: Baseline) -> LayoutRow:
     needs = [_NEEDS[baseline.algo]]
     needs += ["ZeRO-1"] if baseline.distributed_optimizer else []
     needs += _settings(baseline.again, baseline.algo, plan.options.mode)
-    needs += [remark.partition(":")[0] for remark in baseline.remarks]
+    needs += [remark.partition(",")[0] for remark in baseline.remarks]
     if not baseline.found:
-        needs = [f"not possible: {baseline.reason}"]
+        is_late = baseline.certificate is not None and baseline.certificate.status in _LATE
+        needs = [baseline.reason if is_late else f"not possible: {baseline.reason}"]
         if baseline.needed_memory is not None:
             needs = [f"does not fit: needs {format_bytes(baseline.needed_memory)}"]
     return LayoutRow(

@@ -50,7 +50,7 @@ def _recomputation(plan: Plan, again: RunAgain) -> Iterator[str]:
     if again.gathered_again:
         yield (
             f"Backward gathers {again.gathered_again} of {again.gathered} gathered parameters "
-            f"again (reshard_after_forward)."
+            f"again (FSDP's reshard_after_forward)."
         )
     parameters = {p.name for stage in plan.stages for p in stage.parameters}
     values = {c.value for stage in plan.stages for c in stage.reshardings if c.regather}

@@ -13,7 +13,7 @@ from autoshard.base.quantities import format_bytes
 from autoshard.plan.document import Plan
 from autoshard.plan.predictions import step_time, three_digits
 from autoshard.pricing.axis_roles import find_roles
-from autoshard.report.answer import WITHIN, Answer, answer, asked
+from autoshard.report.answer import WITHIN, Answer, answer_of, asked
 from autoshard.report.requirements import requirements
 from autoshard.report.restriction_cost import restriction_sentences
 from autoshard.report.tables import Column, Table, Unit, plain_lines
@@ -42,7 +42,7 @@ def summarise(
     """
     if not plan.found:
         return "\n".join(_sentences([*asked(plan), f"No plan: {plan.reason}"], width))
-    found = answer(plan, within=within)
+    found = answer_of(plan, within=within)
     remarks = [f"Remark: {text}" for text in _remarks(plan)]
     verdict = [f"Verdict: {found.verdict}.", f"{found.prediction}.", *restriction_sentences(plan)]
     ending = [found.sources, f"Certificate: {found.certificate}"]
@@ -62,7 +62,7 @@ def summary_html(plan: Plan) -> str:
     """The verdict of a plan and its table of layouts, as HTML for notebooks."""
     if not plan.found:
         return f"<pre>{escape(summarise(plan))}</pre>"
-    found = answer(plan)
+    found = answer_of(plan)
     table = layouts_table(found)
     head = "".join(f"<th>{escape(column.heading)}</th>" for column in table.columns)
     rows = "".join(

@@ -12,7 +12,7 @@ from autoshard.mesh import Mesh, generation_of, get_topology, list_topologies, m
 from autoshard.plan.predictions import Performance
 from autoshard.pricing.accuracy import ROWS, TABLE, LayoutCategory, find_accuracy
 from autoshard.pricing.performance import plan_performance
-from autoshard.report.answer import answer
+from autoshard.report.answer import answer_of
 
 DATA, TENSOR = LayoutCategory.DATA_PARALLEL, LayoutCategory.MODEL_PARALLEL
 
@@ -80,7 +80,7 @@ def test_the_summary_has_the_error_of_the_plan_and_of_its_baselines(planned: Pla
     step = next(line for line in lines if line.startswith("Predicted step:"))
     assert f"ms{plan.performance.error_bar}, " in step
     assert all(rate in step for rate in plan.performance.rates)
-    rows = {row.algo: row for row in answer(plan).layouts}
+    rows = {row.algo: row for row in answer_of(plan).layouts}
     for baseline in plan.baselines:
         if baseline.costs is not None:
             found = baseline.performance

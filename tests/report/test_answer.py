@@ -13,7 +13,7 @@ from support.models import Planner, gpt2, llama, small_graph
 from autoshard.mesh import Mesh, make_mesh
 from autoshard.plan import Plan, PlanOptions
 from autoshard.planner import compare_baselines, make_plan
-from autoshard.report import answer, compare_plans
+from autoshard.report import answer_of, compare_plans
 from autoshard.report.answer import SIMPLEST_FIRST, Answer, whole_percents
 from autoshard.report.cost_items import cost_items
 
@@ -29,7 +29,7 @@ def compared(planned: Planner) -> Plan:
 
 @pytest.fixture(scope="module")
 def found(compared: Plan) -> Answer:
-    return answer(compared)
+    return answer_of(compared)
 
 
 def test_costs_sum_to_the_step_and_to_100_percent(compared: Plan, found: Answer) -> None:
@@ -79,7 +79,7 @@ def test_one_request_has_one_set_of_figures(compared: Plan, found: Answer) -> No
 def test_the_simplest_layout_is_the_first_family_that_is_near(
     compared: Plan, within: float
 ) -> None:
-    found = answer(compared, within=within)
+    found = answer_of(compared, within=within)
     fastest = min(row.seconds for row in found.layouts if row.seconds is not None)
     assert found.layouts[found.best].seconds == fastest
     near = [
@@ -95,7 +95,7 @@ def test_the_simplest_layout_is_the_first_family_that_is_near(
 
 
 def test_a_plan_that_was_not_compared_says_so(planned: Planner) -> None:
-    found = answer(planned(small_graph(SMALL), HOPPER))
+    found = answer_of(planned(small_graph(SMALL), HOPPER))
     assert found.verdict == "this plan; it was not compared with the usual layouts"
     assert (found.best, found.simplest, len(found.layouts)) == (0, 0, 1)
 
@@ -115,10 +115,10 @@ def test_layouts_are_named_in_the_words_of_the_field(found: Answer) -> None:
 def test_what_the_optimizer_keeps_is_said(planned: Planner) -> None:
     graph = small_graph(SMALL)
     number = sum(graph.values[p.name].numel for p in graph.parameters)
-    (text,) = [t for t in answer(planned(graph, HOPPER)).asked if t.startswith("Optimizer")]
+    (text,) = [t for t in answer_of(planned(graph, HOPPER)).asked if t.startswith("Optimizer")]
     assert text.endswith(f"{16 * number / 1e3:.3g} kB in all, 16 bytes a parameter")
     none = planned(graph, HOPPER, optimizer="sgd")
-    assert any("keeps 0 B of state" in text for text in answer(none).asked)
+    assert any("keeps 0 B of state" in text for text in answer_of(none).asked)
 
 
 def forms(number: int) -> Iterator[tuple[str, dict[str, int], dict[str, Any]]]:
@@ -158,7 +158,7 @@ def test_families_save_memory_as_their_settings_would(planned: Planner) -> None:
     resharded = planned(graph, mesh, **always, activation_checkpointing="never")
     assert resharded.memory is not None
     options = PlanOptions(memory_budget=round(1.02 * resharded.memory.peak), comparisons=True)
-    rows = {row.algo: row for row in answer(make_plan(graph, mesh, options)).layouts}
+    rows = {row.algo: row for row in answer_of(make_plan(graph, mesh, options)).layouts}
     assert "reshard after forward" in rows["fsdp2"].needs
     assert rows["fsdp2"].seconds is not None
     assert rows["fsdp2"].seconds <= 1.01 * resharded.certificate.objective

@@ -16,6 +16,7 @@ from autoshard.cli.options import (
     OutputOptions,
     PlanSource,
     Quiet,
+    Within,
     expand_groups,
     read_sizes,
 )
@@ -42,6 +43,7 @@ from autoshard.graph import load_graph
 from autoshard.plan.options import MIN_EXPRESSED
 from autoshard.planner import OptimalityCheck, check_optimality
 from autoshard.report import compare_plans
+from autoshard.report.answer import WITHIN
 from autoshard.report.choices import find_choices
 from autoshard.requests import running
 from autoshard.requests.models import read_model
@@ -81,13 +83,14 @@ def show(
     *,
     sections: Sections,
     notation: Notated = "dtensor",
+    within: Within = WITHIN,
     output: OutputOptions,
     connection: Connection,
 ) -> None:
     """Show the summary of a plan, or its tables."""
     made = connection.read_plan(plan)
     if not made.found or not (sections.chosen or output.chosen != "table"):
-        print_summary(made, source=plan)
+        print_summary(made, source=plan, within=within)
         return
     report = plan_report(made, sections.chosen or SECTIONS, notation=notation)
     print_output(report, output.chosen)
