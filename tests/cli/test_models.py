@@ -215,7 +215,15 @@ def test_the_commands_that_are_named_next_make_the_simplest_layout(
     """A batch of 2 does not divide over 4 ranks, so a layout of Megatron-LM is the simplest."""
     monkeypatch.chdir(tmp_path)
     batch = ("--global-batch", "2", "--seq-length", "32", "--no-cache", "--quiet")
-    planned = autoshard("plan", config(), "--mesh", "2x2", *batch, "--within", "10")
+    links = (
+        "--intra-bandwidth",
+        "450GB/s",
+        "--inter-bandwidth",
+        "50GB/s",
+        "--forbid",
+        "halo_exchange",
+    )
+    planned = autoshard("plan", config(), "--mesh", "2x2", *batch, *links, "--within", "10")
     assert planned.exit_code == 0, planned.output
     assert "Verdict: DP 2 x TP 2 (tensor-parallel layers, " in planned.stdout
     listed = planned.stdout.partition("Next:\n")[2].splitlines()
