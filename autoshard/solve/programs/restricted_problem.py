@@ -401,6 +401,8 @@ class LimitedRestriction:
             if state.closed or follows:
                 break
             self._prove()
+            if self._settings.bounds_only:
+                break
             closed = gap - (state.objective - state.bound)
             if state.closed or closed <= _LIMITED_MIN_GAIN * gap < np.inf:
                 break
