@@ -155,9 +155,7 @@ class BudgetSearch(BudgetSolver):
         """The first plan with a bound of all plans that fit, at good prices of memory."""
         counted = self._prepared(rounds, rounds.bound, self._candidates(rounds))
         limited = replace(counted.problem, usage_limit=float(rounds.budget))
-        solution = self.solve(
-            limited, warm_start=counted.warm_start, proves=True, bounds_only=True
-        )
+        solution = self.solve(limited, warm_start=counted.warm_start, proves=True, bounds_only=True)
         rounds.bound = max(rounds.bound, solution.bound)
         return self._bounded(outcome, rounds.bound)
 

@@ -15,6 +15,7 @@ from autoshard.base.outcome import SolveStatus
 from autoshard.mesh import Mesh, mesh_to_json
 from autoshard.plan.document import Plan
 from autoshard.plan.options import PlanOptions
+from autoshard.plan.sub_meshes import num_pipeline_ranks
 from autoshard.planner.meshes.candidates import MeshCandidate
 from autoshard.solve import KeyValueStore
 
@@ -108,12 +109,13 @@ class MeshWorker:
             _write(process.stdin, message)
             reply = self._reply(process.stdin, process.stdout)
         if reply is None:
-            return MeshCandidate(mesh, options, None, self._close(), inf)
+            return MeshCandidate(mesh, options, None, self._close())
         if "plan" in reply:
             plan = Plan.from_json(reply["plan"])
             return MeshCandidate(mesh, options, plan, bound=_bound_of(plan))
         if "error" in reply:
-            return MeshCandidate(mesh, options, None, reply["error"], inf)
+            bound = inf if reply["is_proof"] else -inf
+            return MeshCandidate(mesh, options, None, reply["error"], bound)
         bound = -inf if reply["bound"] is None else reply["bound"]
         is_excluded = (1 - options.solver.relative_gap) * task.best < bound
         reason = slower_reason(bound, task.best) if is_excluded else ""
@@ -175,8 +177,13 @@ class MeshWorker:
 
 
 def _bound_of(plan: Plan) -> float:
-    """Proven lower bound of the plans of a mesh, seconds; inf if there is none."""
+    """Proven lower bound of the plans of a mesh, seconds; inf if there is none, -inf if unknown.
+
+    That of a pipeline is known before: the search for one compares most by estimates.
+    """
     certificate = plan.certificate
+    if num_pipeline_ranks(plan.mesh) is not None:
+        return -inf
     if certificate.status is SolveStatus.INFEASIBLE:
         return inf
     return -inf if certificate.bound is None else certificate.bound
