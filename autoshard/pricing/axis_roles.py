@@ -246,6 +246,7 @@ class _StageRoles:
         self._weights = weights_of(graph)
         self._sizes = tuple(size for _, size in stage.axes)
         self._rules: dict[int, OperatorRule] = {}
+        self._known: dict[tuple[object, ...], tuple[tuple[AxisKey, AxisRole], ...]] = {}
 
     def work_of(self, node: Node) -> tuple[Subject, int]:
         """The kind of a node, and its operations; its elements if its kind is counted in them."""
@@ -255,12 +256,19 @@ class _StageRoles:
         rule = self._rule(node)
         return kind, round(rule.flops_per_point * prod(rule.sizes.values()))
 
-    def roles_of(self, node: Node, placed: PlacedNode) -> Iterator[tuple[AxisKey, AxisRole]]:
-        """The role in a node of each axis of several ranks."""
-        layouts = [Layout.parse(text) for text in (*placed.inputs, *placed.outputs)]
-        for number, axis in enumerate(self._stage.axes):
-            if axis[1] > 1:
-                yield axis, self._role(node, layouts, number)
+    def roles_of(self, node: Node, placed: PlacedNode) -> tuple[tuple[AxisKey, AxisRole], ...]:
+        """The role in a node of each axis of several ranks; equal nodes share the result."""
+        weights = tuple(value in self._weights for value in node.inputs)
+        layouts = (*placed.inputs, *placed.outputs)
+        key = (self._origins.kind_of(node), weights, layouts)
+        if key not in self._known:
+            parsed = [Layout.parse(text) for text in layouts]
+            self._known[key] = tuple(
+                (axis, self._role(node, parsed, number))
+                for number, axis in enumerate(self._stage.axes)
+                if axis[1] > 1
+            )
+        return self._known[key]
 
     def results_of(self, node: Node, placed: PlacedNode) -> Iterator[tuple[AxisKey, str, int]]:
         """The placement of each result along each axis of several ranks, and its elements."""

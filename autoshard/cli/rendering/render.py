@@ -200,6 +200,7 @@ def search_report(search: MeshSearch, plans: Sequence[Plan | None]) -> Report:
         total, *seconds = (getattr(plan.costs, kind) for kind in kinds)
         figures = total, *map(_rates(mesh.performance).get, rates), *seconds, plan.memory.peak
         table.add(name, *figures, certificate, *pipeline)
+    reasons += [Sentence(search.statement)] * bool(search.statement)
     compared = dict.fromkeys(m.performance.comparison for m in search.meshes if m.performance)
     return Report((table, *reasons, *(Sentence(f"Predicted times: {text}.") for text in compared)))
 
