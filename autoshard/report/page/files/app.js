@@ -1,0 +1,61 @@
+/** The plan page: its views in order. */
+import { render } from "preact";
+import { readDocuments } from "./data.js";
+import { count, percent, seconds } from "./format.js";
+import { html } from "./html.js";
+import { MemoryView } from "./memory.js";
+import { MeshView } from "./mesh.js";
+import { ModelView } from "./model.js";
+import { StepView } from "./step.js";
+import { Verdict } from "./verdict.js";
+
+/**
+ * @typedef {import("./types").Plan} Plan
+ * @typedef {import("./types").Report} Report
+ */
+
+const VIEWS = [
+  { id: "verdict", title: "Verdict", view: Verdict },
+  { id: "memory", title: "Memory", view: MemoryView },
+  { id: "model", title: "The model", view: ModelView },
+  { id: "mesh", title: "The mesh", view: MeshView },
+  { id: "step", title: "The step", view: StepView },
+];
+
+/** @param {{plan: Plan, report: Report}} props */
+function Page({ plan, report }) {
+  const { costs, performance } = plan;
+  const facts = [
+    `${count(plan.graph.num_parameters)} parameters`,
+    plan.graph.precision,
+    plan.options.mode,
+    `on ${report.mesh}`,
+    plan.mesh.axes.map(({ name, size }) => `${name}=${size}`).join(" × "),
+  ].filter(Boolean);
+  const error = performance?.error == null ? "" : ` ± ${percent(performance.error)}`;
+  return html`
+    <header>
+      <h1>${document.title}</h1>
+      <p>${facts.join(", ")}.</p>
+      ${costs
+        ? html`<p class="headline">A step takes <strong>${seconds(costs.total)}${error}</strong>${
+            performance?.tokens_per_second ? `, ${count(Math.round(performance.tokens_per_second))} tokens/s` : ""
+          }${performance?.mfu ? `, MFU ${percent(performance.mfu)}` : ""} (predicted).</p>`
+        : html`<p class="headline">There is no plan: ${plan.reason}</p>`}
+      ${costs &&
+      html`<nav aria-label="Views">${VIEWS.map(({ id, title }) => html`<a key=${id} href=${`#${id}`}>${title}</a>`)}</nav>`}
+    </header>
+    ${costs &&
+    html`<main>${VIEWS.map(
+      ({ id, title, view: View }) => html`<section key=${id} id=${id} aria-labelledby=${`${id}-title`}>
+        <h2 id=${`${id}-title`}>${title}</h2>
+        <${View} plan=${plan} report=${report} />
+      </section>`,
+    )}</main>`}
+  `;
+}
+
+readDocuments().then((documents) => {
+  const place = /** @type {HTMLElement} */ (document.getElementById("page"));
+  render(html`<${Page} ...${documents} />`, place);
+});
