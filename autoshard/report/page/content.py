@@ -90,6 +90,21 @@ class ScheduleColumns:
 
 
 @dataclass(frozen=True, slots=True)
+class ExportedText:
+    """A plan as code or settings of another framework.
+
+    Attributes:
+        target: name of the export target.
+        text: the code or settings; empty if there are none.
+        reason: why there are none.
+    """
+
+    target: str
+    text: str = ""
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class PageReport:
     """What the plan page shows beside the plan.
 
@@ -105,7 +120,8 @@ class PageReport:
         memory: live bytes over the step; None with `step`.
         schedule: actions of a pipeline; None for a plan of one stage.
         why_no_step: why there is no timeline; empty if there is one.
-        exports: the plan in other forms, by target; empty unless the caller made them.
+        exports: the plan as code and settings, which the caller made.
+        source: name of the plan in commands.
         difference: of this plan from another; None without one.
     """
 
@@ -120,7 +136,8 @@ class PageReport:
     memory: MemoryCurve | None = None
     schedule: ScheduleColumns | None = None
     why_no_step: str = ""
-    exports: Mapping[str, str] | None = None
+    exports: Sequence[ExportedText] = ()
+    source: str = "plan.json"
     difference: PlanDifference | None = None
 
     def to_json(self) -> str:
@@ -134,14 +151,19 @@ def _adapter() -> TypeAdapter[PageReport]:
 
 
 def page_report(
-    plan: Plan, *, other: Plan | None = None, exports: Mapping[str, str] | None = None
+    plan: Plan,
+    *,
+    other: Plan | None = None,
+    exports: Sequence[ExportedText] = (),
+    source: str = "plan.json",
 ) -> PageReport:
     """Collect the report of a plan.
 
     Args:
         plan: the plan, or a document without one.
         other: a plan of the same program, from which the difference is shown.
-        exports: the plan in other forms, by target.
+        exports: the plan as code and settings.
+        source: file, id or address of the plan, for the commands that the page names.
 
     Raises:
         PlanError: the other plan is of another program.
@@ -164,6 +186,7 @@ def page_report(
         schedule=schedule,
         why_no_step=missing,
         exports=exports,
+        source=source,
         difference=None if other is None else compare_plans(other, plan),
     )
 

@@ -2,7 +2,7 @@
 
 import gzip
 from base64 import b64encode
-from collections.abc import Mapping
+from collections.abc import Sequence
 from functools import cache
 from hashlib import sha256
 from html import escape
@@ -10,7 +10,7 @@ from html import escape
 from autoshard.graph import graph_from_json
 from autoshard.mesh import mesh_text
 from autoshard.plan.document import Plan
-from autoshard.report.page.content import page_report
+from autoshard.report.page.content import ExportedText, page_report
 from autoshard.report.page.scripts import bundled_script, page_files
 
 _PAGE = """<!doctype html>
@@ -36,7 +36,11 @@ _PAGE = """<!doctype html>
 
 
 def plan_page(
-    plan: Plan, *, other: Plan | None = None, exports: Mapping[str, str] | None = None
+    plan: Plan,
+    *,
+    other: Plan | None = None,
+    exports: Sequence[ExportedText] = (),
+    source: str = "plan.json",
 ) -> str:
     """The plan page: one HTML file that needs neither a server nor the internet.
 
@@ -46,7 +50,8 @@ def plan_page(
     Args:
         plan: the plan, or a document without one.
         other: a plan of the same program, from which the page shows the difference.
-        exports: the plan in other forms, by target, to copy from the page.
+        exports: the plan as code and settings, to copy from the page.
+        source: file, id or address of the plan, for the commands that the page names.
 
     Raises:
         PlanError: the other plan is of another program.
@@ -55,6 +60,7 @@ def plan_page(
         >>> from pathlib import Path
         >>> Path("plan.html").write_text(plan_page(Plan.load("plan.json")), encoding="utf-8")
     """
+    content = page_report(plan, other=other, exports=exports, source=source)
     script, style = bundled_script(), _style()
     policy = "; ".join(
         (
@@ -72,7 +78,7 @@ def plan_page(
         style=style,
         summary=escape(plan.summary()),
         plan=_compressed(plan.to_json()),
-        report=_compressed(page_report(plan, other=other, exports=exports).to_json()),
+        report=_compressed(content.to_json()),
         script=script,
     )
 

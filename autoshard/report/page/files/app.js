@@ -3,11 +3,14 @@ import { render } from "preact";
 import { readDocuments } from "./data.js";
 import { count, percent, seconds } from "./format.js";
 import { html } from "./html.js";
+import { DifferenceView } from "./difference.js";
 import { MemoryView } from "./memory.js";
 import { MeshView } from "./mesh.js";
 import { ModelView } from "./model.js";
 import { StepView } from "./step.js";
+import { TakeAway } from "./takeaway.js";
 import { Verdict } from "./verdict.js";
+import { WhyView } from "./why.js";
 
 /**
  * @typedef {import("./types").Plan} Plan
@@ -19,12 +22,16 @@ const VIEWS = [
   { id: "memory", title: "Memory", view: MemoryView },
   { id: "model", title: "The model", view: ModelView },
   { id: "mesh", title: "The mesh", view: MeshView },
+  { id: "why", title: "Why this?", view: WhyView },
   { id: "step", title: "The step", view: StepView },
+  { id: "difference", title: "Difference", view: DifferenceView },
+  { id: "take-away", title: "Take away", view: TakeAway },
 ];
 
 /** @param {{plan: Plan, report: Report}} props */
 function Page({ plan, report }) {
   const { costs, performance } = plan;
+  const views = VIEWS.filter(({ id }) => id !== "difference" || report.difference);
   const facts = [
     `${count(plan.graph.num_parameters)} parameters`,
     plan.graph.precision,
@@ -43,10 +50,10 @@ function Page({ plan, report }) {
           }${performance?.mfu ? `, MFU ${percent(performance.mfu)}` : ""} (predicted).</p>`
         : html`<p class="headline">There is no plan: ${plan.reason}</p>`}
       ${costs &&
-      html`<nav aria-label="Views">${VIEWS.map(({ id, title }) => html`<a key=${id} href=${`#${id}`}>${title}</a>`)}</nav>`}
+      html`<nav aria-label="Views">${views.map(({ id, title }) => html`<a key=${id} href=${`#${id}`}>${title}</a>`)}</nav>`}
     </header>
     ${costs &&
-    html`<main>${VIEWS.map(
+    html`<main>${views.map(
       ({ id, title, view: View }) => html`<section key=${id} id=${id} aria-labelledby=${`${id}-title`}>
         <h2 id=${`${id}-title`}>${title}</h2>
         <${View} plan=${plan} report=${report} />

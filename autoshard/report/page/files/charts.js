@@ -134,13 +134,13 @@ export function StackedAreas({ label, start, end, layers, limit, xFormat, yForma
       ${limit && html`<line class="limit" x1="0" x2=${WIDTH} y1=${y(limit.value)} y2=${y(limit.value)} />`}
       <line class="cursor" x1=${x(start[chosen])} x2=${x(start[chosen])} y1="0" y2=${bottom} />
     </svg>
-    <figcaption>
-      At ${xFormat(start[chosen])}${chosen === peak ? " (the peak)" : ""}: ${yFormat(totals[chosen])}, of
-      which ${layers
+    <figcaption>${[
+      `At ${xFormat(start[chosen])}${chosen === peak ? " (the peak)" : ""}: ${yFormat(totals[chosen])}, of which`,
+      `${layers
         .filter((layer) => layer.values[chosen] > 0)
         .map((layer) => `${layer.name} ${yFormat(layer.values[chosen])}`)
-        .join(", ")}.
-    </figcaption>
+        .join(", ")}.`,
+    ].join(" ")}</figcaption>
   </figure>`;
 }
 

@@ -38,9 +38,9 @@ export function bytes(value) {
 
 /** @param {number} share */
 export function percent(share) {
-  const text = `${(100 * share).toFixed(0)} %`;
-  if (text === "0 %" && share > 0) return "<1 %";
-  return text === "100 %" && share < 1 ? ">99 %" : text;
+  const text = (100 * share).toFixed(0);
+  if (text === "0" && share > 0) return "<1\u00a0%";
+  return text === "100" && share < 1 ? ">99\u00a0%" : `${text}\u00a0%`;
 }
 
 /** @param {number} value */

@@ -25,13 +25,13 @@ export function MemoryView({ plan, report }) {
     note: bytes(memory.peak),
     strong: own,
   }));
-  const limit = { name: memory.budget ? "budget" : "capacity", value: most };
+  const limit = { name: most < capacity ? "memory budget" : "capacity", value: most };
   return html`
-    <p>
-      At the peak a device holds ${bytes(memory.peak)}, ${percent(memory.peak / most)} of the ${bytes(most)} that
-      it may${memory.budget && memory.budget < capacity ? ` (it has ${bytes(capacity)})` : ""}. The peak is in
-      the phase ${memory.phase}${memory.at ? html`, at <code>${memory.at}</code>` : ""}.
-    </p>
+    <p>${[
+      `At the peak a device holds ${bytes(memory.peak)}, ${percent(memory.peak / most)} of the ${bytes(most)} that it may hold`,
+      memory.budget && memory.budget < capacity ? ` (it has ${bytes(capacity)})` : "",
+      `. The peak is in the phase ${memory.phase}`,
+    ].join("")}${memory.at ? html`, at <code>${memory.at}</code>` : ""}.</p>
     <${StackedBars} label="Memory at the peak by kind, against the limit" bars=${bars} format=${bytes} limit=${limit} />
     <p class="hint">Dashed line: the ${limit.name}, ${bytes(most)}.</p>
     <${Curve} report=${report} plan=${plan} limit=${limit} />

@@ -25,11 +25,11 @@ export function MeshView({ plan }) {
   const perNode = Math.min(topology.levels[0]?.size ?? number, number);
   const members = Array.from({ length: sizes[axis] }, (_, i) => group + i * stride(axis, sizes));
   return html`
-    <p>
-      ${plural(number, "device")}${perNode < number ? `, ${perNode} on each node` : ""}, numbered row-major over
-      ${axes.map(({ name, size }) => `${name}=${size}`).join(" × ")}.
-      ${topology.levels.map((level) => `${level.name}: ${bytes(level.bandwidth)}/s a device`).join("; ")}.
-    </p>
+    <p>${[
+      `${plural(number, "device")}${perNode < number ? `, ${perNode} on each node` : ""}, numbered row-major over`,
+      `${axes.map(({ name, size }) => `${name}=${size}`).join(" × ")}.`,
+      `${topology.levels.map((level) => `${level.name}: ${bytes(level.bandwidth)}/s a device`).join("; ")}.`,
+    ].join(" ")}</p>
     <fieldset class="choices"><legend>Groups of axis</legend>
       ${axes.map(
         ({ name, size }, i) => html`<label key=${name}><input type="radio" name="axis" checked=${i === axis} onchange=${() => setAxis(i)} />${name} (${size})</label>`,
@@ -49,9 +49,7 @@ export function MeshView({ plan }) {
       )}
     </div>
     ${number > MOST_DEVICES && html`<p class="hint">The first ${MOST_DEVICES} devices.</p>`}
-    <p aria-live="polite">
-      Device ${device} is at ${coordinateText(device, plan)}. Its group on ${axes[axis].name}: devices ${members.join(", ")}.
-    </p>
+    <p aria-live="polite">${`Device ${device} is at ${coordinateText(device, plan)}. Its group on ${axes[axis].name}: devices ${members.join(", ")}.`}</p>
     <${Slices} plan=${plan} device=${device} />
   `;
 }
@@ -122,10 +120,9 @@ function Slices({ plan, device }) {
         ${parameters.map(({ input }, i) => html`<option key=${i} value=${i} selected=${i === chosen}>${input.target}</option>`)}
       </select>
     </label>
-    <p>
-      <code>${input.target}</code>, ${shape(input.shape)} ${input.dtype}; on a device ${shape(input.local_shape)}
-      (${layoutWords(input.layout, stage.axes) || "on one device"}).
-    </p>
+    <p><code>${input.target}</code>${`, ${shape(input.shape)} ${input.dtype}; on a device ${shape(input.local_shape)} (${
+      layoutWords(input.layout, stage.axes) || "on one device"
+    }).`}</p>
     <${TensorGrid} stage=${stage} input=${input} device=${device} />
   `;
 }
@@ -154,9 +151,7 @@ function TensorGrid({ stage, input, device }) {
         }),
       )}
     </svg></div>
-    <figcaption>Rows: dim ${cells.dims[0]}${columns.length > 1 ? `; columns: dim ${cells.dims[1]}` : ""}. Numbers in cells: devices that hold them${
-      stage.axes.length ? "" : ""
-    }.</figcaption>
+    <figcaption>${`Rows: dim ${cells.dims[0]}${columns.length > 1 ? `; columns: dim ${cells.dims[1]}` : ""}. Numbers in cells: the devices that hold them.`}</figcaption>
   </figure>`;
 }
 

@@ -131,7 +131,7 @@ function finish(module, plan, signatures) {
     totals.compute += placed.time;
     for (const step of placed.inside) {
       totals.communication += step.time;
-      addMoved(totals, `${step.action} over ${step.axis}`, 1, step.time);
+      addMoved(totals, movedName([step.action], step.axis));
     }
     const axes = plan.stages[stage].axes.filter(([, size]) => size > 1);
     roles.forEach((role, axis) => addTo(totals.work, axes[axis][0], role, placed.time));
@@ -145,11 +145,8 @@ function finish(module, plan, signatures) {
     totals.overlapped += resharding.overlapped;
     for (const step of resharding.steps) {
       totals.communication += step.time;
-      if (of === "activation") {
-        for (const action of collectives(step, plan.options.mode === "training")) {
-          addMoved(totals, `${action} over ${step.axis}`, 1, 0);
-        }
-      }
+      const actions = collectives(step, plan.options.mode === "training");
+      if (of === "activation" && actions.length) addMoved(totals, movedName(actions, step.axis));
     }
   }
   module.signature = signatureOf(module, signatures);
@@ -212,7 +209,7 @@ function addTotals(totals, others) {
   for (const [axis, kinds] of others.stored) {
     for (const [kept, value] of kinds) addTo(totals.stored, axis, kept, value);
   }
-  for (const [name, { count, seconds }] of others.moved) addMoved(totals, name, count, seconds);
+  for (const [name, number] of others.moved) addMoved(totals, name, number);
 }
 
 /**
@@ -227,14 +224,20 @@ function addTo(table, axis, key, value) {
 }
 
 /**
+ * @param {string[]} actions
+ * @param {string} axis
+ */
+function movedName(actions, axis) {
+  return `${[...new Set(actions)].sort().join("/")} over ${axis}`;
+}
+
+/**
  * @param {Totals} totals
  * @param {string} name
- * @param {number} count
- * @param {number} seconds
+ * @param {number} number
  */
-function addMoved(totals, name, count, seconds) {
-  const old = totals.moved.get(name) ?? { count: 0, seconds: 0 };
-  totals.moved.set(name, { count: old.count + count, seconds: old.seconds + seconds });
+function addMoved(totals, name, number = 1) {
+  totals.moved.set(name, (totals.moved.get(name) ?? 0) + number);
 }
 
 /**

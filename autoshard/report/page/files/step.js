@@ -45,10 +45,7 @@ function OneRank({ step, total }) {
     return { name, number: times.length, time: sum(times), hidden: sum(hidden) };
   });
   return html`
-    <p>
-      One rank; all ranks do the same. What overlaps with compute is drawn beside it; the rest of the
-      communication stops compute.
-    </p>
+    <p>One rank; all ranks do the same. What overlaps with compute is drawn below it; the rest of the communication stops compute.</p>
     <${Legend} parts=${PHASES.filter(({ name }) => step.phase.includes(name))} />
     <${Timeline} label="Events of a step on one rank" lanes=${lanes} seconds=${total} format=${seconds} />
     <div class="scroll"><table>
@@ -100,11 +97,11 @@ function AllStages({ plan, schedule }) {
   const kinds = [...new Set(schedule.kind)].map((kind) => KINDS[kind]);
   const shown = schedule.end.some((time) => time > 0) ? [...kinds, KINDS.end] : kinds;
   return html`
-    <p>
-      ${schedule.name}: ${plural(plan.stages.length, "stage")} on ${plural(schedule.finish.length, "pipeline rank")},
-      ${plural(plan.pipeline?.micro_batches ?? 1, "micro-batch").replace("batchs", "batches")}. A step takes
-      ${seconds(schedule.seconds)}, of which ranks are idle ${percent(schedule.bubble)}. Numbers are micro-batches.
-    </p>
+    <p>${[
+      `${schedule.name}: ${plural(plan.stages.length, "stage")} on ${plural(schedule.finish.length, "pipeline rank")},`,
+      `micro-batches: ${plan.pipeline?.micro_batches}. A step takes ${seconds(schedule.seconds)}, of which ranks are`,
+      `idle ${percent(schedule.bubble)}. Numbers are those of micro-batches.`,
+    ].join(" ")}</p>
     <${Legend} parts=${shown} />
     <${Timeline} label="Actions of all pipeline ranks in a step" lanes=${lanes} seconds=${schedule.seconds} format=${seconds} />
     <div class="scroll"><table>

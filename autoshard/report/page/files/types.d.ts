@@ -236,7 +236,8 @@ export interface Report {
   memory: { start: number[]; nbytes: Record<string, number[]> } | null;
   schedule: Schedule | null;
   why_no_step: string;
-  exports: Record<string, string> | null;
+  exports: { target: string; text: string; reason: string }[];
+  source: string;
   difference: Difference | null;
 }
 
@@ -304,8 +305,8 @@ export interface Totals {
   work: Map<string, Map<string, number>>;
   /** Bytes of parameters by axis and storage. */
   stored: Map<string, Map<string, number>>;
-  /** Number and seconds of collectives on activations, by "action over axis". */
-  moved: Map<string, { count: number; seconds: number }>;
+  /** Number of redistributions of activations, by "actions over axis". */
+  moved: Map<string, number>;
 }
 
 export interface Module {

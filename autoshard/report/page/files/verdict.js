@@ -29,7 +29,7 @@ export function Verdict({ plan, report }) {
   return html`
     ${report.sentences.map((text) => html`<p key=${text}>${text}</p>`)}
     <${StackedBars} label="Predicted step time of the plan and of usual layouts" bars=${bars} format=${seconds} />
-    ${plan.performance && html`<p class="hint">Whiskers: ${plan.performance.comparison}.</p>`}
+    ${plan.performance && html`<p class="hint">${`Whiskers: the error of such predictions. Of this plan: ${plan.performance.comparison}.`}</p>`}
     <${Families} plan=${plan} entries=${entries} />
     <${StepShares} report=${report} />
     <${Proof} plan=${plan} report=${report} />
