@@ -3,15 +3,17 @@ import { StackedBars } from "./charts.js";
 import { bytes, count, seconds, words } from "./format.js";
 import { html } from "./html.js";
 import { KINDS } from "./memory.js";
+import { Scrollable } from "./scrollable.js";
 import { costParts } from "./verdict.js";
 
 /**
  * @typedef {import("./types").Figure} Figure
  * @typedef {import("./types").Change} Change
- * @typedef {import("./types").Costs} Costs
  */
 
 const MOST = 200;
+/** Costs that both plans do not have are not listed. */
+const NO_COSTS = { total: 0, compute: 0, communication: 0, optimizer: 0, recompute: 0, overlapped: 0, idle: 0 };
 
 /** @param {{report: import("./types").Report}} props */
 export function DifferenceView({ report }) {
@@ -20,7 +22,8 @@ export function DifferenceView({ report }) {
   const sides = /** @type {const} */ (["before", "after"]);
   const titles = { before: `Other plan, ${difference.meshes[0]}`, after: `This plan, ${difference.meshes[1]}` };
   const costs = sides.map((side) => {
-    const found = /** @type {Costs} */ (Object.fromEntries(difference.costs.map((figure) => [figure.name, figure[side]])));
+    const given = Object.fromEntries(difference.costs.map((figure) => [figure.name, figure[side]]));
+    const found = { ...NO_COSTS, ...given };
     return { name: titles[side], parts: costParts(found), note: seconds(found.total), strong: side === "after" };
   });
   const memory = sides.map((side) => ({
@@ -55,13 +58,13 @@ function sentence(difference) {
 /** @param {{title: string, figures: Figure[], format: (value: number) => string}} props */
 function Figures({ title, figures, format }) {
   const shown = figures.filter(({ before, after }) => before || after);
-  return html`<div class="scroll"><table>
+  return html`<${Scrollable} label=${title}><table>
     <thead><tr><th>${title}</th><th class="number">Other plan</th><th class="number">This plan</th><th class="number">Difference</th></tr></thead>
     <tbody>${shown.map(
       ({ name, before, after }) => html`<tr key=${name}><th scope="row">${name}</th><td class="number">${format(before)}</td>
         <td class="number">${format(after)}</td><td class="number">${signed(after - before, format)}</td></tr>`,
     )}</tbody>
-  </table></div>`;
+  </table><//>`;
 }
 
 /**
@@ -76,14 +79,14 @@ function signed(value, format) {
 /** @param {{changes: import("./types").CollectiveChange[]}} props */
 function Collectives({ changes }) {
   if (!changes.length) return null;
-  return html`<div class="scroll"><table>
+  return html`<${Scrollable} label="Collectives"><table>
     <thead><tr><th>Collective</th><th>Axis</th><th>Pass</th><th class="number">Number</th><th class="number">Bytes</th></tr></thead>
     <tbody>${changes.map(
       (change) => html`<tr key=${`${change.kind} ${change.axis} ${change.direction}`}><th scope="row">${words(change.kind)}</th>
         <td>${change.axis}</td><td>${change.direction}</td><td class="number">${`${change.before} → ${change.after}`}</td>
         <td class="number">${`${bytes(change.bytes_before)} → ${bytes(change.bytes_after)}`}</td></tr>`,
     )}</tbody>
-  </table></div>`;
+  </table><//>`;
 }
 
 /** @param {{title: string, changes: Change[]}} props */
@@ -91,12 +94,12 @@ function Changes({ title, changes }) {
   if (!changes.length) return null;
   return html`<details>
     <summary>${`${title} with other layouts: ${count(changes.length)}`}</summary>
-    <div class="scroll"><table>
+    <${Scrollable} label=${title}><table>
       <thead><tr><th>Name</th><th>Other plan</th><th>This plan</th></tr></thead>
       <tbody>${changes.slice(0, MOST).map(
         ({ name, before, after }) => html`<tr key=${name}><th scope="row"><code>${name}</code></th><td>${before}</td><td>${after}</td></tr>`,
       )}</tbody>
-    </table></div>
+    </table><//>
     ${changes.length > MOST && html`<p class="hint">${`The first ${MOST}.`}</p>`}
   </details>`;
 }

@@ -2,6 +2,7 @@
 import { StackedAreas, StackedBars } from "./charts.js";
 import { bytes, percent, seconds } from "./format.js";
 import { html } from "./html.js";
+import { Scrollable } from "./scrollable.js";
 
 /**
  * @typedef {import("./types").Plan} Plan
@@ -35,7 +36,7 @@ export function MemoryView({ plan, report }) {
     <${StackedBars} label="Memory at the peak by kind, against the limit" bars=${bars} format=${bytes} limit=${limit} />
     <p class="hint">Dashed line: the ${limit.name}, ${bytes(most)}.</p>
     <${Curve} report=${report} plan=${plan} limit=${limit} />
-    <div class="scroll"><table>
+    <${Scrollable} label="Memory by kind"><table>
       <thead><tr><th>Kind</th>${entries.map(({ name }) => html`<th key=${name} class="number">${name}</th>`)}</tr></thead>
       <tbody>
         ${[...KINDS, /** @type {const} */ ("peak")].map(
@@ -45,7 +46,7 @@ export function MemoryView({ plan, report }) {
           </tr>`,
         )}
       </tbody>
-    </table></div>
+    </table><//>
   `;
 }
 

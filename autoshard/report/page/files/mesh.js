@@ -3,6 +3,7 @@ import { useMemo, useState } from "preact/hooks";
 import { bytes, plural, shape } from "./format.js";
 import { html } from "./html.js";
 import { coordinateOf, layoutWords, localSlices, parseLayout } from "./layouts.js";
+import { Scrollable } from "./scrollable.js";
 
 /**
  * @typedef {import("./types").Plan} Plan
@@ -137,7 +138,7 @@ function TensorGrid({ stage, input, device }) {
   const [width, height] = [Math.max(GRID, columns.length * CELL), Math.max(Math.min(GRID, rows.length * 60), rows.length * CELL)];
   const [w, h] = [width / columns.length, height / rows.length];
   return html`<figure>
-    <div class="scroll"><svg class="tensor" width=${width + 90} height=${height + 30} role="img" aria-label=${`Slices of ${input.target}`}>
+    <${Scrollable} label="Slices"><svg class="tensor" width=${width + 90} height=${height + 30} role="img" aria-label=${`Slices of ${input.target}`}>
       ${rows.map((row, i) => html`<text key=${row} class="tick" x="86" y=${24 + (i + 0.5) * h} text-anchor="end">${row}</text>`)}
       ${columns.map((column, i) => html`<text key=${column} class="tick" x=${90 + (i + 0.5) * w} y="14" text-anchor="middle">${column}</text>`)}
       ${rows.flatMap((_, r) =>
@@ -150,7 +151,7 @@ function TensorGrid({ stage, input, device }) {
           </g>`;
         }),
       )}
-    </svg></div>
+    </svg><//>
     <figcaption>${`Rows: dim ${cells.dims[0]}${columns.length > 1 ? `; columns: dim ${cells.dims[1]}` : ""}. Numbers in cells: the devices that hold them.`}</figcaption>
   </figure>`;
 }

@@ -4,6 +4,7 @@ import { bytes, count, percent, plural, seconds, shape, words } from "./format.j
 import { html } from "./html.js";
 import { layoutWords } from "./layouts.js";
 import { collectives, moduleTree, rowsOf, sharesOf } from "./modules.js";
+import { Scrollable } from "./scrollable.js";
 
 /**
  * @typedef {import("./types").Plan} Plan
@@ -43,7 +44,7 @@ export function ModelView({ plan, report }) {
       "Modules with equal layouts are one row. Time is that of a step, bytes are those at rest, on one device",
       plan.pipeline ? "of each stage." : ".",
     ].join(" ").replace(" .", ".")}</p>
-    <div class="scroll"><table class="tree">
+    <${Scrollable} label="Modules"><table class="tree">
       <thead><tr>
         <th>Module</th>
         ${axes.map((name) => html`<th key=${name}>Axis ${name}</th>`)}
@@ -51,7 +52,7 @@ export function ModelView({ plan, report }) {
         <th>Activations redistributed</th>
       </tr></thead>
       <tbody>${treeRows(top, 0, { plan, axes, open, toggle, total })}</tbody>
-    </table></div>
+    </table><//>
   `;
 }
 
@@ -83,7 +84,7 @@ function mainPath(root) {
  * @param {Row} row
  * @param {number} depth
  * @param {Shown} shown
- * @returns {unknown[]}
+ * @returns {any[]}
  */
 function treeRows(row, depth, shown) {
   const [first] = row.members;
@@ -119,7 +120,7 @@ function ModuleRow({ row, depth, shown }) {
 
 /**
  * A button that opens and closes the rows below it.
- * @param {{name: string, depth: number, shown: Shown, title?: string, children: unknown}} props
+ * @param {{name: string, depth: number, shown: Shown, title?: string, children: any}} props
  */
 function Fold({ name, depth, shown, title, children }) {
   return html`<button type="button" class="fold" style=${{ paddingLeft: `${depth * 1.1}em` }} title=${title}

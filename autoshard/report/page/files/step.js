@@ -3,6 +3,7 @@ import { useMemo } from "preact/hooks";
 import { Legend } from "./charts.js";
 import { bytes, percent, plural, seconds } from "./format.js";
 import { html } from "./html.js";
+import { Scrollable } from "./scrollable.js";
 import { Timeline } from "./timeline.js";
 
 /**
@@ -48,14 +49,14 @@ function OneRank({ step, total }) {
     <p>One rank; all ranks do the same. What overlaps with compute is drawn below it; the rest of the communication stops compute.</p>
     <${Legend} parts=${PHASES.filter(({ name }) => step.phase.includes(name))} />
     <${Timeline} label="Events of a step on one rank" lanes=${lanes} seconds=${total} format=${seconds} />
-    <div class="scroll"><table>
+    <${Scrollable} label="Lanes"><table>
       <thead><tr><th>Lane</th><th class="number">Events</th><th class="number">Time</th><th class="number">Of the step</th><th class="number">Hidden</th></tr></thead>
       <tbody>${busy.map(
         ({ name, number, time, hidden }) => html`<tr key=${name}><th scope="row">${name}</th><td class="number">${number}</td>
           <td class="number">${seconds(time)}</td><td class="number">${percent(time / total)}</td>
           <td class="number">${time && hidden ? percent(hidden / time) : ""}</td></tr>`,
       )}</tbody>
-    </table></div>
+    </table><//>
   `;
 }
 
@@ -104,7 +105,7 @@ function AllStages({ plan, schedule }) {
     ].join(" ")}</p>
     <${Legend} parts=${shown} />
     <${Timeline} label="Actions of all pipeline ranks in a step" lanes=${lanes} seconds=${schedule.seconds} format=${seconds} />
-    <div class="scroll"><table>
+    <${Scrollable} label="Stages"><table>
       <thead><tr><th>Stage</th><th class="number">Operators</th><th class="number">Compute</th><th class="number">Communication</th>
         <th class="number">Optimizer</th><th class="number">Peak memory</th></tr></thead>
       <tbody>${plan.pipeline?.stages.map(
@@ -112,7 +113,7 @@ function AllStages({ plan, schedule }) {
           <td class="number">${seconds(costs.compute)}</td><td class="number">${seconds(costs.communication)}</td>
           <td class="number">${seconds(costs.optimizer)}</td><td class="number">${bytes(memory.peak)}</td></tr>`,
       )}</tbody>
-    </table></div>
+    </table><//>
   `;
 }
 

@@ -2,6 +2,7 @@
 import { StackedBars } from "./charts.js";
 import { bytes, percent, seconds } from "./format.js";
 import { html } from "./html.js";
+import { Scrollable } from "./scrollable.js";
 
 /**
  * @typedef {import("./types").Plan} Plan
@@ -82,7 +83,7 @@ export function costParts(costs) {
 function Families({ plan, entries }) {
   const best = plan.costs?.total ?? 0;
   const missing = plan.baselines.filter((baseline) => !baseline.costs);
-  return html`<div class="scroll"><table>
+  return html`<${Scrollable} label="Layouts"><table>
     <thead><tr><th>Layout</th><th class="number">Step</th><th class="number">Against the plan</th>
       <th class="number">MFU</th><th class="number">Peak memory</th></tr></thead>
     <tbody>
@@ -102,7 +103,7 @@ function Families({ plan, entries }) {
         </tr>`,
       )}
     </tbody>
-  </table></div>`;
+  </table><//>`;
 }
 
 /** @param {{report: Report}} props */
@@ -125,7 +126,7 @@ function StepShares({ report }) {
   return html`
     <h3>Where the time goes</h3>
     ${step && html`<${StackedBars} label="Step time by compute and by exposed communication on each axis" bars=${[bar]} format=${seconds} />`}
-    <div class="scroll"><table>
+    <${Scrollable} label="Items of the step"><table>
       <thead><tr><th>Item</th><th class="number">Time</th><th class="number">Share</th></tr></thead>
       <tbody>
         ${report.costs.map(
@@ -136,7 +137,7 @@ function StepShares({ report }) {
           </tr>`,
         )}
       </tbody>
-    </table></div>
+    </table><//>
   `;
 }
 

@@ -5,6 +5,7 @@ import { percent, seconds, shape } from "./format.js";
 import { html } from "./html.js";
 import { layoutWords } from "./layouts.js";
 import { stepText } from "./model.js";
+import { Scrollable } from "./scrollable.js";
 
 /**
  * @typedef {import("./types").Plan} Plan
@@ -71,14 +72,14 @@ function Chosen({ plan, subject, source }) {
       hidden ? `, of which ${percent(hidden / total)} is hidden behind compute` : ""
     }.`}</p>
     ${moved.length > 0 &&
-    html`<div class="scroll"><table>
+    html`<${Scrollable} label="Redistributed tensors"><table>
       <thead><tr><th>Tensor</th><th>Reader</th><th>Steps</th><th class="number">Time</th></tr></thead>
       <tbody>${moved.map(
         (r, i) => html`<tr key=${i}><th scope="row"><code>${r.value}</code></th><td>${r.consumer ?? "all"}</td>
           <td>${r.steps.map((step, i) => html`<span key=${i} class="badge">${stepText(step, training)}</span>`)}</td>
           <td class="number">${seconds(r.steps.reduce((time, step) => time + step.time, 0))}</td></tr>`,
       )}</tbody>
-    </table></div>`}
+    </table><//>`}
     <p>The price of every alternative, each with the best plan around it:</p>
     <${Command} text=${`autoshard explain ${quoted(source)} ${quoted(name)}`} />
   `;
