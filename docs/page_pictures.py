@@ -13,7 +13,7 @@ from autoshard.plan import Plan
 from autoshard.report.page import plan_page
 
 PICTURES = Path(__file__).parent / "pictures"
-WIDTH = 1000
+WIDTH = 1140
 
 
 def llama_plan() -> Plan:

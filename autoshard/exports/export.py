@@ -61,7 +61,7 @@ def code_exports(plan: Plan) -> tuple[ExportedText, ...]:
 
 def _exported(plan: Plan, target: str) -> ExportedText:
     try:
-        return ExportedText(target, export_plan(plan, target, min_expressed=0))
+        return ExportedText(target, EXPORT_TARGETS[target].export(_outline(plan, target)))
     except PlanError as error:
         return ExportedText(target, reason=str(error))
 

@@ -25,7 +25,7 @@ _PAGE = """<!doctype html>
 <style>{style}</style>
 </head>
 <body>
-<noscript><pre>{summary}</pre></noscript>
+<noscript><p>{words}</p></noscript>
 <div id="page"></div>
 <script type="application/gzip" id="plan">{plan}</script>
 <script type="application/gzip" id="report">{report}</script>
@@ -76,7 +76,7 @@ def plan_page(
         policy=escape(policy),
         title=escape(_title(plan)),
         style=style,
-        summary=escape(plan.summary()),
+        words=escape(" ".join([f"{plan}.", *content.sentences, content.certificate])),
         plan=_compressed(plan.to_json()),
         report=_compressed(content.to_json()),
         script=script,

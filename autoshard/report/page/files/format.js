@@ -4,10 +4,23 @@
 function digits(value) {
   const size = Math.abs(value);
   const places = size === 0 ? 0 : Math.min(Math.max(2 - Math.floor(Math.log10(size)), 0), 6);
-  return value.toLocaleString("en-US", {
-    minimumFractionDigits: size >= 100 ? 0 : Math.min(places, 2),
-    maximumFractionDigits: places,
-  });
+  return numberFormat(Math.min(places, 2), places).format(value);
+}
+
+/** @type {Map<string, Intl.NumberFormat>} */
+const FORMATS = new Map();
+
+/**
+ * A format of numbers, of which each is made once: to make one takes long.
+ * @param {number} least digits after the point
+ * @param {number} most digits after the point
+ */
+function numberFormat(least, most) {
+  const key = `${least} ${most}`;
+  const digits = { minimumFractionDigits: least, maximumFractionDigits: most };
+  const format = FORMATS.get(key) ?? new Intl.NumberFormat("en-US", digits);
+  FORMATS.set(key, format);
+  return format;
 }
 
 /**
@@ -45,7 +58,7 @@ export function percent(share) {
 
 /** @param {number} value */
 export function count(value) {
-  return value.toLocaleString("en-US");
+  return numberFormat(0, 3).format(value);
 }
 
 /** @param {number[]} shape */

@@ -74,7 +74,7 @@ function lanesOf(step) {
   const lanes = step.lanes.map((name) => ({ name, blocks: [] }));
   step.start.forEach((start, i) => {
     const name = step.texts[step.name[i]];
-    const details = [
+    const details = () => [
       `${name} of ${step.texts[step.subject[i]]}`,
       step.phase[i],
       step.nbytes[i] ? bytes(step.nbytes[i]) : "",
@@ -85,7 +85,7 @@ function lanesOf(step) {
       start,
       seconds: step.seconds[i],
       colour: step.phase[i],
-      text: details.filter(Boolean).join(", "),
+      text: () => details().filter(Boolean).join(", "),
       short: name.replace(/^aten\./, ""),
     });
   });
@@ -131,14 +131,14 @@ function scheduleLanes(schedule) {
       start,
       seconds: schedule.stop[i] - start,
       colour,
-      text: `stage ${schedule.stage[i]}, ${name} of micro-batch ${number}`,
+      text: () => `stage ${schedule.stage[i]}, ${name} of micro-batch ${number}`,
       short: String(number),
     });
   });
   lanes.forEach(({ blocks }, rank) => {
     blocks.sort((a, b) => a.start - b.start);
     const time = schedule.end[rank];
-    if (time) blocks.push({ start: schedule.finish[rank], seconds: time, colour: "idle", text: "end of step" });
+    if (time) blocks.push({ start: schedule.finish[rank], seconds: time, colour: "idle", text: () => "end of step" });
   });
   return lanes;
 }

@@ -65,7 +65,7 @@ export function Timeline({ label, lanes, seconds, format }) {
       }}></canvas>
     <figcaption aria-live="polite">
       ${block
-        ? `${lanes[chosen.lane].name}: ${block.text}; ${format(block.seconds)} from ${format(block.start)}`
+        ? `${lanes[chosen.lane].name}: ${block.text()}; ${format(block.seconds)} from ${format(block.start)}`
         : `${plural(lanes.reduce((n, lane) => n + lane.blocks.length, 0), "event")} in ${format(seconds)}.`}
     </figcaption>
   </figure>`;

@@ -262,7 +262,8 @@ export interface Block {
   start: number;
   seconds: number;
   colour: string;
-  text: string;
+  /** What it is: a sentence for few of many blocks. */
+  text: () => string;
   /** Short text that is drawn in the rectangle if there is space for it. */
   short?: string;
 }

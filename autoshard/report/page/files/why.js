@@ -10,7 +10,7 @@ import { Scrollable } from "./scrollable.js";
 /**
  * @typedef {import("./types").Plan} Plan
  * @typedef {import("./types").Stage} Stage
- * @typedef {{name: string, stage: Stage, value: string, words: string, price: string}} Subject
+ * @typedef {{name: string, stage: Stage, value: string, words: () => string}} Subject
  */
 
 const MOST_OFFERED = 100;
@@ -42,33 +42,46 @@ function subjectsOf(plan) {
   for (const stage of plan.stages) {
     for (const input of stage.inputs) {
       if (input.kind !== "parameter") continue;
-      const words = `${shape(input.shape)} ${input.dtype}, ${shape(input.local_shape)} on a device: ${
-        layoutWords(input.layout, stage.axes) || "on one device"
-      }.`;
-      found.set(input.target, { name: input.target, stage, value: input.name, words, price: "" });
+      found.set(input.target, { name: input.target, stage, value: input.name, words: () => parameterWords(stage, input) });
     }
   }
   for (const stage of plan.stages) {
-    stage.nodes.forEach((placed, i) => {
-      const node = stage.program.nodes[i];
-      const words = `${node.operator}: ${placed.inputs.join(" · ")} → ${placed.outputs.join(" · ")}.`;
-      const price = `Its compute takes ${seconds(placed.time)} of a step. `;
-      if (!found.has(node.name)) found.set(node.name, { name: node.name, stage, value: node.outputs[0], words, price });
+    stage.program.nodes.forEach((node, i) => {
+      const words = () => operatorWords(node, stage.nodes[i]);
+      if (!found.has(node.name)) found.set(node.name, { name: node.name, stage, value: node.outputs[0], words });
     });
   }
   return found;
 }
 
+/**
+ * @param {Stage} stage
+ * @param {import("./types").PlacedInput} input
+ */
+function parameterWords(stage, input) {
+  const layout = layoutWords(input.layout, stage.axes) || "on one device";
+  return `${shape(input.shape)} ${input.dtype}, ${shape(input.local_shape)} on a device: ${layout}.`;
+}
+
+/**
+ * @param {import("./types").ProgramNode} node
+ * @param {import("./types").PlacedNode} placed
+ */
+function operatorWords(node, placed) {
+  const layouts = `${placed.inputs.join(" · ")} → ${placed.outputs.join(" · ")}`;
+  return `${node.operator}: ${layouts}. Its compute takes ${seconds(placed.time)} of a step.`;
+}
+
 /** @param {{plan: Plan, subject: Subject, source: string}} props */
 function Chosen({ plan, subject, source }) {
-  const { stage, name, value, words, price } = subject;
+  const { stage, name, value, words } = subject;
   const training = plan.options.mode === "training";
   const moved = stage.reshardings.filter((r) => r.value === value || r.consumer === name);
   const total = moved.reduce((sum, r) => sum + r.steps.reduce((time, step) => time + step.time, 0), 0);
   const hidden = moved.reduce((sum, r) => sum + r.overlapped, 0);
   return html`
-    <p>${words}</p>
-    <p aria-live="polite">${`${price}What is redistributed for it takes ${seconds(total)} of a step${
+    <p>${words()}</p>
+    <p aria-live="polite">${`What is redistributed for it takes ${seconds(total)} of a step${
       hidden ? `, of which ${percent(hidden / total)} is hidden behind compute` : ""
     }.`}</p>
     ${moved.length > 0 &&
