@@ -22,6 +22,7 @@ from autoshard.cli.options import (
     PlanOutput,
     Quiet,
     Topology,
+    Within,
     read_topology,
 )
 from autoshard.cli.plan_options import Planning
@@ -42,6 +43,7 @@ from autoshard.errors import OptionError
 from autoshard.exports import read_like
 from autoshard.mesh import Axis, Mesh, make_mesh
 from autoshard.plan import Plan, PlanOptions
+from autoshard.report.answer import WITHIN
 from autoshard.requests.models import (
     MeshSearchRequest,
     OperatorCoverageRequest,
@@ -135,6 +137,7 @@ class Devices:
 
 
 def plan(
+    context: typer.Context,
     model: ModelSource,
     *,
     devices: Devices,
@@ -153,17 +156,18 @@ def plan(
         bool,
         typer.Option(
             "--comparisons/--no-comparisons",
-            help="Also plan DDP, FSDP2, HSDP and Megatron on the same mesh, and what restrictions "
-            "cost, within half of the time limit.",
+            help="Also plan DDP, FSDP2, HSDP and Megatron on the same devices, and what "
+            "restrictions cost, within half of the time limit.",
         ),
     ] = True,
+    within: Within = WITHIN,
     custom: CustomOperators,
     connection: Connection,
     output: PlanOutput = None,
     quiet: Quiet = False,
     output_format: OutputOptions,
 ) -> None:
-    """Plan a graph on a mesh, and show or write the plan.
+    """Plan a model on a mesh or a number of devices, and show or write the plan.
 
     The error bar of a predicted time, such as 416 ms +- 9 %, holds for 80 % of the published runs
     that were predicted in a layout of this kind on this generation of GPUs.
@@ -202,7 +206,8 @@ def plan(
         print_output(plan_report(found), "csv")
     else:
         file = graph if isinstance(graph, Path) else None
-        print_summary(found, graph=file, source=None if output is None else str(output))
+        source = None if output is None else str(output)
+        print_summary(found, graph=file, source=source, within=within, context=context)
     _end(found, is_stopped=found.certificate.status is SolveStatus.CANCELLED)
 
 

@@ -16,6 +16,7 @@ from autoshard.cli.options import (
     OutputOptions,
     PlanSource,
     Quiet,
+    Within,
     expand_groups,
     read_sizes,
 )
@@ -43,6 +44,7 @@ from autoshard.graph import load_graph
 from autoshard.plan.options import MIN_EXPRESSED
 from autoshard.planner import OptimalityCheck, check_optimality
 from autoshard.report import compare_plans
+from autoshard.report.answer import WITHIN
 from autoshard.report.choices import find_choices
 from autoshard.requests import running
 from autoshard.requests.models import read_model
@@ -83,6 +85,7 @@ def show(
     sections: Sections,
     page: PageOptions,
     notation: Notated = "dtensor",
+    within: Within = WITHIN,
     output: OutputOptions,
     connection: Connection,
 ) -> None:
@@ -92,7 +95,7 @@ def show(
         page.write(made, plan)
         return
     if not made.found or not (sections.chosen or output.chosen != "table"):
-        print_summary(made, source=plan)
+        print_summary(made, source=plan, within=within)
         return
     report = plan_report(made, sections.chosen or SECTIONS, notation=notation)
     print_output(report, output.chosen)

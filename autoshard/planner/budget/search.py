@@ -72,7 +72,12 @@ class BudgetSearch(BudgetSolver):
     """Searches the best plan of a formulation under a memory budget; see `BudgetSolver`."""
 
     def run(
-        self, memory_budget: int, *, quick: bool = False, bound: float = -float("inf")
+        self,
+        memory_budget: int,
+        *,
+        quick: bool = False,
+        proves: bool = False,
+        bound: float = -float("inf"),
     ) -> Outcome:
         """Search the fastest plan whose peak is within a budget.
 
@@ -80,12 +85,14 @@ class BudgetSearch(BudgetSolver):
             memory_budget: bytes per device.
             quick: True to return the first plan that fits, with the layouts of the fastest plan
                 without recomputation, or others where those do not fit.
+            proves: True to prove a bound of all plans within the budget for it, at good prices of
+                memory; otherwise its bound is that of plans with any memory.
             bound: known lower bound of the time of all plans that fit.
         """
         self.bound = bound
         if self._formulation.min_input_bytes > memory_budget:
             return self._of_variables(Solution(SolveStatus.INFEASIBLE, None, np.inf, np.inf, 0.0))
-        rounds = Rounds(memory_budget, bound, quick=quick)
+        rounds = Rounds(memory_budget, bound, quick=quick, proves=proves)
         try:
             # The last solves may begin after the deadline, and so may the problems that they need.
             latest = time.perf_counter() + 2 * self.remaining + _LATE_SECONDS
@@ -138,9 +145,38 @@ class BudgetSearch(BudgetSolver):
             rounds.best = self._first_plan(unlimited, rounds)
         if rounds.best is not None:
             is_optimal = rounds.best.solution.status is SolveStatus.OPTIMAL
+            if rounds.proves and rounds.layouts is not None and not (self.is_late or is_optimal):
+                return self._bounded_within_budget(rounds.best, rounds)
             if rounds.quick or self.is_late or is_optimal:
                 return rounds.best
         return self._fit(rounds)
+
+    def _bounded_within_budget(self, outcome: Outcome, rounds: Rounds) -> Outcome:
+        """The first plan with a bound of all plans that fit, at good prices of memory."""
+        counted = self._prepared(rounds, rounds.bound, self._candidates(rounds))
+        limited = replace(counted.problem, usage_limit=float(rounds.budget))
+        solution = self.solve(limited, warm_start=counted.warm_start, proves=True, bounds_only=True)
+        rounds.bound = max(rounds.bound, solution.bound)
+        return self._bounded(outcome, rounds.bound)
+
+    def _prepared(
+        self, rounds: Rounds, unlimited: float, candidates: list[BoolArray]
+    ) -> CountedProblem:
+        """The problem that counts memory, with a start of its solver.
+
+        Args:
+            rounds: the state, which keeps it.
+            unlimited: lower bound of the plans with any memory.
+            candidates: masks of the strategies that the solver considers first.
+        """
+        counted = rounds.counted = self._counted(rounds)
+        warm_start = counted.warm_start
+        warm_start.unlimited_bound = unlimited if rounds.unlimited else None
+        warm_start.candidates = counted.nodes_with(candidates) if candidates else []
+        if rounds.common is not None:
+            start = counted.completed(rounds.common)
+            warm_start.known = [] if start is None else [start]
+        return counted
 
     def _first_plan(self, unlimited: Solution, rounds: Rounds) -> Outcome | None:
         """A plan that fits with the layouts of the best plan, or of one that is small.
@@ -332,13 +368,7 @@ class BudgetSearch(BudgetSolver):
                     # budget may fit.
                     pairs = zip(candidates, self._only(rounds.exceeding.layouts), strict=True)
                     candidates = [one | other for one, other in pairs]
-                rounds.counted = self._counted(rounds)
-                warm_start = rounds.counted.warm_start
-                warm_start.unlimited_bound = bound_of_unlimited if unlimited else None
-                warm_start.candidates = rounds.counted.nodes_with(candidates) if candidates else []
-                if rounds.common is not None:
-                    start = rounds.counted.completed(rounds.common)
-                    warm_start.known = [] if start is None else [start]
+                self._prepared(rounds, bound_of_unlimited, candidates)
             solution = self._solve_round(rounds, gap=self._loose_gap, proves=True)
             if solution is None or rounds.limits.is_over or self._is_over(rounds):
                 break

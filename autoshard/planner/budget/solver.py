@@ -20,6 +20,7 @@ from autoshard.solve import (
     Problem,
     Progress,
     Solution,
+    SolverSettings,
     WarmStart,
     minimum_usage,
     solve_problem,
@@ -103,8 +104,12 @@ class BudgetSolver:
         warm_start: WarmStart | None = None,
         seconds: float | None = None,
         proves: bool = False,
+        bounds_only: bool = False,
     ) -> Solution:
-        """Solve a problem; `proves` if its bound is one of all plans that fit."""
+        """Solve a problem; `proves` if its bound is one of all plans that fit.
+
+        With `bounds_only`, prices of memory prove a bound, and no better choice is searched for.
+        """
 
         def report(progress: Progress) -> None:
             if proves:
@@ -122,6 +127,7 @@ class BudgetSolver:
             solver=self._options.solver.name,
             block_cache=self._block_cache,
             warm_start=warm_start,
+            settings=SolverSettings(bounds_only=bounds_only),
         )
         self.cut_short = self.cut_short or solution.reached_time_limit
         return solution

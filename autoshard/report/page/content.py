@@ -10,13 +10,12 @@ from pydantic import TypeAdapter
 from autoshard.errors import PlanError
 from autoshard.lowering.timeline import KINDS
 from autoshard.plan.document import Plan
-from autoshard.pricing.axis_roles import AxisUse, Roles, StageRoles, find_roles, stage_roles
+from autoshard.pricing.axis_roles import StageRoles, stage_roles
 from autoshard.pricing.simulation import Simulation, simulate
+from autoshard.report.answer import Answer, answer_of, asked
 from autoshard.report.compare import PlanDifference, compare_plans
-from autoshard.report.cost_items import CostItem, cost_items
-from autoshard.report.plain_words import parallelism_sentences
-from autoshard.report.requirements import requirements
 from autoshard.report.restriction_cost import restriction_sentences
+from autoshard.report.summary import remarks_on
 from autoshard.schedules.simulation import ScheduleSimulation, simulate_pipeline
 
 _MAX_EVENTS = 60_000
@@ -109,12 +108,10 @@ class PageReport:
     """What the plan page shows beside the plan.
 
     Attributes:
-        mesh: the hardware in words.
-        sentences: the parallelism in words.
+        asked: the request as understood, in sentences.
+        answer: what the summary prints; None if there is no plan.
+        restricted: what the restrictions of the options cost, in sentences.
         remarks: what to know before the plan is applied.
-        certificate: what is proven.
-        costs: items of the step's time.
-        axes: roles of the axes in the whole plan.
         roles: roles of the axes in every operator and parameter of each stage.
         step: events of a step of one stage; None if `why_no_step` says why not.
         memory: live bytes over the step; None with `step`.
@@ -125,12 +122,10 @@ class PageReport:
         difference: of this plan from another; None without one.
     """
 
-    mesh: str
-    sentences: tuple[str, ...]
-    remarks: tuple[str, ...]
-    certificate: str
-    costs: tuple[CostItem, ...] = ()
-    axes: tuple[AxisUse, ...] = ()
+    asked: tuple[str, ...]
+    answer: Answer | None = None
+    restricted: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
     roles: tuple[StageRoles, ...] = ()
     step: StepEvents | None = None
     memory: MemoryCurve | None = None
@@ -168,18 +163,15 @@ def page_report(
     Raises:
         PlanError: the other plan is of another program.
     """
-    mesh = plan.mesh.description
     if not plan.found:
-        return PageReport(mesh, (), (), plan.certificate_statement, why_no_step=plan.reason)
-    roles = find_roles(plan)
+        return PageReport(tuple(asked(plan)), why_no_step=plan.reason)
+    answer = answer_of(plan)
     step, memory, schedule, missing = _step(plan)
     return PageReport(
-        mesh=mesh,
-        sentences=(*parallelism_sentences(plan, roles), *restriction_sentences(plan)),
-        remarks=tuple(_remarks(plan, roles)),
-        certificate=plan.certificate_statement,
-        costs=cost_items(plan),
-        axes=roles.axes,
+        asked=answer.asked,
+        answer=answer,
+        restricted=tuple(restriction_sentences(plan)),
+        remarks=tuple(remarks_on(plan)),
         roles=tuple(stage_roles(plan)),
         step=step,
         memory=memory,
@@ -189,11 +181,6 @@ def page_report(
         source=source,
         difference=None if other is None else compare_plans(other, plan),
     )
-
-
-def _remarks(plan: Plan, roles: Roles) -> Sequence[str]:
-    idle = [stage.idle_text for stage in plan.stages if stage.idle_text]
-    return [*(use.remark for use in roles.axes if use.remark), *idle, *requirements(plan)]
 
 
 def _step(

@@ -76,7 +76,7 @@ def plan_page(
         policy=escape(policy),
         title=escape(_title(plan)),
         style=style,
-        words=escape(" ".join([f"{plan}.", *content.sentences, content.certificate])),
+        words=escape(f"{plan}. {plan.certificate_statement}"),
         plan=_compressed(plan.to_json()),
         report=_compressed(content.to_json()),
         script=script,

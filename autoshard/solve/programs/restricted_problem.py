@@ -45,8 +45,9 @@ _MORE_LIMITED_SWEEPS = 10
 """Sweeps before a restricted problem; at the best prices the first time; and there later on."""
 _LEAST_GAIN = 2e-5
 _LIMITED_LEAST_GAIN = 5e-6
+_BOUND_LEAST_GAIN = 1e-4
 """Relative gain of a sweep below which messages end; and at the best prices, where all proof is due
-to them."""
+to them; and where nothing but a bound is asked for, which then takes half of the sweeps."""
 _RESTRICTED_GAP = 0.1
 """Share of the gap that a restricted problem may leave."""
 _ELASTICITIES = (0.4, 3.0)
@@ -401,6 +402,8 @@ class LimitedRestriction:
             if state.closed or follows:
                 break
             self._prove()
+            if self._settings.bounds_only:
+                break
             closed = gap - (state.objective - state.bound)
             if state.closed or closed <= _LIMITED_MIN_GAIN * gap < np.inf:
                 break
@@ -486,7 +489,7 @@ class LimitedRestriction:
             sweeps,
             report_bound=report,
             enough=enough,
-            least_gain=_LIMITED_LEAST_GAIN,
+            least_gain=_BOUND_LEAST_GAIN if self._settings.bounds_only else _LIMITED_LEAST_GAIN,
         )
         if not self._state.closed and warm_start.restricted is not None:
             self._set_restricted(

@@ -1,7 +1,6 @@
 /** The plan page: its views in order. */
 import { render } from "preact";
 import { readDocuments } from "./data.js";
-import { count, percent, seconds } from "./format.js";
 import { html } from "./html.js";
 import { DifferenceView } from "./difference.js";
 import { MemoryView } from "./memory.js";
@@ -30,29 +29,17 @@ const VIEWS = [
 
 /** @param {{plan: Plan, report: Report}} props */
 function Page({ plan, report }) {
-  const { costs, performance } = plan;
+  const { answer } = report;
   const views = VIEWS.filter(({ id }) => id !== "difference" || report.difference);
-  const facts = [
-    `${count(plan.graph.num_parameters)} parameters`,
-    plan.graph.precision,
-    plan.options.mode,
-    `on ${report.mesh}`,
-    plan.mesh.axes.map(({ name, size }) => `${name}=${size}`).join(" × "),
-  ].filter(Boolean);
-  const error = performance?.error == null ? "" : ` ± ${percent(performance.error)}`;
   return html`
     <header>
       <h1>${document.title}</h1>
-      <p>${facts.join(", ")}.</p>
-      ${costs
-        ? html`<p class="headline">A step takes <strong>${seconds(costs.total)}${error}</strong>${
-            performance?.tokens_per_second ? `, ${count(Math.round(performance.tokens_per_second))} tokens/s` : ""
-          }${performance?.mfu ? `, MFU ${percent(performance.mfu)}` : ""} (predicted).</p>`
-        : html`<p class="headline">There is no plan: ${plan.reason}</p>`}
-      ${costs &&
+      ${report.asked.map((text) => html`<p key=${text} class="asked">${text}</p>`)}
+      <p class="headline">${answer ? `${answer.prediction}.` : `There is no plan: ${plan.reason}`}</p>
+      ${answer &&
       html`<nav aria-label="Views">${views.map(({ id, title }) => html`<a key=${id} href=${`#${id}`}>${title}</a>`)}</nav>`}
     </header>
-    ${costs &&
+    ${answer &&
     html`<main>${views.map(
       ({ id, title, view: View }) => html`<section key=${id} id=${id} aria-labelledby=${`${id}-title`}>
         <h2 id=${`${id}-title`}>${title}</h2>

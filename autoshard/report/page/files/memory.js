@@ -3,6 +3,7 @@ import { StackedAreas, StackedBars } from "./charts.js";
 import { bytes, percent, seconds } from "./format.js";
 import { html } from "./html.js";
 import { Scrollable } from "./scrollable.js";
+import { detailsOf } from "./verdict.js";
 
 /**
  * @typedef {import("./types").Plan} Plan
@@ -19,7 +20,7 @@ export function MemoryView({ plan, report }) {
   if (!memory) return null;
   const capacity = plan.mesh.topology.device.memory;
   const most = memory.budget ?? capacity;
-  const entries = entriesOf(plan);
+  const entries = entriesOf(plan, report);
   const bars = entries.map(({ name, memory, own }) => ({
     name,
     parts: KINDS.map((kind) => ({ name: kind, colour: kind, value: Number(memory[kind]) })),
@@ -53,15 +54,18 @@ export function MemoryView({ plan, report }) {
 /**
  * The stages of a pipeline; else the plan and the usual layouts that were compared.
  * @param {Plan} plan
+ * @param {Report} report
  * @returns {{name: string, memory: Memory, own: boolean}[]}
  */
-function entriesOf(plan) {
+function entriesOf(plan, report) {
   if (plan.pipeline) {
     return plan.pipeline.stages.map(({ memory }, i) => ({ name: `Stage ${i}`, memory, own: false }));
   }
-  const own = plan.memory ? [{ name: "This plan", memory: plan.memory, own: true }] : [];
-  const others = plan.baselines.flatMap(({ name, memory }) => (memory ? [{ name, memory, own: false }] : []));
-  return [...own, ...others];
+  const { answer } = report;
+  return (answer?.layouts ?? []).flatMap(({ name }, number) => {
+    const memory = answer && detailsOf(plan, answer, number)?.memory;
+    return memory ? [{ name, memory, own: number === 0 }] : [];
+  });
 }
 
 /** @param {{report: Report, plan: Plan, limit: {name: string, value: number}}} props */

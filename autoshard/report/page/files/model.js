@@ -13,7 +13,6 @@ import { Scrollable } from "./scrollable.js";
  * @typedef {import("./types").Totals} Totals
  */
 
-const STORED = { gathered: "gathered for use", sharded: "used in shards", replicated: "whole" };
 /** @type {Record<string, string>} */
 const ROLE_COLOUR = {
   batch: "batch",
@@ -40,7 +39,8 @@ export function ModelView({ plan, report }) {
   return html`
     <p>${[
       `${plural(plan.graph.num_nodes, "operator")} and ${count(plan.graph.num_parameters)} parameters. Per axis:`,
-      "what it shards in the operators (shares of their time), and how weights are kept (shares of their bytes).",
+      "what it shards in the operators (shares of their time), and the placement of weights (shares of their bytes;",
+      "gathered: before operators read them).",
       "Modules with equal layouts are one row. Time is that of a step, bytes are those at rest, on one device",
       plan.pipeline ? "of each stage." : ".",
     ].join(" ").replace(" .", ".")}</p>
@@ -140,7 +140,7 @@ function AxisCell({ totals, axis }) {
     ${stored.length > 0 &&
     html`<span class="note">${`weights ${stored
       .slice(0, 2)
-      .map(([kept, share]) => `${STORED[/** @type {keyof typeof STORED} */ (kept)]}${share < 0.995 ? ` ${percent(share)}` : ""}`)
+      .map(([kept, share]) => `${kept}${share < 0.995 ? ` ${percent(share)}` : ""}`)
       .join(", ")}`}</span>`}
   `;
 }

@@ -41,12 +41,8 @@ export interface Certificate {
 
 export interface Baseline {
   algo: string;
-  name: string;
   costs: Costs | null;
   memory: Memory | null;
-  performance: Performance | null;
-  reason: string;
-  needed_memory: number | null;
 }
 
 export interface PlacedInput {
@@ -142,18 +138,36 @@ export interface Plan {
   options: { mode: string; training: { micro_batches: number }; runtime: { name: string } };
   costs: Costs | null;
   memory: Memory | null;
-  performance: Performance | null;
   stages: Stage[];
   pipeline: Pipeline | null;
   baselines: Baseline[];
+  unrestricted: { costs: Costs | null; memory: Memory | null } | null;
 }
 
-export interface AxisUse {
+export interface LayoutRow {
   name: string;
-  size: number;
-  work: Record<string, number>;
-  stored: Record<string, number>;
-  stages: number;
+  algo: string | null;
+  seconds: number | null;
+  performance: Performance | null;
+  rate: number | null;
+  memory: number | null;
+  needs: string;
+}
+
+/** What the summary of a plan prints: `autoshard.report.answer.Answer`. */
+export interface Answer {
+  verdict: string;
+  prediction: string;
+  within: number;
+  layouts: LayoutRow[];
+  best: number;
+  simplest: number;
+  axes: string[];
+  layers: { layers: string[]; weights: string[]; activations: string[] }[];
+  step: string[];
+  costs: { name: string; seconds: number; percent: number }[];
+  sources: string;
+  certificate: string;
 }
 
 export interface StageRoles {
@@ -225,12 +239,10 @@ export interface Difference {
 }
 
 export interface Report {
-  mesh: string;
-  sentences: string[];
+  asked: string[];
+  answer: Answer | null;
+  restricted: string[];
   remarks: string[];
-  certificate: string;
-  costs: { name: string; seconds: number; share: number }[];
-  axes: AxisUse[];
   roles: StageRoles[];
   step: StepEvents | null;
   memory: { start: number[]; nbytes: Record<string, number[]> } | null;

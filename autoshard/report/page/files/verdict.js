@@ -7,60 +7,57 @@ import { Scrollable } from "./scrollable.js";
 /**
  * @typedef {import("./types").Plan} Plan
  * @typedef {import("./types").Report} Report
+ * @typedef {import("./types").Answer} Answer
  * @typedef {import("./types").Costs} Costs
  * @typedef {import("./types").Part} Part
- * @typedef {{name: string, costs: Costs, performance: import("./types").Performance | null,
- *   memory: import("./types").Memory | null, own: boolean}} Entry
  */
-
-const SIMPLEST = ["ddp", "fsdp2", "hsdp", "megatron", "megatron-sp"];
-const NEAR = 0.02;
 
 /** @param {{plan: Plan, report: Report}} props */
 export function Verdict({ plan, report }) {
-  const entries = entriesOf(plan);
-  const near = simplestNear(plan);
-  const bars = entries.map((entry) => ({
-    name: entry.name,
-    parts: costParts(entry.costs),
-    error: entry.performance?.error,
-    note: `${seconds(entry.costs.total)}${entry.name === near ? `, simpler and within ${percent(NEAR)}` : ""}`,
-    strong: entry.own,
-  }));
+  const { answer } = report;
+  if (!answer) return null;
+  const bars = answer.layouts.flatMap((row, number) => {
+    const costs = detailsOf(plan, answer, number)?.costs;
+    const marks = marksOf(answer, number);
+    const note = `${seconds(row.seconds ?? 0)}${marks ? `, ${marks}` : ""}`;
+    const strong = number === answer.simplest;
+    return costs ? [{ name: row.name, parts: costParts(costs), error: row.performance?.error, note, strong }] : [];
+  });
   return html`
-    ${report.sentences.map((text) => html`<p key=${text}>${text}</p>`)}
+    <p>${`Verdict: ${answer.verdict}.`}</p>
+    ${report.restricted.map((text) => html`<p key=${text}>${text}</p>`)}
     <${StackedBars} label="Predicted step time of the plan and of usual layouts" bars=${bars} format=${seconds} />
-    ${plan.performance && html`<p class="hint">${`Whiskers: the error of such predictions. Of this plan: ${plan.performance.comparison}.`}</p>`}
-    <${Families} plan=${plan} entries=${entries} />
-    <${StepShares} report=${report} />
-    <${Proof} plan=${plan} report=${report} />
+    <p class="hint">${`Whiskers: the error of such predictions. ${answer.sources}`}</p>
+    <${Layouts} answer=${answer} />
     ${report.remarks.map((text) => html`<p key=${text} class="remark">Remark: ${text}</p>`)}
+    <${Layers} answer=${answer} />
+    <${StepShares} report=${report} answer=${answer} />
+    <${Proof} plan=${plan} answer=${answer} />
   `;
 }
 
 /**
- * The plan and the baselines that are possible, the fastest first.
+ * The costs and the memory of a layout of the answer, of which the plan itself is the first.
  * @param {Plan} plan
- * @returns {Entry[]}
+ * @param {Answer} answer
+ * @param {number} number
  */
-function entriesOf(plan) {
-  const { costs, performance, memory } = plan;
-  const own = costs ? [{ name: "This plan", costs, performance, memory, own: true }] : [];
-  const others = plan.baselines.flatMap(({ name, costs, performance, memory }) =>
-    costs ? [{ name, costs, performance, memory, own: false }] : [],
-  );
-  return [...own, ...others].sort((a, b) => a.costs.total - b.costs.total);
+export function detailsOf(plan, answer, number) {
+  if (number === 0) return plan;
+  const { algo } = answer.layouts[number];
+  return algo === null ? plan.unrestricted : plan.baselines.find((baseline) => baseline.algo === algo);
 }
 
 /**
- * The name of the simplest usual layout that takes at most 2 % longer than the plan.
- * @param {Plan} plan
+ * @param {Answer} answer
+ * @param {number} number
  */
-function simplestNear(plan) {
-  const most = (plan.costs?.total ?? 0) * (1 + NEAR);
-  return plan.baselines
-    .filter((baseline) => baseline.costs && baseline.costs.total <= most)
-    .sort((a, b) => SIMPLEST.indexOf(a.algo) - SIMPLEST.indexOf(b.algo))[0]?.name;
+function marksOf(answer, number) {
+  const marks = [
+    number === answer.best ? "fastest" : "",
+    number === answer.simplest ? `simplest within ${percent(answer.within)}` : "",
+  ];
+  return answer.layouts.length > 1 ? marks.filter(Boolean).join(", ") : "";
 }
 
 /**
@@ -79,35 +76,50 @@ export function costParts(costs) {
   ];
 }
 
-/** @param {{plan: Plan, entries: Entry[]}} props */
-function Families({ plan, entries }) {
-  const best = plan.costs?.total ?? 0;
-  const missing = plan.baselines.filter((baseline) => !baseline.costs);
+/** @param {{answer: Answer}} props */
+function Layouts({ answer }) {
+  if (answer.layouts.length === 1) return null;
+  const fastest = answer.layouts[answer.best].seconds ?? 1;
   return html`<${Scrollable} label="Layouts"><table>
-    <thead><tr><th>Layout</th><th class="number">Step</th><th class="number">Against the plan</th>
-      <th class="number">MFU</th><th class="number">Peak memory</th></tr></thead>
+    <thead><tr><th>Layout</th><th class="number">Step</th><th class="number">Of the fastest</th>
+      <th class="number">MFU</th><th class="number">Peak memory</th><th>Needs</th></tr></thead>
     <tbody>
-      ${entries.map(
-        ({ name, costs, performance, memory, own }) => html`<tr key=${name}>
-          <th scope="row">${name}</th>
-          <td class="number">${seconds(costs.total)}</td>
-          <td class="number">${own ? "" : `${(costs.total / best).toFixed(2)} ×`}</td>
-          <td class="number">${performance?.mfu == null ? "" : percent(performance.mfu)}</td>
-          <td class="number">${memory ? bytes(memory.peak) : ""}</td>
-        </tr>`,
-      )}
-      ${missing.map(
-        ({ name, needed_memory, reason }) => html`<tr key=${name}>
-          <th scope="row">${name}</th>
-          <td colspan="4">${needed_memory ? `does not fit: needs ${bytes(needed_memory)}` : `not possible: ${reason}`}</td>
+      ${answer.layouts.map(
+        (row, number) => html`<tr key=${number}>
+          <th scope="row">${row.name}</th>
+          <td class="number">${row.seconds === null ? "" : seconds(row.seconds)}</td>
+          <td class="number">${row.seconds === null ? "" : `${(row.seconds / fastest).toFixed(2)} ×`}</td>
+          <td class="number">${row.performance?.mfu == null ? "" : percent(row.performance.mfu)}</td>
+          <td class="number">${row.memory === null ? "" : bytes(row.memory)}</td>
+          <td>${row.needs}</td>
         </tr>`,
       )}
     </tbody>
   </table><//>`;
 }
 
-/** @param {{report: Report}} props */
-function StepShares({ report }) {
+/** @param {{answer: Answer}} props */
+function Layers({ answer }) {
+  if (!answer.layers.length) return null;
+  return html`
+    <h3>What each axis does</h3>
+    <${Scrollable} label="Layers and axes"><table>
+      <thead><tr><th>Layers</th>${answer.axes.map(
+        (axis) => html`<th key=${`${axis} weights`}>${`Weights over ${axis}`}</th><th key=${axis}>${`Activations over ${axis}`}</th>`,
+      )}</tr></thead>
+      <tbody>${answer.layers.map(
+        ({ layers, weights, activations }) => html`<tr key=${layers.join()}>
+          <th scope="row">${layers.join(", ")}</th>
+          ${weights.map((text, axis) => html`<td key=${`${axis} weights`}>${text}</td><td key=${axis}>${activations[axis]}</td>`)}
+        </tr>`,
+      )}</tbody>
+    </table><//>
+    ${answer.step.map((text) => html`<p key=${text}>${text}</p>`)}
+  `;
+}
+
+/** @param {{report: Report, answer: Answer}} props */
+function StepShares({ report, answer }) {
   const { step } = report;
   const colours = ["axis-a", "axis-b", "axis-c", "axis-d"];
   /** @type {Map<string, Part>} */
@@ -129,11 +141,11 @@ function StepShares({ report }) {
     <${Scrollable} label="Items of the step"><table>
       <thead><tr><th>Item</th><th class="number">Time</th><th class="number">Share</th></tr></thead>
       <tbody>
-        ${report.costs.map(
+        ${answer.costs.map(
           (item) => html`<tr key=${item.name}>
             <th scope="row">${item.name}</th>
-            <td class="number">${seconds(item.seconds)}</td>
-            <td class="number">${item.share < 0 ? `−${percent(-item.share)}` : percent(item.share)}</td>
+            <td class="number">${item.seconds < 0 ? `−${seconds(-item.seconds)}` : seconds(item.seconds)}</td>
+            <td class="number">${`${item.percent} %`.replace("-", "−")}</td>
           </tr>`,
         )}
       </tbody>
@@ -141,12 +153,12 @@ function StepShares({ report }) {
   `;
 }
 
-/** @param {{plan: Plan, report: Report}} props */
-function Proof({ plan, report }) {
+/** @param {{plan: Plan, answer: Answer}} props */
+function Proof({ plan, answer }) {
   const { objective, bound } = plan.certificate;
   return html`
     <h3>Certificate</h3>
-    <p>${report.certificate}</p>
+    <p>${answer.certificate}</p>
     ${objective != null &&
     bound != null &&
     html`<${StackedBars} label="Step time and its proven lower bound" format=${seconds} bars=${[
