@@ -154,7 +154,7 @@ class BudgetSearch(BudgetSolver):
     def _bounded_within_budget(self, outcome: Outcome, rounds: Rounds) -> Outcome:
         """The first plan with a bound of all plans that fit, at good prices of memory."""
         counted = self._prepared(rounds, rounds.bound, self._candidates(rounds))
-        limited = replace(counted.problem, usage_limit=float(rounds.budget))
+        limited = counted.problem.with_limit(float(rounds.budget))
         solution = self.solve(limited, warm_start=counted.warm_start, proves=True, bounds_only=True)
         rounds.bound = max(rounds.bound, solution.bound)
         return self._bounded(outcome, rounds.bound)
@@ -196,7 +196,9 @@ class BudgetSearch(BudgetSolver):
         assert unlimited.choice is not None
         layouts = unlimited.choice
         peaks = tuple(self.peak_points(rounds.unlimited[1])) if rounds.unlimited else ()
-        given = self._with_layouts(layouts, memory_budget, points=peaks)
+        # Only a search that goes on needs the memory of all strategies.
+        is_last = rounds.quick and not rounds.proves
+        given = self._with_layouts(layouts, memory_budget, points=peaks, is_last=is_last)
         # All strategies of a problem that is not wide take little more time than these layouts.
         tried = self._unlimited.strategy_bounds
         # Whatever is recomputed, the layouts of the fastest plan may not fit. With a price on
@@ -207,7 +209,9 @@ class BudgetSearch(BudgetSolver):
             priced = self._priced(elasticity * unlimited.objective / memory_budget)
             if priced.choice is not None:
                 layouts = priced.choice
-                given = self._with_layouts(layouts, memory_budget, points=given.points)
+                given = self._with_layouts(
+                    layouts, memory_budget, points=given.points, is_last=is_last
+                )
         outcomes = [outcome for outcome in (same_layouts, given.best) if outcome is not None]
         if not outcomes:
             return None
@@ -231,7 +235,12 @@ class BudgetSearch(BudgetSolver):
         return self._of_variables(feasible, plan)
 
     def _with_layouts(
-        self, strategies: IntArray, memory_budget: int, *, points: Sequence[BackwardPoint] = ()
+        self,
+        strategies: IntArray,
+        memory_budget: int,
+        *,
+        points: Sequence[BackwardPoint] = (),
+        is_last: bool = False,
     ) -> Rounds:
         """The rounds of a search of a plan that fits with given strategies of all variables.
 
@@ -239,6 +248,7 @@ class BudgetSearch(BudgetSolver):
             strategies: strategy index of each variable.
             memory_budget: bytes per device.
             points: time points of backward at which memory is counted from the start.
+            is_last: True if no problem with other strategies is solved afterwards.
         """
         masks = self._only(strategies)
         # Rounds of their own: what these solves prove holds for plans with these layouts only.
@@ -246,7 +256,12 @@ class BudgetSearch(BudgetSolver):
         rounds.add_points(chain(points, self.block_points()))
         for _ in range(_FIRST_ROUNDS):
             if rounds.counted is None:
-                rounds.counted = self._counted(rounds).restricted(masks)
+                negligible = self.negligible(memory_budget)
+                rounds.counted = (
+                    self.count_given(strategies, negligible, rounds.points)
+                    if is_last
+                    else self.count(negligible, rounds.points).restricted(masks)
+                )
             solution = self._solve_round(
                 rounds,
                 gap=max(self._loose_gap, _FIRST_GAP),
@@ -286,7 +301,7 @@ class BudgetSearch(BudgetSolver):
         # A smaller limit, which makes up for what the problem does not count, also excludes plans
         # that fit, so it proves nothing.
         is_budget = limit == rounds.budget
-        limited = replace(counted.problem, usage_limit=limit)
+        limited = counted.problem.with_limit(limit)
         solution = self.solve(
             limited,
             gap=gap,
@@ -334,7 +349,7 @@ class BudgetSearch(BudgetSolver):
         least = self.least_usage(counted.problem)
         if not isfinite(least):
             return least, None
-        solution = self.solve(replace(counted.problem, usage_limit=least), gap=self._loose_gap)
+        solution = self.solve(counted.problem.with_limit(least), gap=self._loose_gap)
         if solution.choice is None:
             return least, None
         return least, self.build(counted.decisions(solution.choice))

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
+from autoshard.base.arrays import IntArray
 from autoshard.base.collection import collection_paused
 from autoshard.base.limits import unlimited
 from autoshard.lowering.timeline import timeline
@@ -175,8 +176,28 @@ class BudgetSolver:
             self._last_counted = key, self._count(*key)
         return self._last_counted[1]
 
-    def _count(self, negligible: float, points: Sequence[BackwardPoint]) -> CountedProblem:
-        formulation, options = self._formulation, self._options
+    def count_given(
+        self, strategies: IntArray, negligible: float, points: Sequence[BackwardPoint]
+    ) -> CountedProblem:
+        """The problem that counts memory with given strategies of all variables only.
+
+        Args:
+            strategies: strategy index of each variable.
+            negligible: as for `count`.
+            points: as for `count`.
+        """
+        part = self._count(negligible, points, self._formulation.restricted(strategies))
+        return replace(
+            part, decisions=lambda choice: replace(part.decisions(choice), choice=strategies)
+        )
+
+    def _count(
+        self,
+        negligible: float,
+        points: Sequence[BackwardPoint],
+        formulation: Formulation | None = None,
+    ) -> CountedProblem:
+        formulation, options = formulation or self._formulation, self._options
         if not formulation.prices.training:
             problem = formulation.problem
             return CountedProblem(problem, Decisions, lambda v: v, num_common=len(problem.nodes))

@@ -13,7 +13,7 @@ prove a bound, and show which strategies are missing.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -453,7 +453,7 @@ class LimitedRestriction:
         state.count("restricted.problems")
         assert warm_start.restricted is not None
         restricted, inner = warm_start.restricted
-        limited = replace(restricted.problem, usage_limit=self._problem.usage_limit)
+        limited = restricted.problem.with_limit(self._problem.usage_limit)
         seconds = _LIMITED_SHARE * state.remaining
         solution = self._solve(limited, seconds, gap=state.gap, bound=state.bound, warm_start=inner)
         if solution.choice is not None:
