@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING
 from autoshard.base.lazy_imports import lazy_names
 
 if TYPE_CHECKING:
-    from autoshard.exports.export import EXPORT_TARGETS, export_plan, expressed_share
+    from autoshard.exports.export import (
+        EXPORT_TARGETS,
+        code_exports,
+        export_plan,
+        expressed_share,
+    )
     from autoshard.exports.expressed import Expressed
     from autoshard.exports.like import read_like
     from autoshard.exports.megatron_arguments import MegatronLayout, read_megatron
@@ -22,6 +27,7 @@ __all__ = [
     "ExportTarget",
     "Expressed",
     "MegatronLayout",
+    "code_exports",
     "export_plan",
     "expressed_share",
     "read_like",

@@ -191,19 +191,55 @@ def find_roles(plan: Plan) -> Roles:
     stored: defaultdict[tuple[Subject, AxisKey], Counter[Storage]] = defaultdict(Counter)
     results: defaultdict[tuple[Subject, AxisKey], Counter[str]] = defaultdict(Counter)
     for stage, graph, origins in _stages(plan):
-        found = _StageRoles(stage, graph, origins)
+        found = _RolesInStage(stage, graph, origins)
         for node, placed in zip(graph.nodes, stage.nodes, strict=True):
             kind, amount = found.work_of(node)
             for axis, role in found.roles_of(node, placed):
                 work[kind, axis][role] += amount * stage.micro_batches
             for axis, placement, elements in found.results_of(node, placed):
                 results[kind, axis][placement] += elements * stage.micro_batches
-        for kind, nbytes, storages in found.parameters():
+        for _, kind, nbytes, storages in found.parameters():
             for axis, storage in storages:
                 stored[kind, axis][storage] += nbytes
     sizes = {axis.name: axis.size for axis in plan.mesh.axes if axis.size > 1}
     divided = _divided(plan, sizes)
     return Roles(sizes, dict(work), dict(stored), dict(results), divided)
+
+
+@dataclass(frozen=True, slots=True)
+class StageRoles:
+    """The roles of the axes of several ranks of one stage, in the order of `axes`.
+
+    Attributes:
+        axes: names of the axes.
+        operators: role in each operator, by its name.
+        parameters: storage of each parameter in words, by the name of its value.
+    """
+
+    axes: tuple[str, ...]
+    operators: Mapping[str, tuple[AxisRole, ...]]
+    parameters: Mapping[str, tuple[str, ...]]
+
+
+def stage_roles(plan: Plan) -> Iterator[StageRoles]:
+    """Find the roles of the axes in every operator and parameter of each stage.
+
+    Args:
+        plan: a plan with stages.
+    """
+    for stage, graph, origins in _stages(plan):
+        found = _RolesInStage(stage, graph, origins)
+        yield StageRoles(
+            tuple(name for name, size in stage.axes if size > 1),
+            {
+                node.name: tuple(role for _, role in found.roles_of(node, placed))
+                for node, placed in zip(graph.nodes, stage.nodes, strict=True)
+            },
+            {
+                name: tuple(str(storage) for _, storage in storages)
+                for name, _, _, storages in found.parameters()
+            },
+        )
 
 
 def _divided(plan: Plan, sizes: Mapping[str, int]) -> dict[str, int]:
@@ -231,7 +267,7 @@ def _stages(plan: Plan) -> Iterator[tuple[Stage, Graph, DimOrigins]]:
         yield stage, graph, origins
 
 
-class _StageRoles:
+class _RolesInStage:
     """Roles in one stage.
 
     Args:
@@ -325,8 +361,8 @@ class _StageRoles:
         weights = [value in self._weights for value in node.inputs]
         return is_batched and dim == 0 and any(weights) and tensor < len(weights)
 
-    def parameters(self) -> Iterator[tuple[Subject, int, list[tuple[AxisKey, Storage]]]]:
-        """Kind of layer, bytes, and storage along each axis of every parameter."""
+    def parameters(self) -> Iterator[tuple[str, Subject, int, list[tuple[AxisKey, Storage]]]]:
+        """Name, kind of layer, bytes, and storage along each axis of every parameter."""
         kinds = parameter_kinds(self._graph, self._kinds)
         used = self._used_in_shards()
         for placed in self._stage.parameters:
@@ -341,7 +377,8 @@ class _StageRoles:
                 for number, axis in enumerate(self._stage.axes)
                 if axis[1] > 1
             ]
-            yield kinds.get(placed.name), self._graph.values[placed.name].nbytes, storages
+            nbytes = self._graph.values[placed.name].nbytes
+            yield placed.name, kinds.get(placed.name), nbytes, storages
 
     def _used_in_shards(self) -> set[tuple[str, int]]:
         """Parameters and axes for which an operator reads shards of the parameter."""

@@ -181,11 +181,12 @@ def _batch(plan: Plan) -> Iterator[str]:
 def _optimizer(plan: Plan) -> str:
     """What is kept of each parameter between steps, and the options that change it."""
     optimizer = optimizer_of(plan.options)
+    programs = [graph_from_json(stage.program) for stage in plan.stages]
     trained = {
         placed.name: (placed.shape, DType(placed.dtype))
-        for stage in plan.stages
+        for stage, program in zip(plan.stages, programs, strict=True)
         for placed in stage.parameters
-        if graph_from_json(stage.program).values[placed.name].requires_grad
+        if program.values[placed.name].requires_grad
     }.values()
     kept = [parameter_bytes(shape, dtype, optimizer) for shape, dtype in trained]
     masters = sum(optimizer.master_nbytes(shape, dtype) for shape, dtype in trained)

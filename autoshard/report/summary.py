@@ -43,7 +43,7 @@ def summarise(
     if not plan.found:
         return "\n".join(_sentences([*asked(plan), f"No plan: {plan.reason}"], width))
     found = answer_of(plan, within=within)
-    remarks = [f"Remark: {text}" for text in _remarks(plan)]
+    remarks = [f"Remark: {text}" for text in remarks_on(plan)]
     verdict = [f"Verdict: {found.verdict}.", f"{found.prediction}.", *restriction_sentences(plan)]
     ending = [found.sources, f"Certificate: {found.certificate}"]
     parts = [
@@ -131,7 +131,8 @@ def _memory(found: Answer) -> str:
     return f"Memory at the peak: {' + '.join(parts)} = {total}"
 
 
-def _remarks(plan: Plan) -> Iterator[str]:
+def remarks_on(plan: Plan) -> Iterator[str]:
+    """What to know before a plan is applied: misleading names of axes, idle axes, arguments."""
     yield from (use.remark for use in find_roles(plan).axes if use.remark)
     for number, stage in enumerate(plan.stages):
         if text := stage.idle_text:

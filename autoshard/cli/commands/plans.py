@@ -30,6 +30,7 @@ from autoshard.cli.rendering.output import (
     print_output,
     write_stdout,
 )
+from autoshard.cli.rendering.page_output import PageOptions
 from autoshard.cli.rendering.plan_output import print_summary
 from autoshard.cli.rendering.render import (
     check_report,
@@ -82,13 +83,17 @@ def show(
     plan: PlanSource,
     *,
     sections: Sections,
+    page: PageOptions,
     notation: Notated = "dtensor",
     within: Within = WITHIN,
     output: OutputOptions,
     connection: Connection,
 ) -> None:
-    """Show the summary of a plan, or its tables."""
+    """Show the summary of a plan, its tables, or a page to look into."""
     made = connection.read_plan(plan)
+    if page.wanted:
+        page.write(made, plan)
+        return
     if not made.found or not (sections.chosen or output.chosen != "table"):
         print_summary(made, source=plan, within=within)
         return
@@ -183,11 +188,18 @@ def compare(
     before: PlanSource,
     after: Annotated[str, typer.Argument(help="Another plan of the same graph.")],
     *,
+    page: PageOptions,
     notation: Notated = "dtensor",
     output: OutputOptions,
     connection: Connection,
 ) -> None:
-    """Show the differences between two plans of one graph."""
+    """Show the differences between two plans of one graph.
+
+    The page is that of the second plan, with the difference from the first.
+    """
+    if page.wanted:
+        page.write(connection.read_plan(after), after, other=connection.read_plan(before))
+        return
     if connection.server:
         with connection.open() as client:
             plans = connection.plan_or_id(before), connection.plan_or_id(after)

@@ -360,6 +360,20 @@ async def summarise_plan(
     return tagged_response(request, text, tag, _TEXT, cache=REVALIDATE)
 
 
+@router.get("/plans/{plan_id:segment}", include_in_schema=False)
+async def get_plan_page(
+    plan_id: PlanId, request: Request, service: ServiceParameter, caller: Reader
+) -> Response:
+    """The page of a plan, for browsers; its own policy allows nothing but its script and style."""
+    plan = await _cached_plan(service, caller, plan_id)
+    text = await service.parse(caller.project, "page", {}, plan)
+    # The plan never changes, but another release may show it differently.
+    tag = hashlib.sha256(text).hexdigest()
+    answer = tagged_response(request, text, tag, "text/html; charset=utf-8", cache=REVALIDATE)
+    answer.headers["Content-Security-Policy"] = "frame-ancestors 'none'"
+    return answer
+
+
 async def _query(
     service: Service, caller: Caller, submitted: PlanRequestBody, sha256: str, num_bytes: int
 ) -> PlanQuery:
