@@ -146,7 +146,6 @@ def _options(given: Namespace, data_parallel: int) -> PlanOptions:
             **(in_pipeline if stages > 1 else {}),
             **_micro_batches(given, data_parallel),
             "algo": "megatron-sp" if given.sequence_parallel else "megatron",
-            "batch_axis": "dp" if data_parallel > 1 and _expert_ranks(given) == 1 else None,
             "distributed_optimizer": given.use_distributed_optimizer or given.use_megatron_fsdp,
             "activation_checkpointing": recomputed[given.recompute_granularity],
             "regather_activations": given.sequence_parallel or given.context_parallel_size > 1,

@@ -182,6 +182,26 @@ class Outline:
         along = given and all(layout.types[axis].dim == 1 for layout in given)
         return "context" if along else "tensor"
 
+    @cached_property
+    def state_axes(self) -> tuple[int, ...]:
+        """The axes of data and context parallelism that shard parameters at rest."""
+        axes = (*self.roles.get("shard", ()), *self.roles.get("context", ()))
+        return tuple(a for a in axes if any(p.layout.types[a].is_shard for p in self.parameters))
+
+    @cached_property
+    def kept_gathered(self) -> float:
+        """Share of the bytes of parameters sharded over `state_axes` that backward finds gathered.
+
+        1 with a distributed optimizer (ZeRO-1), 0 if parameters are freed after forward (ZeRO-3).
+        """
+        total = kept = 0
+        for parameter in self.parameters:
+            if any(parameter.layout.types[axis].is_shard for axis in self.state_axes):
+                size = prod(parameter.placed.shape)
+                total += size
+                kept += size if parameter.placed.name not in self.regathered else 0
+        return kept / total if total else 0.0
+
     def degree(self, role: Role) -> int:
         """Product of the sizes of all axes of a role."""
         return prod(self.sizes[axis] for axis in self.roles.get(role, ()))

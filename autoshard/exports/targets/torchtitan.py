@@ -26,7 +26,7 @@ _LAYER = re.compile(r"(?:.*\.)?\d+")
 
 def _expresses(outline: Outline) -> Expressed:
     """The share of a plan that torchtitan's models of the same architecture express."""
-    return settings_express(outline, sequence_parallel=True, first_dim=True)
+    return settings_express(outline, sequence_parallel=True, by_rows=True)
 
 
 @export_target(
