@@ -1,6 +1,6 @@
 """Constraints on plans: pins, forbidden collectives, the batch axis, the Megatron-LM pattern."""
 
-from autoshard.constraints.batch import BatchSharding, DimOrigins, dim_origins
+from autoshard.constraints.batch import BatchSharding, DimOrigins, dim_origins, outermost_dims
 from autoshard.constraints.constraints import (
     UNCONSTRAINED,
     ChoiceId,
@@ -36,6 +36,7 @@ __all__ = [
     "export_roles",
     "framework_pattern",
     "megatron_pattern",
+    "outermost_dims",
     "parameter_shards",
     "pinned_sub_shards",
     "plan_constraints",

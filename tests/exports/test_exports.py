@@ -434,7 +434,13 @@ def test_tables_hold_every_tensor_at_rest() -> None:
     ("target", "pins", "axes", "complaint"),
     [
         ("hf-tp-plan", {"inputs": {"*": "S(0)"}}, {"a": 4}, "does not shard the batch"),
-        ("fsdp2", {"inputs": {"*": "R"}}, {"a": 4}, "no axis of the plan shards the batch"),
+        ("fsdp2", {"inputs": {"*": "R"}}, {"a": 4}, "no module shards the batch; export to"),
+        (
+            "fsdp2",
+            {"inputs": {"*": "R"}, "nodes": {"up": "S(0)"}},
+            {"a": 4},
+            "up is the first that shards the batch, over a; before it, ranks have all rows of x",
+        ),
         ("fsdp2", {"inputs": {"*": "S(0),S(0),S(0)"}}, {"a": 2, "b": 2, "c": 2}, "at most two"),
         (
             "fsdp2",
@@ -514,7 +520,10 @@ def test_no_plan_that_is_exported_whole_is_faster_than_those_made_for_it(
     whole = []
     for algo in ("ddp", "fsdp2", "hsdp", "megatron", "megatron-sp", "optimal"):
         plan = make_plan(graph, mesh, PlanOptions(algo=algo))
-        share = expressed_share(plan, target)
+        try:
+            share = expressed_share(plan, target)
+        except PlanError:
+            continue
         if share is not None and share.share == 1:
             whole.append(algo)
             assert made.certificate.objective <= plan.certificate.objective * (1 + 1e-9), algo

@@ -6,7 +6,7 @@ from autoshard.exports.expressed import Expressed, headline
 from autoshard.exports.outline import Outline, Role, comment, folded, not_expressed
 from autoshard.exports.registry import export_target
 from autoshard.exports.settings import settings_express
-from autoshard.graph import graph_from_json
+from autoshard.graph import DType, graph_from_json
 from autoshard.plan.document import Pipeline
 from autoshard.plan.stage import Stage
 
@@ -25,6 +25,8 @@ _RECOMPUTED = (
     "--recompute-method uniform",
     "--recompute-num-layers 1",
 )
+
+_PRECISIONS = {DType.BFLOAT16: "--bf16", DType.FLOAT16: "--fp16"}
 
 _SCHEDULES = ("1F1B", "Interleaved1F1B")
 
@@ -80,6 +82,8 @@ def _arguments(outline: Outline) -> Iterator[str]:
             yield f"--num-distributed-optimizer-instances {outline.degree('replicate')}"
     if _recomputes(outline):
         yield from _RECOMPUTED
+    if outline.compute_dtype in _PRECISIONS:
+        yield _PRECISIONS[outline.compute_dtype]
 
 
 def _pipeline(outline: Outline) -> Iterator[str]:
@@ -140,6 +144,10 @@ def _missing(outline: Outline) -> Iterator[str]:
         yield from _missing_of_sharding(outline)
     if outline.plan.pipeline is not None:
         yield from _missing_of_pipeline(outline, outline.plan.pipeline)
+    if outline.compute_dtype in _PRECISIONS and not (
+        outline.plan.options.training.master_weights or outline.policy is not None
+    ):
+        yield "updates without float32 copies of parameters: Megatron-LM keeps such copies"
     if _recomputes(outline):
         yield "the choice of checkpointed blocks: every layer runs again in backward"
 
