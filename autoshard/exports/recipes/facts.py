@@ -27,6 +27,8 @@ class ProgramFacts:
         experts: experts of a layer.
         parameters: number of elements of all parameters.
         stored_bytes: bytes of all parameters.
+        has_policy: True if it was exported under a mixed-precision policy, so that its parameters
+            are the copies that the optimizer updates.
     """
 
     batch: int | None
@@ -37,6 +39,7 @@ class ProgramFacts:
     experts: int | None
     parameters: int
     stored_bytes: int
+    has_policy: bool = False
 
 
 def program_facts(graph: Graph) -> ProgramFacts:
@@ -57,6 +60,7 @@ def program_facts(graph: Graph) -> ProgramFacts:
         stored_bytes=sum(
             graph.values[name].numel * graph.stored_dtype(name).itemsize for name in parameters
         ),
+        has_policy=graph.model is not None and graph.model.mixed_precision is not None,
     )
 
 

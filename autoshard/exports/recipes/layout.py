@@ -68,6 +68,8 @@ def layout_of(recipe: Recipe, num_ranks: int, facts: ProgramFacts | None = None)
         **_pipeline_options(recipe, facts),
         **_micro_batch_options(recipe, num_ranks, facts),
     }
+    if facts is not None and facts.has_policy:
+        options |= {"master_weights": False, "accumulation_dtype": None}
     chosen = [*recipe.chosen, *(f"{name}: it is not modelled" for name in recipe.unread)]
     if recipe.pattern == "torchtitan" and recipe.experts > 1:
         chosen.append("experts of torchtitan: priced in the layout of Megatron-LM's experts")
