@@ -9,7 +9,7 @@ from autoshard.base.quantities import format_bytes
 from autoshard.errors import PlanError
 from autoshard.exports.outline import Outline, at_rest
 from autoshard.exports.recipes import ProgramFacts, Recipe, RecipeLayout, layout_of
-from autoshard.exports.recipes.megatron import recipe_of_arguments
+from autoshard.exports.recipes.megatron import recipe_of_script
 from autoshard.exports.recipes.settings_files import flattened
 from autoshard.exports.recipes.torchtitan import recipe_of_torchtitan
 from autoshard.exports.recipes.tp_plan import recipe_of_tp_plan
@@ -20,10 +20,6 @@ from autoshard.plan.options import ExportRole, PlanOptions
 from autoshard.plan.predictions import CollectiveCount, three_digits
 
 __all__ = ["READ_BACK", "result_layout", "result_sentence"]
-
-
-def _megatron(text: str) -> Recipe:
-    return recipe_of_arguments(text.replace("(", " ").replace(")", " "))
 
 
 def _torchtitan(text: str) -> Recipe:
@@ -40,7 +36,7 @@ def _tp_plan(text: str) -> Recipe:
 
 
 READ_BACK: Mapping[str, Callable[[str], Recipe]] = {
-    "megatron": _megatron,
+    "megatron": recipe_of_script,
     "torchtitan": _torchtitan,
     "hf-tp-plan": _tp_plan,
 }

@@ -1,8 +1,10 @@
 """Files of accelerate as recipes: FSDP, DDP and its ParallelismConfig."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
+from autoshard.exports.recipes.deepspeed import recipe_of_deepspeed
 from autoshard.exports.recipes.recipe import Recipe
 
 _SIZES = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size")
@@ -22,6 +24,8 @@ def recipe_of_accelerate(settings: Mapping[str, Any]) -> Recipe:
     Args:
         settings: of the file.
     """
+    if str(settings.get("distributed_type")) == "DEEPSPEED":
+        return _with_deepspeed(settings)
     fsdp = settings.get("fsdp_config") or {}
     sizes = _parallelism(settings)
     tensor, context = sizes["tp_size"], sizes["cp_size"]
@@ -48,6 +52,30 @@ def recipe_of_accelerate(settings: Mapping[str, Any]) -> Recipe:
         problems=tuple(_problems(settings, sizes, is_fsdp=is_fsdp)),
         unread=tuple(text for name, text in _CHANGING.items() if fsdp.get(name)),
         chosen=tuple(_chosen(sizes)),
+    )
+
+
+def _with_deepspeed(settings: Mapping[str, Any]) -> Recipe:
+    """The recipe of a file that runs DeepSpeed, by its own settings of it."""
+    given = settings.get("deepspeed_config") or {}
+    file = given.get("deepspeed_config_file")
+    zero: dict[str, Any] = {"stage": given.get("zero_stage", 2)}
+    for name in ("offload_optimizer", "offload_param"):
+        zero[name] = {"device": given.get(f"{name}_device", "none")}
+    precision = str(settings.get("mixed_precision"))
+    found = recipe_of_deepspeed(
+        {
+            "zero_optimization": zero,
+            "gradient_accumulation_steps": given.get("gradient_accumulation_steps"),
+            precision: {"enabled": True},
+        }
+    )
+    unread = [] if file is None else [f"deepspeed_config_file {file}: give that file instead"]
+    return replace(
+        found,
+        framework="accelerate with DeepSpeed",
+        num_ranks=settings.get("num_processes"),
+        unread=(*found.unread, *unread),
     )
 
 

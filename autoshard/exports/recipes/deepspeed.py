@@ -9,6 +9,8 @@ from autoshard.exports.recipes.recipe import Recipe
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _STAGES = range(4)
 _FULL = 3
+_THRESHOLD = 100_000
+"""DeepSpeed's default of stage3_param_persistence_threshold."""
 
 
 def recipe_of_deepspeed(settings: Mapping[str, Any]) -> Recipe:
@@ -25,15 +27,12 @@ def recipe_of_deepspeed(settings: Mapping[str, Any]) -> Recipe:
     shards = zero.get("mics_shard_size", -1)
     tensor = (settings.get("tensor_parallel") or {}).get("autotp_size") or 1
     is_narrow = any((settings.get(name) or {}).get("enabled") is True for name in ("bf16", "fp16"))
-    threshold = zero.get("stage3_param_persistence_threshold", 10_000 if stage == _FULL else 0)
     options: dict[str, Any] = {
         "master_weights": is_narrow,
         "clip_gradients": _is_number(settings.get("gradient_clipping")),
     }
     if stage == _FULL:
         options["reshard_after_forward"] = "always"
-        if _is_number(threshold) and tensor == 1:
-            options["unsharded_below"] = int(threshold)
     return Recipe(
         framework="DeepSpeed",
         pattern="data",
@@ -47,7 +46,7 @@ def recipe_of_deepspeed(settings: Mapping[str, Any]) -> Recipe:
         options=options,
         problems=tuple(_problems(settings, zero)),
         unread=tuple(_unread(settings, zero)),
-        chosen=tuple(_chosen(settings)),
+        chosen=tuple(_chosen(settings, zero)),
     )
 
 
@@ -82,7 +81,10 @@ def _unread(settings: Mapping[str, Any], zero: Mapping[str, Any]) -> Iterator[st
             yield name
 
 
-def _chosen(settings: Mapping[str, Any]) -> Iterator[str]:
+def _chosen(settings: Mapping[str, Any], zero: Mapping[str, Any]) -> Iterator[str]:
+    threshold = zero.get("stage3_param_persistence_threshold", _THRESHOLD)
+    if zero.get("stage") == _FULL and threshold:
+        yield f"parameters of fewer than {threshold} elements, which stay whole: here all are sharded"
     left = [name for name in _BATCH if settings.get(name) == "auto"]
     if left:
         yield f"{', '.join(left)} are auto: the batch of the program counts"

@@ -11,12 +11,12 @@ from autoshard.exports.recipes.recipe import Recipe
 
 _MATTERS = re.compile(
     r"parallel|recompute|offload|fp8|fp4|moe-|expert|shard|dtype|optimizer|cuda-graph|activation-"
-    r"|-fsdp|gradient|tied|untie"
+    r"|-fsdp|gradient|reduce-in"
 )
 """Names of arguments that may change layout or memory."""
 _HARMLESS = re.compile(
-    r"^--(moe-(router|aux|z-loss|grouped-gemm|permute|token-drop|pad)|overlap-|no-gradient|untie|"
-    r"optimizer-cpu-(?!offload)|data-parallel-sharding|disable-|gradient-accumulation-fusion|"
+    r"^--(moe-(router|aux|z-loss|grouped-gemm|permute|token-drop|pad)|overlap-|no-gradient|"
+    r"optimizer-cpu-(?!offload)|disable-|gradient-accumulation-fusion|"
     r"moe-token-dispatcher|num-experts$|moe-layer-freq|moe-ffn|moe-shared-expert-(inter|overlap))"
 )
 
@@ -33,8 +33,26 @@ def recipe_of_arguments(arguments: str | Sequence[str]) -> Recipe:
             have.
     """
     parts = shlex.split(arguments, comments=True) if isinstance(arguments, str) else list(arguments)
-    given, others = _parse(parts)
+    given, others = _parse([word for part in parts for word in part.split() or [part]])
     return _recipe(given, "Megatron-LM", tuple(_unread(others)))
+
+
+def recipe_of_script(text: str) -> Recipe:
+    """Read a Bash script that runs Megatron-LM, with the variables that it sets to constants.
+
+    Raises:
+        OptionError: as `recipe_of_arguments`; also for a variable that is not known.
+    """
+    values = {found["name"]: found["value"] for found in _ASSIGNED.finditer(text)}
+    known = _VARIABLE.sub(lambda m: values.get(m[1] or m[3], m[2] or m[0]), text)
+    return recipe_of_arguments(re.sub(r"[()]", " ", known))
+
+
+_ASSIGNED = re.compile(
+    r"^\s*(?:export\s+)?(?P<name>[A-Z_]\w*)=[\"']?(?:\$\{\w+:-)?[\"']?(?P<value>[\w.-]+)",
+    re.MULTILINE,
+)
+_VARIABLE = re.compile(r"\$(?:\{(\w+)(?::-([^}]*))?\}|(\w+))")
 
 
 def recipe_of_bridge(settings: Mapping[str, Any]) -> Recipe:
@@ -53,7 +71,7 @@ def recipe_of_bridge(settings: Mapping[str, Any]) -> Recipe:
         if name in (*_SIZES, *_NUMBERS, *_SWITCHES, *_UNSUPPORTED, *_CHOICES):
             flag = f"--{name.replace('_', '-')}"
             parts += [flag] if value is True else [flag, str(value)]
-        elif value != "no_shard":
+        else:
             others.append(f"--{name.replace('_', '-')}")
     if not str(settings.get("mixed_precision", "bf16_mixed")).startswith("fp32"):
         parts.append("--bf16")
@@ -61,6 +79,7 @@ def recipe_of_bridge(settings: Mapping[str, Any]) -> Recipe:
     return _recipe(given, "Megatron-Bridge", tuple(_unread(others)))
 
 
+_FULL = 3
 _SECTIONS = ("model", "train", "ddp", "optimizer", "mixed_precision", "comm_overlap", "")
 _OF_BRIDGE = {
     "virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank",
@@ -85,7 +104,7 @@ def _recipe(given: Namespace, framework: str, unread: tuple[str, ...]) -> Recipe
         tensor=given.tensor_model_parallel_size,
         experts=given.expert_model_parallel_size,
         expert_tensor=given.expert_tensor_parallel_size,
-        zero=3 if given.use_megatron_fsdp else int(given.use_distributed_optimizer),
+        zero=_zero(given),
         sequence_parallel=given.sequence_parallel,
         repeats_kv_heads=True,
         stages_per_rank=given.num_virtual_stages_per_pipeline_rank or 1,
@@ -101,7 +120,7 @@ def _recipe(given: Namespace, framework: str, unread: tuple[str, ...]) -> Recipe
         experts_in_node=given.moe_flex_dispatcher_backend == "hybridep",
         options={
             "activation_checkpointing": recomputed[given.recompute_granularity],
-            "reshard_after_forward": "always" if given.use_megatron_fsdp else "auto",
+            "reshard_after_forward": "always" if _zero(given) == _FULL else "auto",
             "master_weights": given.bf16 or given.fp16,
             "accumulation_dtype": "float32"
             if given.bf16 or given.accumulate_allreduce_grads_in_fp32
@@ -111,6 +130,12 @@ def _recipe(given: Namespace, framework: str, unread: tuple[str, ...]) -> Recipe
         unread=unread,
         chosen=tuple(_chosen(given)),
     )
+
+
+def _zero(given: Namespace) -> int:
+    if not given.use_megatron_fsdp:
+        return int(given.use_distributed_optimizer)
+    return _STRATEGIES[given.data_parallel_sharding_strategy]
 
 
 def _unread(arguments: Sequence[str]) -> Iterator[str]:
@@ -149,10 +174,15 @@ _NUMBERS = (
     "seq_length",
     "world_size",
 )
+_STRATEGIES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 _CHOICES: Mapping[str, dict[str, Any]] = {
     "recompute_granularity": {"choices": ("full", "selective")},
     "optimizer": {"choices": ("adam", "sgd"), "default": "adam"},
     "moe_flex_dispatcher_backend": {},
+    "data_parallel_sharding_strategy": {
+        "choices": tuple(_STRATEGIES),
+        "default": "optim_grads_params",
+    },
 }
 _SWITCHES = (
     "sequence_parallel",

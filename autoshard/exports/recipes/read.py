@@ -9,7 +9,11 @@ from autoshard.errors import OptionError
 from autoshard.exports.recipes.accelerate import recipe_of_accelerate
 from autoshard.exports.recipes.deepspeed import recipe_of_deepspeed
 from autoshard.exports.recipes.layout import RecipeLayout, layout_of
-from autoshard.exports.recipes.megatron import recipe_of_arguments, recipe_of_bridge
+from autoshard.exports.recipes.megatron import (
+    recipe_of_arguments,
+    recipe_of_bridge,
+    recipe_of_script,
+)
 from autoshard.exports.recipes.recipe import Recipe
 from autoshard.exports.recipes.settings_files import (
     constants_of_python,
@@ -59,8 +63,7 @@ def read_recipe(source: str) -> Recipe:
 
 def _of_file(path: Path) -> Recipe:
     if path.suffix in {".sh", ".txt"}:
-        text = read_file(path, OptionError).decode(errors="replace")
-        return recipe_of_arguments(text.replace("(", " ").replace(")", " "))
+        return recipe_of_script(read_file(path, OptionError).decode(errors="replace"))
     if path.suffix == ".py":
         return recipe_of_tp_plan(constants_of_python(path))
     return _of_settings(settings_of_file(path), str(path))
