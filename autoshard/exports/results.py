@@ -53,12 +53,16 @@ def result_layout(plan: Plan, target: str, text: str, facts: ProgramFacts) -> Re
         facts: sizes of its program.
 
     Raises:
-        PlanError: the target leaves ranks without work of their own, or is a table.
+        PlanError: the framework refuses such settings, the target leaves ranks without work of
+            their own, or is a table.
         OptionError: the text means sizes that do not fit.
     """
     outline = Outline(plan)
     if target in READ_BACK:
-        return layout_of(READ_BACK[target](text), plan.mesh.num_devices, facts)
+        recipe = READ_BACK[target](text)
+        if recipe.problems:
+            raise PlanError("; ".join(recipe.problems))
+        return layout_of(recipe, plan.mesh.num_devices, facts)
     if target == "accelerate":
         return _of_accelerate(outline)
     if target in ("fsdp2", "parallelize-module"):

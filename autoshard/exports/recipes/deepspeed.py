@@ -84,7 +84,7 @@ def _unread(settings: Mapping[str, Any], zero: Mapping[str, Any]) -> Iterator[st
 def _chosen(settings: Mapping[str, Any], zero: Mapping[str, Any]) -> Iterator[str]:
     threshold = zero.get("stage3_param_persistence_threshold", _THRESHOLD)
     if zero.get("stage") == _FULL and threshold:
-        yield f"parameters of fewer than {threshold} elements, which stay whole: here all are sharded"
+        yield f"parameters of fewer than {threshold} elements: here they are sharded too"
     left = [name for name in _BATCH if settings.get(name) == "auto"]
     if left:
         yield f"{', '.join(left)} are auto: the batch of the program counts"

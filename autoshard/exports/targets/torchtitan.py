@@ -20,6 +20,8 @@ _DEGREES: dict[str, Role] = {
 }
 
 
+_DEGREES_ORDER: tuple[Role, ...] = ("replicate", "shard", "context", "tensor")
+"""Roles as torchtitan nests them, outermost first."""
 _LAYER = re.compile(r"(?:.*\.)?\d+")
 """Path of a module whose last part is a number."""
 
@@ -121,6 +123,14 @@ def _header(outline: Outline) -> Iterator[str]:
 
 def _missing(outline: Outline) -> Iterator[str]:
     yield "layouts of single parameters and activations: torchtitan's models define them"
+    if outline.degree("tensor") > 1 < outline.degree("replicate") and not outline.state_axes:
+        yield "DDP with TP: torchtitan refuses to combine them, without sharded parameters"
+    order = [axis for role in _DEGREES_ORDER for axis in outline.roles.get(role, ())]
+    if order != [*outline.active]:
+        yield (
+            f"the order of the axes, {outline.named(outline.active)}: torchtitan nests tensor "
+            f"parallelism in context parallelism, that in shards, and those in replicas"
+        )
     for role, axes in outline.roles.items():
         if len(axes) > 1:
             yield f"{outline.named(axes)} as separate axes: torchtitan merges them into one"
