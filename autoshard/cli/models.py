@@ -10,6 +10,7 @@ import typer
 from autoshard.cli.rendering.numbers import count
 from autoshard.errors import OptionError
 from autoshard.plan import Mode
+from autoshard.requests.model_configs import BatchShape, ElementType, check_named_config
 
 ModelSource = Annotated[
     str,
@@ -34,6 +35,10 @@ class ConfigBatch:
         int | None,
         count(help="Tokens of each sample; by default 4096, or as many as the model has."),
     ] = None
+    dtype: Annotated[
+        ElementType | None,
+        typer.Option(help="Element type of the weights; the config's by default, or bfloat16."),
+    ] = None
 
     def graph(self, source: str, mode: Mode) -> Path | bytes:
         """The file of a graph, or the graph of a model that is exported here.
@@ -49,16 +54,18 @@ class ConfigBatch:
         sizes = {"batch_size": self.batch_size, "seq_length": self.seq_length}
         given = {name: value for name, value in sizes.items() if value is not None}
         if is_graph_file(source):
-            if given:
+            if given or self.dtype:
                 raise OptionError(
-                    f"{source} has the batch that it was exported with: --batch-size and "
-                    "--seq-length are for a config.json"
+                    f"{source} has the batch that it was exported with: --batch-size, "
+                    "--seq-length and --dtype are for a config.json"
                 )
             return Path(source)
+        batch = BatchShape(**given)
+        check_named_config(source, batch)
         # torch is imported only for a model that is exported here.
-        from autoshard.integrations.model_files import BatchShape, export_named  # noqa: PLC0415
+        from autoshard.requests.model_files import export_named  # noqa: PLC0415
 
-        return export_named(source, BatchShape(**given) if given else None, mode=mode)
+        return export_named(source, batch if given else None, mode=mode, dtype=self.dtype)
 
 
 def is_graph_file(source: str) -> bool:
