@@ -72,6 +72,26 @@ def num_positions(config: Mapping[str, Any]) -> int | None:
     return found if isinstance(found, int) and found > 0 else None
 
 
+def read_config(source: str | Path) -> dict[str, Any]:
+    """Read a config.json, given as its path or that of its folder.
+
+    Raises:
+        OptionError: there is no such file, or it is no JSON object.
+    """
+    path = Path(source)
+    if path.is_dir():
+        path /= "config.json"
+    if not path.is_file():
+        raise OptionError(f"there is no file {path}")
+    try:
+        config = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise OptionError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise OptionError(f"{path} is no JSON object, as the config of a model is")
+    return config
+
+
 def check_named_config(source: str, batch: BatchShape) -> None:
     """Check what can be checked of a named config and its batch before anything is imported.
 
@@ -80,18 +100,8 @@ def check_named_config(source: str, batch: BatchShape) -> None:
         batch: to export the model with.
 
     Raises:
-        OptionError: the file does not exist, or the model has fewer positions.
+        OptionError: the file cannot be read, or the model has fewer positions.
     """
     path = Path(source)
-    if path.is_dir():
-        path /= "config.json"
-    if not path.is_file():
-        if path.suffix == ".json":
-            raise OptionError(f"there is no file {path}")
-        return
-    try:
-        config = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise OptionError(f"{path} is not valid JSON: {error}") from None
-    if isinstance(config, dict):
-        batch.num_tokens(num_positions(config), source)
+    if path.suffix == ".json" or path.exists():
+        batch.num_tokens(num_positions(read_config(path)), source)

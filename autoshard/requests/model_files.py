@@ -185,7 +185,8 @@ def _maker_of(config: Any, source: _Source) -> Callable[[Any], nn.Module]:
         found: Any = getattr(transformers, str(name), None)
         if found is None and str(name).endswith("ForCausalLM"):
             break
-        if not (inspect.isclass(found) and issubclass(found, transformers.PreTrainedModel)):
+        is_model = inspect.isclass(found) and issubclass(found, transformers.PreTrainedModel)
+        if not is_model:
             raise source.unusable(f"transformers has no model {name!r} (architectures)")
         if not isinstance(config, found.config_class or ()):
             raise source.unusable(f"{name} is no model of the type {config.model_type!r}")

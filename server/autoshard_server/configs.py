@@ -101,6 +101,8 @@ def _check_number(name: str, value: float, settings: Settings) -> None:
         raise _refused(f"{shown!r} is negative")
     if _LAYERS.fullmatch(name):
         setting = "max_config_layers"
+    elif name.startswith("num_"):
+        setting = "max_config_count"
     elif isinstance(value, float) or _BASES.fullmatch(name):
         return
     else:

@@ -263,6 +263,12 @@ class Settings(BaseSettings):
         ge=1,
         description="Layers of a config: its numbers whose names end in layers, blocks or depth.",
     )
+    max_config_count: int = Field(
+        default=1 << 16,
+        ge=1,
+        description="Largest other number of a config whose name starts with num, such as heads, "
+        "experts or labels.",
+    )
     max_config_number: int = Field(
         default=1 << 24,
         ge=1,

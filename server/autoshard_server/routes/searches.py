@@ -68,9 +68,9 @@ async def search_meshes(request: Request, service: ServiceParameter, caller: Pla
         return await service.run(task, caller)
 
     async def run() -> Result | Job:
-        if submitted.config is not None:
+        if await service.known_graph(caller.project, submitted) is None:
             # What cannot be searched is refused before the config is exported.
-            await service.search_task(caller, submitted.of_graph(""))
+            await service.search_task(caller, submitted.of_graph("0" * 64))
         return await service.with_graph(caller, submitted, search)
 
     found = await run_once(request, service, caller, submitted.model_dump_json().encode(), run)

@@ -244,7 +244,9 @@ class _ForkServerProcess:
 
 _fork_server = _ForkServerProcess()
 _export_server = _ForkServerProcess(
-    "autoshard.requests.model_files", "transformers.models.auto.modeling_auto"
+    "autoshard.requests.model_files",
+    "networkx",  # of torch.export, when it first runs
+    "transformers.models.llama.modeling_llama",  # with what most other models import
 )
 for _each in (_fork_server, _export_server):
     atexit.register(_each.close)

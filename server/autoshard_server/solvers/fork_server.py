@@ -43,7 +43,7 @@ _PROGRAMS: Mapping[Program, Callable[[], None]] = {
     "export": parsing.main,
 }
 
-_NICENESS: Mapping[Program, int] = {"solve": 10, "parse": 7, "export": 10}
+_NICENESS: Mapping[Program, int] = {"solve": 10, "parse": 7, "export": 7}
 """Niceness of child processes (0 to 19; see nice(2)): a caller waits for what is parsed, so it does
 not take turns with solves."""
 
