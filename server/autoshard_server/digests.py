@@ -23,9 +23,9 @@ def versions() -> tuple[Any, ...]:
 
 @cache
 def transformers_version() -> str | None:
-    """The installed version of transformers; None without it, or without torch."""
+    """The installed version of transformers; None if a package that exports is missing."""
     try:
-        return None if torch_version() is None else version("transformers")
+        return version("spmd_types") and version("torch") and version("transformers")
     except PackageNotFoundError:
         return None
 

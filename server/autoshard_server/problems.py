@@ -313,7 +313,6 @@ EXCEPTION_PROBLEMS: Mapping[type[Exception], ProblemType] = {
     errors.OptionError: ProblemType.OPTIONS,
     errors.PlanError: ProblemType.PLAN,
     errors.InputError: ProblemType.INPUT,
-    errors.MissingPackageError: ProblemType.NOT_INSTALLED,
     StoreFullError: ProblemType.STORE_FULL,
     StoreUnavailableError: ProblemType.UNAVAILABLE,
 }

@@ -203,7 +203,7 @@ class ModelRequestBody(GraphRequestBody):
         default=None,
         description="the config.json of a text model of transformers, in place of a graph: the "
         "service makes the model without weights, and exports it.",
-        examples=[None],
+        examples=[{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_layer": 2}],
     )
     batch_size: Length | None = Field(
         default=None,
