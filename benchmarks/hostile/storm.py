@@ -172,7 +172,7 @@ def large_numbers(attacked: Target) -> Outcome:
 
 
 def configs(attacked: Target) -> Outcome:
-    """Configs with a million layers, sizes of 10^9, code to load and deep lists; then a good one."""
+    """Configs with a million layers, sizes of 10^9, code to load, deep lists; then a good one."""
     good = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 256}
     nested: Any = 10**6
     for _ in range(100):

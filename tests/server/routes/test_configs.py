@@ -1,6 +1,5 @@
 """Requests with a config of transformers in place of a graph."""
 
-import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,10 +9,9 @@ import httpx2
 import pytest
 
 from autoshard.client import Client
-from autoshard.errors import RequestRejectedError
+from autoshard.errors import OptionError, RequestRejectedError
 from autoshard.plan import Plan
 from autoshard.requests.model_configs import BatchShape
-from autoshard.requests.model_files import config_file, export_config
 from autoshard_server import Settings
 from autoshard_server.configs import ConfigExport
 from autoshard_server.problems import ServerError
@@ -80,21 +78,36 @@ def test_a_config_is_exported_once_for_all_requests_about_it(
     searched = ask(service, "/v1/searches", mesh=None, num_devices=2)
     assert searched.status_code == 200, searched.text
     assert ask(service, "/v1/operators:coverage").json()["operators"]
-    explained = service.http.post(
-        f"/v1/plans/{plan.id}:explain", json={"name": "linear"}, headers=WAIT
-    )
-    assert explained.json()["alternatives"]
     assert tasks.count("export_config") == 1
 
 
-def test_the_graph_of_a_config_is_that_of_the_library_and_is_made_again_if_it_was_deleted(
-    service: Any, tasks: list[str]
-) -> None:
-    with config_file(json.dumps(LLAMA).encode()) as path:
-        archive = export_config(path, BatchShape(batch_size=4, seq_length=32))
-    uploaded = service.post(archive, {"mesh": {"shape": [2, 2]}}, wait=60)
-    asked = ask(service)
-    assert asked.json()["id"] == uploaded.json()["id"]
+def test_clients_plan_configs_at_a_service_and_in_this_process(service: Any) -> None:
+    asked: Any = {**MODEL, "mesh": (2, 2)}
+    with Client(service.url, cache=False) as client:
+        result = client.request_plan(**asked)
+    assert result.plan is not None
+    # Of a graph that is exported here, the plan has the same id.
+    assert Client.local(cache=False).plan(**asked).id == result.plan.id
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "give one of a model and config="),
+        ({"model": b"", "config": LLAMA}, "give one of a model and config="),
+        ({"model": b"", "seq_length": 3}, "seq_length is for config="),
+        ({"config": LLAMA, "seq_length": 999}, "128 positions at most"),
+        ({"config": LLAMA, "batch_size": 0}, "batch_size is 0"),
+        ({"config": "nothing.json"}, "there is no file nothing.json"),
+    ],
+)
+def test_clients_refuse_what_is_no_request(given: Any, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        Client.local(cache=False).plan(**given, mesh=(2,))
+
+
+def test_a_graph_that_was_deleted_is_made_again(service: Any, tasks: list[str]) -> None:
+    assert ask(service).status_code == 200
     (digest,) = {
         event["resource"].rpartition("/")[2]
         for event in service.http.get("/v1/audit", params={"page_size": 100}).json()["events"]
@@ -183,6 +196,7 @@ def test_a_config_without_a_model_is_refused_in_its_process(
     expect(ask(service, config=LLAMA | fields), "config", *words)
 
 
+@pytest.mark.thorough
 def test_quantization_is_not_read(service: Any) -> None:
     quantized = LLAMA | {"quantization_config": {"quant_method": "bitsandbytes", "x": 4}}
     made = ask(service, config=quantized)
