@@ -20,7 +20,7 @@ import typer
 from httpx2 import codes
 
 from autoshard.base.files import explain_topology_error, read_file
-from autoshard.cli.rendering.numbers import count
+from autoshard.cli.rendering.numbers import check_number, count
 from autoshard.cli.rendering.output import check_output
 from autoshard.cli.rendering.tables import Format
 from autoshard.client import Client
@@ -74,6 +74,7 @@ Within = Annotated[
         min=0,
         max=10,
         metavar="SHARE",
+        callback=check_number,
         help="Share by which the simplest layout of the verdict may be slower than the fastest.",
     ),
 ]

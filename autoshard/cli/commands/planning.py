@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -59,7 +59,6 @@ from autoshard.requests.models import (
     SearchArguments,
     read_model,
 )
-from autoshard.requests.recipe_changes import change_sentence, recipe_changes, recipe_mesh
 from autoshard.requests.results import MeshSearch
 from autoshard.requests.running import plan_coverage
 
@@ -305,7 +304,7 @@ class _Recipe:
         size = given.batch_size
         if size is None and num_ranks % recipe.on(num_ranks).model_ranks == 0:
             size = program_batch(recipe, num_ranks)
-        return ConfigBatch(batch_size=size, seq_length=given.seq_length or recipe.seq_length)
+        return replace(given, batch_size=size, seq_length=given.seq_length or recipe.seq_length)
 
     def laid_out(self, graph: Graph) -> tuple[Mesh, PlanOptions]:
         """The mesh and options of the recipe, with the other options given.
@@ -313,6 +312,8 @@ class _Recipe:
         Raises:
             OptionError: the recipe cannot run.
         """
+        from autoshard.requests.recipe_changes import recipe_mesh  # noqa: PLC0415  as below
+
         facts, num_ranks = program_facts(graph), self.devices.num_devices
         problems = recipe_problems(self.recipe, num_ranks, self.devices.topology, facts)
         if problems:
@@ -326,6 +327,12 @@ class _Recipe:
 
     def print_changes(self, plan: Plan, graph: Graph, *, quiet: bool) -> None:
         """Print the one change of the recipe that helps most, to stderr, after its plan."""
+        # Imported here, since it imports the planner.
+        from autoshard.requests.recipe_changes import (  # noqa: PLC0415
+            change_sentence,
+            recipe_changes,
+        )
+
         with followed(quiet=quiet, can_stop=False) as run:
             run.report(JobProgress(phase="changing one setting of the recipe", elapsed=0.0))
             seconds = self.options.solver.time_limit / 2
