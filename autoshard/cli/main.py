@@ -46,7 +46,9 @@ COMMANDS = {
         PLANNING,
     ),
     "show": Deferred(
-        "autoshard.cli.commands.plans:show", "Show the summary of a plan, or its tables.", PLANS
+        "autoshard.cli.commands.plans:show",
+        "Show the summary of a plan, its tables, or a page to look into.",
+        PLANS,
     ),
     "check": Deferred(
         "autoshard.cli.commands.plans:check",

@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING
 from autoshard.base.lazy_imports import lazy_names
 
 if TYPE_CHECKING:
-    from autoshard.exports.export import EXPORT_TARGETS, export_plan, expressed_share
+    from autoshard.exports.export import (
+        EXPORT_TARGETS,
+        code_exports,
+        export_plan,
+        expressed_share,
+    )
     from autoshard.exports.expressed import Expressed
     from autoshard.exports.recipes import (
         ProgramFacts,
@@ -34,6 +39,7 @@ __all__ = [
     "ProgramFacts",
     "Recipe",
     "RecipeLayout",
+    "code_exports",
     "export_plan",
     "expressed_share",
     "layout_of",

@@ -13,8 +13,9 @@ from autoshard.exports.registry import EXPORT_TARGETS
 from autoshard.exports.results import result_sentence
 from autoshard.plan.document import Plan
 from autoshard.plan.options import MIN_EXPRESSED, ExportableTo
+from autoshard.report.page import ExportedText
 
-__all__ = ["EXPORT_TARGETS", "export_plan", "expressed_share"]
+__all__ = ["EXPORT_TARGETS", "code_exports", "export_plan", "expressed_share"]
 
 for _module in iter_modules(targets.__path__):
     import_module(f"{targets.__name__}.{_module.name}")
@@ -55,6 +56,23 @@ def export_plan(
         return text
     first = comment([headline(found)])
     return first + comment([result_sentence(plan, result)]) + text.removeprefix(first)
+
+
+def code_exports(plan: Plan) -> tuple[ExportedText, ...]:
+    """The plan in the form of every target that is code or settings, or the reason why not.
+
+    Args:
+        plan: a plan, not a document without one.
+    """
+    targets = [name for name, target in EXPORT_TARGETS.items() if target.expresses is not None]
+    return tuple(_exported(plan, target) for target in targets)
+
+
+def _exported(plan: Plan, target: str) -> ExportedText:
+    try:
+        return ExportedText(target, EXPORT_TARGETS[target].export(_outline(plan, target)))
+    except PlanError as error:
+        return ExportedText(target, reason=str(error))
 
 
 def expressed_share(plan: Plan, target: str) -> Expressed | None:

@@ -11,7 +11,7 @@ import typer
 from autoshard.base.files import write_file
 from autoshard.base.outcome import SolveStatus
 from autoshard.cli.exit_codes import ExitCode
-from autoshard.cli.models import ConfigBatch, ModelSource, is_graph_file
+from autoshard.cli.models import ConfigBatch, ModelSource
 from autoshard.cli.options import (
     Archive,
     Connection,
@@ -22,6 +22,7 @@ from autoshard.cli.options import (
     PlanOutput,
     Quiet,
     Topology,
+    Within,
     read_topology,
 )
 from autoshard.cli.plan_options import Planning
@@ -47,9 +48,10 @@ from autoshard.exports import (
     read_recipe,
     recipe_problems,
 )
-from autoshard.graph import Graph, load_graph
+from autoshard.graph import Graph, is_graph_file, load_graph
 from autoshard.mesh import Mesh, make_mesh
 from autoshard.plan import Plan, PlanOptions
+from autoshard.report.answer import WITHIN
 from autoshard.requests.models import (
     MeshSearchRequest,
     OperatorCoverageRequest,
@@ -144,6 +146,7 @@ class Devices:
 
 
 def plan(
+    context: typer.Context,
     model: ModelSource,
     *,
     devices: Devices,
@@ -167,17 +170,18 @@ def plan(
         bool,
         typer.Option(
             "--comparisons/--no-comparisons",
-            help="Also plan DDP, FSDP2, HSDP and Megatron on the same mesh, and what restrictions "
-            "cost, within half of the time limit.",
+            help="Also plan DDP, FSDP2, HSDP and Megatron on the same devices, and what "
+            "restrictions cost, within half of the time limit.",
         ),
     ] = True,
+    within: Within = WITHIN,
     custom: CustomOperators,
     connection: Connection,
     output: PlanOutput = None,
     quiet: Quiet = False,
     output_format: OutputOptions,
 ) -> None:
-    """Plan a graph on a mesh, and show or write the plan.
+    """Plan a model on a mesh or a number of devices, and show or write the plan.
 
     The error bar of a predicted time, such as 416 ms +- 9 %, holds for 80 % of the published runs
     that were predicted in a layout of this kind on this generation of GPUs.
@@ -220,7 +224,8 @@ def plan(
         print_output(plan_report(found), "csv")
     else:
         file = graph if isinstance(graph, Path) else None
-        print_summary(found, graph=file, source=None if output is None else str(output))
+        source = None if output is None else str(output)
+        print_summary(found, graph=file, source=source, within=within, context=context)
     if recipe is not None and program is not None and comparisons:
         recipe.print_changes(found, program, quiet=quiet)
     _end(found, is_stopped=found.certificate.status is SolveStatus.CANCELLED)

@@ -16,6 +16,7 @@ from autoshard.cli.options import (
     OutputOptions,
     PlanSource,
     Quiet,
+    Within,
     expand_groups,
     read_sizes,
 )
@@ -29,6 +30,7 @@ from autoshard.cli.rendering.output import (
     print_output,
     write_stdout,
 )
+from autoshard.cli.rendering.page_output import PageOptions
 from autoshard.cli.rendering.plan_output import print_summary
 from autoshard.cli.rendering.render import (
     check_report,
@@ -44,6 +46,7 @@ from autoshard.plan import Plan
 from autoshard.plan.options import MIN_EXPRESSED
 from autoshard.planner import OptimalityCheck, check_optimality
 from autoshard.report import compare_plans
+from autoshard.report.answer import WITHIN
 from autoshard.report.choices import find_choices
 from autoshard.requests import running
 from autoshard.requests.export_results import export_result
@@ -83,14 +86,19 @@ def show(
     plan: PlanSource,
     *,
     sections: Sections,
+    page: PageOptions,
     notation: Notated = "dtensor",
+    within: Within = WITHIN,
     output: OutputOptions,
     connection: Connection,
 ) -> None:
-    """Show the summary of a plan, or its tables."""
+    """Show the summary of a plan, its tables, or a page to look into."""
     made = connection.read_plan(plan)
+    if page.wanted:
+        page.write(made, plan)
+        return
     if not made.found or not (sections.chosen or output.chosen != "table"):
-        print_summary(made, source=plan)
+        print_summary(made, source=plan, within=within)
         return
     report = plan_report(made, sections.chosen or SECTIONS, notation=notation)
     print_output(report, output.chosen)
@@ -183,11 +191,18 @@ def compare(
     before: PlanSource,
     after: Annotated[str, typer.Argument(help="Another plan of the same graph.")],
     *,
+    page: PageOptions,
     notation: Notated = "dtensor",
     output: OutputOptions,
     connection: Connection,
 ) -> None:
-    """Show the differences between two plans of one graph."""
+    """Show the differences between two plans of one graph.
+
+    The page is that of the second plan, with the difference from the first.
+    """
+    if page.wanted:
+        page.write(connection.read_plan(after), after, other=connection.read_plan(before))
+        return
     if connection.server:
         with connection.open() as client:
             plans = connection.plan_or_id(before), connection.plan_or_id(after)

@@ -143,6 +143,30 @@ def make_first_plan(
     return _with_performance(_plan(graph, mesh, options, limits, quick=True), graph)
 
 
+def pipeline_bound(
+    graph: Graph, mesh: Mesh, options: PlanOptions, limits: ComparisonLimits
+) -> float:
+    """Lower bound of the seconds of a step of a pipeline on a mesh whose outermost axis is `pp`.
+
+    The busiest rank has at least the mean work of all, whatever the stages; -inf if that is not
+    known: sub-meshes may differ, or the time is over.
+
+    Raises:
+        GraphError: the graph cannot be planned in this mode.
+        OptionError: an option is invalid, or the problem has too many strategies.
+    """
+    ranks = num_pipeline_ranks(mesh)
+    if ranks is None or options.pipeline.sub_meshes == "any":
+        return -inf
+    devices = sub_mesh(mesh, mesh.num_devices // ranks)
+    search = SearchLimits(options.solver.time_limit / 2, limits.cancel, limits.max_strategies)
+    try:
+        own = on_sub_mesh(options, devices, mesh)
+        return whole_bound(graph, devices, own, search, limits.block_cache) / ranks
+    except Stopped:
+        return -inf
+
+
 def _remade(graph: Graph, mesh: Mesh, limits: ComparisonLimits, options: PlanOptions) -> Plan:
     """A plan to compare with; its progress is not reported."""
     found = _plan(graph, mesh, options, replace(limits, on_progress=None))
