@@ -49,7 +49,7 @@ from autoshard.exports import (
     recipe_problems,
 )
 from autoshard.graph import Graph, is_graph_file, load_graph
-from autoshard.mesh import Mesh, make_mesh
+from autoshard.mesh import Axis, Mesh, make_mesh
 from autoshard.plan import Plan, PlanOptions
 from autoshard.report.answer import WITHIN
 from autoshard.requests.models import (
@@ -322,12 +322,13 @@ class _Recipe:
         for text in found.chosen:
             line = marked(f"{self.recipe.framework}:", text, style="bold")
             errors.print(line, highlight=False, soft_wrap=True)
-        mesh = recipe_mesh(self.recipe, self.devices, facts)
+        axes = tuple(Axis(name, size) for name, size in found.axes)
+        mesh = Mesh(axes, self.devices.topology)
         return mesh, self.options.with_values(**found.options.given)
 
     def print_changes(self, plan: Plan, graph: Graph, *, quiet: bool) -> None:
         """Print the one change of the recipe that helps most, to stderr, after its plan."""
-        # Imported here, since it imports the planner.
+        # The planner is loaded only where it plans.
         from autoshard.requests.recipe_changes import (  # noqa: PLC0415
             change_sentence,
             recipe_changes,

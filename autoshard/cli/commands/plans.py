@@ -49,7 +49,6 @@ from autoshard.report import compare_plans
 from autoshard.report.answer import WITHIN
 from autoshard.report.choices import find_choices
 from autoshard.requests import running
-from autoshard.requests.export_results import export_result
 from autoshard.requests.models import read_model
 from autoshard.requests.running import load_planned_graph
 
@@ -267,6 +266,9 @@ def export(
 
 def _priced(plan: Plan, target: str, text: str, min_expressed: float) -> str:
     """The exported text with the price of its result; if it has none, stderr says why."""
+    # The planner is loaded only where it plans.
+    from autoshard.requests.export_results import export_result  # noqa: PLC0415
+
     try:
         result = export_result(plan, target)
     except PlanError as error:
