@@ -21,14 +21,14 @@ from autoshard.graph import Graph, graph_from_json
 from autoshard.mesh import Mesh, mesh_from_json
 from autoshard.plan.options import PlanOptions
 from autoshard.plan.sub_meshes import num_pipeline_ranks
-from autoshard.planner.baselines import ComparisonLimits
+from autoshard.planner.baselines import ComparisonLimits, Cutoff
 from autoshard.planner.pipeline.pipeline_planner import (
     make_first_plan,
     make_plan,
     pipeline_bound,
 )
 from autoshard.planner.pipeline.policies import num_stages, stage_cutter
-from autoshard.solve import KeyValueStore, Progress
+from autoshard.solve import KeyValueStore
 
 
 class _RemoteBlockCache:
@@ -45,33 +45,6 @@ class _RemoteBlockCache:
 
     def put(self, key: str, body: bytes) -> None:
         _write(self._replies, {"put": key, "body": b64encode(body).decode()})
-
-
-class _Cutoff:
-    """A cancel token that ends planning once a known plan is proven to be nearly as fast as any.
-
-    Args:
-        seconds: a step of the known plan; inf to make a plan in any case.
-        relative_gap: relative difference by which a plan that is not made may be faster.
-    """
-
-    def __init__(self, seconds: float, relative_gap: float) -> None:
-        self._seconds = seconds
-        self._least = (1 - relative_gap) * seconds
-        self._bound = -inf
-
-    def report(self, progress: Progress) -> None:
-        """Look at the progress of planning."""
-        self._bound = max(self._bound, progress.bound)
-
-    def is_set(self) -> bool:
-        """True if no plan is faster by more than the gap; an infinite bound: there is none."""
-        return self._least < self._bound < inf
-
-    @property
-    def bound(self) -> float:
-        """Proven lower bound of all plans, seconds."""
-        return self._bound
 
 
 def plans_one_stage(graph: Graph, mesh: Mesh, options: PlanOptions) -> bool:
@@ -106,7 +79,7 @@ class _MeshPlanner:
         try:
             is_one = plans_one_stage(self.graph, mesh, options)
             has_bound = question["best"] is not None and is_one
-            cutoff = _Cutoff(question["best"] if has_bound else inf, options.solver.relative_gap)
+            cutoff = Cutoff(question["best"] if has_bound else inf, options.solver.relative_gap)
             limits = ComparisonLimits(cutoff.report, cutoff, self.block_cache, self.max_strategies)
             if question["first"] and not is_one:
                 bound = pipeline_bound(self.graph, mesh, options, limits)
