@@ -57,6 +57,7 @@ NAMES: Mapping[Family, str] = {
 
 _SHARE_OF_TIME = 0.5
 """Share of the time limit for all comparisons."""
+_MORE_TIME = "a faster form may exist: the time limit of comparisons ended"
 _MAX_NAMES = 3
 """Maximum number of parameters that a remark names."""
 
@@ -263,9 +264,10 @@ class _Baselines:
             number = self.mesh.num_devices
             return _without_plan(pattern, f"{number} devices have no such division into axes")
         for number, form in enumerate(forms):
-            seconds = (latest - self.limits.seconds) / (len(forms) - number)
+            seconds = latest - self.limits.seconds
             if seconds <= 0 or self.limits.is_cancelled:
-                break
+                late = {"remarks": tuple(dict.fromkeys((_MORE_TIME, *best.remarks)))}
+                return best.model_copy(update=late) if best.found else best
             self.limits.begin(f"comparing: {NAMES[pattern]} on {mesh_text(form.mesh)}")
             is_same = form.mesh.axis_sizes == self.mesh.axis_sizes
             bound = self.bound if is_same else -inf
@@ -401,7 +403,7 @@ class _OnMesh:
     def _remarks(self, *, late: bool) -> Iterator[str]:
         """Differences between a plan and what the framework does; and if time was short."""
         if late:
-            yield "a faster form may exist: the time limit of comparisons ended"
+            yield _MORE_TIME
         sizes = [self.axes.sizes[axis] for axis in sharding_axes(self.axes, self.pattern)]
         if not sizes:
             return

@@ -9,7 +9,9 @@ from rich.text import Text
 
 from autoshard.cli.rendering.output import console
 from autoshard.cli.rendering.wording import in_flags
+from autoshard.mesh import Mesh
 from autoshard.plan import Plan
+from autoshard.plan.options.restrictions import FREE
 from autoshard.report import LayoutRow, answer_of
 from autoshard.report.answer import WITHIN
 
@@ -17,10 +19,11 @@ _EXPORTS = {"fsdp2": "fsdp2", "hsdp": "fsdp2", "megatron": "megatron", "megatron
 """The export that has the code or settings of each family; DDP needs none."""
 
 _OF_ONE_PLAN = frozenset(
-    {"shape", "gpus", "axes", "output", "like", "algo", "distributed_optimizer", "within"}
-    | {"format", "json", "quiet", "comparisons"}
+    {"shape", "gpus", "axes", "output", "like", "stored_as", "skip_fully_replicated_on", "stages"}
+    | {"format", "json", "quiet", "comparisons", "within", *FREE}
 )
-"""Options of `plan` that are not repeated for another layout of the same request."""
+"""Options of `plan` that are not repeated for another layout of the same request: restrictions,
+and those of the mesh and the output."""
 
 
 def print_summary(
@@ -44,7 +47,8 @@ def print_summary(
     commands = _next_commands(plan, graph, source)
     if context is not None and plan.found:
         found = answer_of(plan, within=within)
-        commands = (*_simplest_commands(found.layouts[found.simplest], context), *commands)
+        simplest = found.layouts[found.simplest]
+        commands = (*_simplest_commands(simplest, plan.mesh, context), *commands)
     text = plan.summary(width=width, commands=commands, within=within)
     console.print(Text(in_flags(text)), soft_wrap=True)
 
@@ -60,7 +64,7 @@ def _next_commands(plan: Plan, graph: Path | None, source: str | None) -> tuple[
     return (*commands, f"autoshard launch --plan {file} train.py")
 
 
-def _simplest_commands(simplest: LayoutRow, context: typer.Context) -> Iterator[str]:
+def _simplest_commands(simplest: LayoutRow, devices: Mesh, context: typer.Context) -> Iterator[str]:
     """The commands that print the code or settings of a family; none for a planned layout."""
     target = _EXPORTS.get(simplest.algo or "")
     if target is None or simplest.algo is None:
@@ -69,6 +73,9 @@ def _simplest_commands(simplest: LayoutRow, context: typer.Context) -> Iterator[
     file = f"{simplest.algo}.json"
     own = ["--mesh", mesh, "--algo", simplest.algo, "-o", file]
     own += ["--distributed-optimizer"] if simplest.distributed_optimizer else []
+    if context.params.get("intra_bandwidth") is not None:
+        # The last axis would be the node.
+        own += ["--nodes", str(devices.num_nodes or 1)]
     yield join(["autoshard", "plan", *_repeated(context), *own])
     yield f"autoshard export {file} --to {target}"
 
@@ -78,6 +85,8 @@ def _repeated(context: typer.Context) -> Iterator[str]:
     for parameter in context.command.params:
         source = context.get_parameter_source(parameter.name or "")
         if source is None or source.name != "COMMANDLINE" or parameter.name in _OF_ONE_PLAN:
+            continue
+        if parameter.name == "nodes" and context.params.get("intra_bandwidth") is not None:
             continue
         value = context.params[parameter.name or ""]
         if parameter.param_type_name == "argument":

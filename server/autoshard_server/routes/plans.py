@@ -339,7 +339,7 @@ async def trace_plan(
         *(ProblemType.NOT_FOUND, ProblemType.REQUEST, ProblemType.LIMIT),
         headers=("If-None-Match",),
         answers={
-            200: ("The summary: at most 30 lines.", "ETag", "Cache-Control"),
+            200: ("The summary: about 40 lines.", "ETag", "Cache-Control"),
             304: ("The caller has this summary.",),
         },
         content={_TEXT: {"schema": {"type": "string"}}},
