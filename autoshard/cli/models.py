@@ -1,6 +1,5 @@
 """The model of a command: the file of a graph, or what is exported here."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar
@@ -9,6 +8,7 @@ import typer
 
 from autoshard.cli.rendering.numbers import count
 from autoshard.errors import OptionError
+from autoshard.graph import is_graph_file
 from autoshard.plan import Mode
 
 ModelSource = Annotated[
@@ -59,26 +59,3 @@ class ConfigBatch:
         from autoshard.integrations.model_files import BatchShape, export_named  # noqa: PLC0415
 
         return export_named(source, BatchShape(**given) if given else None, mode=mode)
-
-
-def is_graph_file(source: str) -> bool:
-    """True for the file of an exported graph, not a model that is to be exported.
-
-    >>> is_graph_file("model.pt2"), is_graph_file("llama/config.json"), is_graph_file("a.py:make")
-    (True, False, False)
-    """
-    path = Path(source)
-    if path.suffix == ".json":
-        return path.name != "config.json" and not _is_config(path)
-    if path.is_dir():
-        return not (path / "config.json").is_file()
-    return path.suffix == ".pt2" or path.is_file()
-
-
-def _is_config(path: Path) -> bool:
-    """True for a JSON file with the type of a model of transformers."""
-    try:
-        document = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return False
-    return isinstance(document, dict) and "model_type" in document

@@ -13,7 +13,7 @@ from torch import nn
 
 from autoshard.base.extras import from_extra
 from autoshard.errors import ArgumentTypeError, OptionError
-from autoshard.graph import export_model
+from autoshard.graph import MixedPrecision, export_model
 from autoshard.plan import Mode
 from autoshard.runtime import init_empty_weights
 
@@ -41,7 +41,14 @@ class BatchShape:
                 raise OptionError(f"{name} is {value}, not 1 or more")
 
 
-def export_named(source: str, batch: BatchShape | None = None, *, mode: Mode = "training") -> bytes:
+def export_named(
+    source: str,
+    batch: BatchShape | None = None,
+    *,
+    mode: Mode = "training",
+    mixed_precision: MixedPrecision | None = None,
+    any_batch_size: bool = False,
+) -> bytes:
     """Export the model that a text names.
 
     Args:
@@ -53,6 +60,8 @@ def export_named(source: str, batch: BatchShape | None = None, *, mode: Mode = "
             A function brings its own.
         mode: for a config, whether a loss is part of the graph; a function's module stays in the
             mode it is in.
+        mixed_precision: policy under which the model is exported; None for none.
+        any_batch_size: True to leave dim 0 of all tensors of the batch dynamic, as one size.
 
     Returns:
         A `.pt2` archive.
@@ -70,7 +79,25 @@ def export_named(source: str, batch: BatchShape | None = None, *, mode: Mode = "
         model, args, kwargs = _of_function(Path(file), function)
     else:
         model, args, kwargs = _of_config(source, batch, is_trained=mode == "training")
-    return export_model(model, args, kwargs)
+    return export_model(
+        model,
+        args,
+        kwargs,
+        mixed_precision=mixed_precision,
+        dynamic_shapes=_batch_dims(model, args, kwargs) if any_batch_size else None,
+    )
+
+
+def _batch_dims(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, dict[int, Any] | None]:
+    """The dynamic shapes of a batch whose size is dim 0 of its tensors, by argument of forward."""
+    named = {**dict(zip(inspect.signature(model.forward).parameters, args, strict=False)), **kwargs}
+    size = torch.export.Dim("batch", min=2)
+    return {
+        name: {0: size} if isinstance(given, torch.Tensor) and given.dim() else None
+        for name, given in named.items()
+    }
 
 
 def _of_function(file: Path, name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 
+import numpy as np
+from numpy.typing import NDArray
+
 from autoshard.lowering.instructions import Cast
 from autoshard.lowering.timeline import KINDS, Role, Timeline
 from autoshard.plan.stage import PlacedInput
@@ -57,6 +60,8 @@ class Holding:
         name: dotted name of a parameter or another input, or the name of the node that makes it.
         module: dotted path of the module of the parameter or node; empty for the model itself.
         nbytes: its bytes on a rank.
+        first: number of the first moment at which it is there.
+        last: number of the last one.
         kept: True if it is there between forward and backward too.
         in_checkpoint: True if a node inside of a checkpoint makes it, or a resharding there.
     """
@@ -65,8 +70,15 @@ class Holding:
     name: str
     module: str
     nbytes: int
+    first: int
+    last: int
     kept: bool
     in_checkpoint: bool
+
+
+def all_holdings(timeline: Timeline) -> tuple[Holding, ...]:
+    """All that is in memory at any moment, but for other micro-batches of a pipeline."""
+    return tuple(_Holders(timeline).rows(timeline.lives))
 
 
 def holdings(timeline: Timeline, moment: int) -> tuple[Holding, ...]:
@@ -81,7 +93,9 @@ def holdings(timeline: Timeline, moment: int) -> tuple[Holding, ...]:
         >>> sum(held.nbytes for held in at_peak) == found.peak
         True
     """
-    return tuple(_Holders(timeline).at(moment))
+    lives = timeline.lives
+    alive = (lives[:, 1] <= moment) & (lives[:, 2] >= moment)
+    return tuple(_Holders(timeline).rows(lives[alive]))
 
 
 def summed(found: Iterable[Holding], key: Callable[[Holding], str]) -> Mapping[str, int]:
@@ -98,17 +112,15 @@ class _Holders:
         self._inputs = timeline.lowering.stage.inputs
         self._graph = timeline.lowering.graph
 
-    def at(self, moment: int) -> Iterator[Holding]:
-        """All that is in memory at a moment."""
-        lives = self._timeline.lives
-        alive = lives[(lives[:, 1] <= moment) & (lives[:, 2] >= moment)]
+    def rows(self, lives: NDArray[np.int64]) -> Iterator[Holding]:
+        """Some rows of `Timeline.lives` in words."""
         turn = self._timeline.turn
-        for kind, first, last, nbytes, of, role in alive.tolist():
+        for kind, first, last, nbytes, of, role in lives.tolist():
             name, module = self._names(of)
             part = _OF_KIND.get(KINDS[kind]) or self._part(of, role, first)
             kept = turn is not None and first <= turn <= last
             inside = of >= 0 and self._timeline.memory.ops[of].checkpoint >= 0
-            yield Holding(part, name, module, nbytes, kept, inside)
+            yield Holding(part, name, module, nbytes, first, last, kept, inside)
 
     def _names(self, of: int) -> tuple[str, str]:
         """The name of an input, or of what an operation makes, and its module."""

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 from support.command_line import autoshard
 
-from autoshard.cli.models import is_graph_file
-from autoshard.graph import InputKind, load_graph
+from autoshard.graph import InputKind, is_graph_file, load_graph
 from autoshard.integrations.model_files import BatchShape, export_named
 from autoshard.plan import Plan
 from autoshard.requests.kept_plans import OfflinePlans
