@@ -17,6 +17,8 @@ from autoshard.graph import MixedPrecision, export_model
 from autoshard.plan import Mode
 from autoshard.runtime import init_empty_weights
 
+_TOKENS = 4096
+"""Tokens of a sequence, unless the request or the model says fewer."""
 _FALLBACK = "name a function that returns a model and a batch instead: FILE.py:FUNCTION"
 
 
@@ -26,18 +28,18 @@ class BatchShape:
 
     Attributes:
         batch_size: number of sequences, or of other samples, of all devices together.
-        seq_length: tokens of each sequence.
+        seq_length: tokens of each sequence; by default 4,096, or as many as the model has.
 
     Raises:
         OptionError: a number is out of its range.
     """
 
     batch_size: int = 8
-    seq_length: int = 4096
+    seq_length: int | None = None
 
     def __post_init__(self) -> None:
         for name, value in (("batch_size", self.batch_size), ("seq_length", self.seq_length)):
-            if value < 1:
+            if value is not None and value < 1:
                 raise OptionError(f"{name} is {value}, not 1 or more")
 
 
@@ -176,15 +178,16 @@ def _batch_of(
     name = getattr(model, "main_input_name", "input_ids")
     text = config.get_text_config()
     longest = getattr(text, "max_position_embeddings", None)
-    batch = given or BatchShape(seq_length=min(BatchShape.seq_length, longest or 1 << 62))
+    batch = given or BatchShape()
+    tokens = batch.seq_length or min(_TOKENS, longest or _TOKENS)
     if name != "input_ids" or hasattr(config, "vision_config"):
         raise OptionError(f"{source}: only models of text get a batch from a config; {_FALLBACK}")
-    if longest is not None and batch.seq_length > longest:
+    if longest is not None and tokens > longest:
         raise OptionError(
-            f"--seq-length {batch.seq_length}: {source} has {longest} positions at most "
+            f"--seq-length {tokens}: {source} has {longest} positions at most "
             "(max_position_embeddings)"
         )
-    size = (batch.batch_size, batch.seq_length)
+    size = (batch.batch_size, tokens)
     ids = torch.empty(size, dtype=torch.int64, device="meta")
     found = {"input_ids": ids}
     if "labels" in parameters:

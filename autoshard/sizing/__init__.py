@@ -7,6 +7,7 @@ from autoshard.base.lazy_imports import lazy_names
 if TYPE_CHECKING:
     from autoshard.sizing.devices import size_model
     from autoshard.sizing.fit import fit_model
+    from autoshard.sizing.largest import find_largest
     from autoshard.sizing.results import DeviceCount, Fit, FitRow, HeldMemory, Largest, Size
 else:
     __getattr__, __dir__ = lazy_names(__name__)
@@ -18,6 +19,7 @@ __all__ = [
     "HeldMemory",
     "Largest",
     "Size",
+    "find_largest",
     "fit_model",
     "size_model",
 ]

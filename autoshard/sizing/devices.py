@@ -203,10 +203,11 @@ class _Devices:
             options = setup.options.with_values(micro_batches=number)
             micro = replace(setup, batch_size=self.batch[0] // number, options=options)
             found = self.sizing.row(micro, {}), number
-            if best is not None and _seconds(found) >= _seconds(best):
+            if best is not None and _seconds(found) > _seconds(best):
                 break
             best = found
-            if found[0].step_time is None:
+            # Larger micro-batches need more memory. A batch of one may be no size of the graph.
+            if found[0].verdict == "does not fit":
                 break
         if best is None:
             reason = f"{setup.batch_unit} ranks do not divide a batch of {self.batch[0]}"

@@ -7,12 +7,14 @@ from typing import Any
 from autoshard.base.arguments import Count, check_arguments
 from autoshard.base.integers import MAX_BYTES
 from autoshard.base.quantities import format_bytes
-from autoshard.errors import OptionError
+from autoshard.errors import InputError, OptionError
 from autoshard.graph import Graph, GraphLike
 from autoshard.mesh import Mesh, Topology, mesh_text, resolve_topology
 from autoshard.plan.document import GraphSummary, Plan
 from autoshard.plan.options import PlanOptions, to_options
+from autoshard.planner.baselines import ComparisonLimits
 from autoshard.planner.memory.least_memory import LeastMemory
+from autoshard.planner.pipeline.pipeline_planner import make_first_plan
 from autoshard.requests.running import ProgressListener, Resources
 from autoshard.requests.running import plan as run_plan
 from autoshard.sizing.held import held_memory, host_bytes
@@ -184,13 +186,19 @@ class Sizing:
 
         If none fits, the plan is that of `smallest`.
         """
-        made = self.plan(setup)
-        if made.found:
-            return made, True
+        budget = budget_of(*setup.placed())
+        # Without a limit, nothing is recomputed that need not be: if that fits, it is the plan.
+        free = self.plan(setup, memory_budget=_UNLIMITED)
+        if _fits(free, budget):
+            return free, True
         smallest = self.smallest(setup)
-        if smallest.memory is None:
-            return made, False
-        return smallest, smallest.memory.peak <= budget_of(*setup.placed())
+        if _fits(smallest, budget):
+            made = self.plan(setup)
+            return (made if made.found else smallest), True
+        # Other layouts of the pattern may need less than the fastest ones.
+        mesh, options = setup.placed()
+        first = make_first_plan(self.graph(setup), mesh, options, ComparisonLimits())
+        return (first, True) if first.found else (smallest, False)
 
     def smallest(self, setup: Setup) -> Plan:
         """The plan with everything recomputed and resharded that the options allow to be.
@@ -208,10 +216,10 @@ class Sizing:
 
     def row(self, setup: Setup, varied: Mapping[str, str]) -> FitRow:
         """The row of one configuration."""
-        mesh, options = setup.placed()
         try:
+            mesh, options = setup.placed()
             made, fits = self.priced(setup)
-        except OptionError as error:
+        except InputError as error:
             return without_plan(setup, varied, str(error))
         if not made.found or made.memory is None:
             return without_plan(setup, varied, made.reason)
@@ -264,6 +272,10 @@ def _shown(value: Any) -> str:
     if isinstance(value, Iterable) and not isinstance(value, str):
         return "+".join(map(str, value)) or "none"
     return str(value)
+
+
+def _fits(made: Plan, budget: int) -> bool:
+    return made.memory is not None and made.memory.peak <= budget
 
 
 def changed_options(options: PlanOptions) -> frozenset[str]:

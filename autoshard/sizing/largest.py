@@ -14,6 +14,8 @@ from autoshard.sizing.layouts import Offload, Setup
 from autoshard.sizing.models import ResizableModel, exported_size
 from autoshard.sizing.results import Dimension, FitRow, Largest
 
+_MOST_SECANTS = 4
+"""Number of sizes from which the next one is guessed, beyond the first two."""
 _MOST = 1 << 20
 """Largest number of units that is tried."""
 
@@ -156,14 +158,20 @@ class _Search:
         )
 
     def _first_guess(self) -> int:
-        """The number of units at which a linear model of memory reaches the budget."""
+        """The number of units at which memory reaches the budget, by secants through two sizes."""
         now = exported_size(self.sizing.graph(self.setup), 0 if self.name == "batch_size" else 1)
-        first = max((now or 0) // self.unit, 1)
-        few, many = self._least(first), self._least(2 * first)
-        if few is None or many is None or many <= few:
-            return first
+        number = max((now or 0) // self.unit, 1)
         budget = budget_of(*self.setup.placed())
-        return max(int(first + (budget - few) * first / (many - few)), 1)
+        other, needed = 2 * number, self._least(2 * number)
+        for _ in range(_MOST_SECANTS):
+            before, least = needed, self._least(number)
+            if least is None or before is None or (other - number) * (before - least) <= 0:
+                break
+            further = (budget - least) * (other - number) // (before - least)
+            other, needed, number = number, least, max(number + further, 1)
+            if abs(number - other) <= 1:
+                break
+        return number
 
     def _least(self, number: int) -> int | None:
         """The memory of a number of units with everything recomputed that may be; None without."""

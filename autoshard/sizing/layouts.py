@@ -121,7 +121,7 @@ class Setup:
             return replace(self, **{key: _own_value(key, value)})
         if key not in PlanOptions.keywords():
             known = [*PlanOptions.keywords(), *_NUMBERS, "layout", "offload", "mixed_precision"]
-            raise unknown_option(name, known)
+            raise unknown_option(key, known)
         read = PlanOptions(**{key: _option_value(key, value)})
         options = self.options.with_values(**{key: read.value(key)})
         return replace(self, options=options, overrides=self.overrides | {key})

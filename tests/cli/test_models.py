@@ -6,24 +6,13 @@ from typing import Any
 
 import pytest
 from support.command_line import autoshard
+from support.configs import write_config
 
 from autoshard.graph import InputKind, is_graph_file, load_graph
 from autoshard.integrations.model_files import BatchShape, export_named
 from autoshard.plan import Plan
 from autoshard.requests.kept_plans import OfflinePlans
 
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 256,
-    "max_position_embeddings": 128,
-    "dtype": "bfloat16",
-}
 MESH = ("--mesh", "2x2", "--no-comparisons", "--quiet")
 
 
@@ -32,10 +21,9 @@ def config(tmp_path: Path) -> Any:
     """Write a config with other fields, and return its path."""
 
     def write(**fields: object) -> str:
-        path = tmp_path / "model" / "config.json"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(json.dumps(LLAMA | fields))
-        return str(path)
+        folder = tmp_path / "model"
+        folder.mkdir(exist_ok=True)
+        return write_config(folder, **fields)
 
     return write
 

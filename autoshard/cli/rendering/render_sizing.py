@@ -7,6 +7,8 @@ from autoshard.cli.rendering.tables import Column, Report, Sentence, Table, Unit
 from autoshard.plan.predictions import three_digits
 from autoshard.sizing.results import DeviceCount, Fit, FitRow, HeldMemory, Largest, Size
 
+_RESIZING = frozenset({"gpus", "batch_size", "batch-size", "seq_length", "seq-length"})
+"""Names of what changes the work of a device, so that step times cannot be compared."""
 _LISTED = 6
 """Modules that a table lists."""
 
@@ -20,7 +22,8 @@ def fit_report(found: Fit) -> Report:
     else:
         parts += [Sentence(_verdict_of_rows(found), style="bold"), _rows(found)]
         parts += [Sentence(text) for text in _remarks(found.rows)]
-    parts.append(Sentence(f"In any layout: {found.least_statement}."))
+    if not _RESIZING.intersection(found.rows[0].varied):
+        parts.append(Sentence(f"In any layout: {found.least_statement}."))
     return Report(tuple(parts))
 
 
@@ -165,6 +168,8 @@ def _verdict_of_rows(found: Fit) -> str:
     if not fitting:
         least = f"; any layout needs {format_bytes(found.least)} at least"
         return f"None of the {len(found.rows)} fits {format_bytes(found.budget)} per device{least}."
+    if _RESIZING.intersection(found.rows[0].varied):
+        return f"{len(fitting)} of {len(found.rows)} fit {format_bytes(found.budget)} per device."
     fastest = min(fitting, key=lambda row: row.step_time or 0.0)
     return (
         f"{len(fitting)} of {len(found.rows)} fit {format_bytes(found.budget)} per device; the "
