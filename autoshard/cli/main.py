@@ -39,7 +39,15 @@ COMMANDS = {
         "autoshard.cli.commands.sizing:fit",
         "Show whether a model fits some devices, and what takes their memory.",
         PLANNING,
-        first_options=("--gpus", "--layout", "--vary", "--largest", "--offload", *_FIRST_OPTIONS),
+        first_options=(
+            "--gpus",
+            "--layout",
+            "--vary",
+            "--largest",
+            "--offload",
+            "--wrap",
+            *_FIRST_OPTIONS,
+        ),
     ),
     "size": Deferred(
         "autoshard.cli.commands.sizing:size",

@@ -48,6 +48,8 @@ _OF_KIND = {
     "inputs": Part.INPUTS,
     "activations": Part.ACTIVATIONS,
 }
+UNSHARDED = frozenset({Part.UNSHARDED_PARAMETERS, Part.UNSHARDED_GRADIENTS})
+"""Parts that sharded parameters need while they are used."""
 _STORED = frozenset({"parameter", "buffer", "constant", "prepared"})
 
 
@@ -56,6 +58,7 @@ class Holding:
     """A tensor in memory, or the working memory of an operation.
 
     Attributes:
+        kind: its kind in the memory timeline.
         part: the part of the memory that it is of.
         name: dotted name of a parameter or another input, or the name of the node that makes it.
         module: dotted path of the module of the parameter or node; empty for the model itself.
@@ -63,9 +66,11 @@ class Holding:
         first: number of the first moment at which it is there.
         last: number of the last one.
         kept: True if it is there between forward and backward too.
+        of_parameter: True for a parameter or buffer, and for a resharding or conversion of one.
         in_checkpoint: True if a node inside of a checkpoint makes it, or a resharding there.
     """
 
+    kind: str
     part: Part
     name: str
     module: str
@@ -73,7 +78,8 @@ class Holding:
     first: int
     last: int
     kept: bool
-    in_checkpoint: bool
+    of_parameter: bool = False
+    in_checkpoint: bool = False
 
 
 def all_holdings(timeline: Timeline) -> tuple[Holding, ...]:
@@ -117,10 +123,16 @@ class _Holders:
         turn = self._timeline.turn
         for kind, first, last, nbytes, of, role in lives.tolist():
             name, module = self._names(of)
-            part = _OF_KIND.get(KINDS[kind]) or self._part(of, role, first)
+            is_stored = self._is_stored(of)
+            part = _OF_KIND.get(KINDS[kind]) or self._part(role, first, is_stored=is_stored)
+            if part is Part.ACTIVATIONS and is_stored:
+                # Autograd saves a gathered parameter that is not resharded after forward.
+                part = Part.UNSHARDED_PARAMETERS
             kept = turn is not None and first <= turn <= last
             inside = of >= 0 and self._timeline.memory.ops[of].checkpoint >= 0
-            yield Holding(part, name, module, nbytes, first, last, kept, inside)
+            yield Holding(
+                KINDS[kind], part, name, module, nbytes, first, last, kept, is_stored, inside
+            )
 
     def _names(self, of: int) -> tuple[str, str]:
         """The name of an input, or of what an operation makes, and its module."""
@@ -137,11 +149,10 @@ class _Holders:
         """The inputs of the stage, by their names in the program."""
         return {placed.name: placed for placed in self._inputs}
 
-    def _part(self, of: int, role: int, first: int) -> Part:
+    def _part(self, role: int, first: int, *, is_stored: bool) -> Part:
         """The part of something temporary."""
         if role == Role.WORKING:
             return Part.WORKING
-        is_stored = self._is_stored(of)
         if role == Role.GRADIENT:
             return Part.UNSHARDED_GRADIENTS if is_stored else Part.ACTIVATION_GRADIENTS
         if is_stored:

@@ -1,6 +1,6 @@
 """`fit_model`: whether a model fits some devices, and what takes their memory."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any
 
@@ -9,6 +9,7 @@ from autoshard.base.integers import MAX_BYTES
 from autoshard.base.quantities import format_bytes
 from autoshard.errors import InputError, OptionError
 from autoshard.graph import Graph, GraphLike
+from autoshard.lowering.timeline import KINDS
 from autoshard.mesh import Mesh, Topology, mesh_text, resolve_topology
 from autoshard.plan.document import GraphSummary, Plan
 from autoshard.plan.options import PlanOptions, to_options
@@ -22,7 +23,6 @@ from autoshard.sizing.layouts import Offload, Setup
 from autoshard.sizing.models import ResizableModel
 from autoshard.sizing.results import Fit, FitRow
 
-_KINDS = ("parameters", "gradients", "optimizer", "buffers", "inputs", "activations", "temporaries")
 _UNLIMITED = MAX_BYTES // 2
 """A memory budget that no plan exceeds."""
 _AUTO = ("activation_checkpointing", "reshard_after_forward")
@@ -42,6 +42,7 @@ def fit_model(
     seq_length: Count | None = None,
     mixed_precision: str | None = None,
     offload: Offload = "none",
+    wrap: Collection[str] = (),
     vary: Mapping[str, Sequence[Any]] | None = None,
     options: PlanOptions | None = None,
     on_progress: ProgressListener | None = None,
@@ -68,6 +69,9 @@ def fit_model(
             meaning of FSDP2's policy; of a model that is exported here.
         offload: `optimizer` if the optimizer's state is in the memory of the host: then the step
             time has neither the update nor the transfers.
+        wrap: modules that `fully_shard` wraps, which are then gathered as a whole: dotted paths, or
+            patterns in which `*` matches any text; of `fsdp2` and `hsdp`. If empty, parameters are
+            gathered as autoshard does.
         vary: values of one or several of these arguments or of options of planning, by name: a row
             for each combination.
         options: of planning.
@@ -92,6 +96,7 @@ def fit_model(
         seq_length=seq_length,
         mixed_precision=mixed_precision or "",
         offload=offload,
+        wrap=tuple(wrap),
         topology=topology,
         nodes=nodes,
         gpus_per_node=gpus_per_node,
@@ -223,16 +228,25 @@ class Sizing:
             return without_plan(setup, varied, str(error))
         if not made.found or made.memory is None:
             return without_plan(setup, varied, made.reason)
-        memory = made.memory
-        needs = f"needs {format_bytes(memory.peak)} of {format_bytes(budget_of(mesh, options))}"
+        memory, held = made.memory, None
+        peak, kinds = memory.peak, {kind: getattr(memory, kind) for kind in KINDS}
+        if made.pipeline is None:
+            reshards = options.memory.reshard_after_forward != "never"
+            try:
+                held, kinds = held_memory(made, setup.wrap, reshards=reshards)
+            except OptionError as error:
+                return without_plan(setup, varied, str(error))
+            peak = sum(kinds.values())
+        fits = fits and peak <= budget_of(mesh, options)
+        needs = f"needs {format_bytes(peak)} of {format_bytes(budget_of(mesh, options))}"
         return FitRow(
             varied=dict(varied),
             layout=setup.layout or "",
             mesh=mesh_text(mesh),
             verdict="fits" if fits else "does not fit",
-            peak=memory.peak,
-            kinds={kind: getattr(memory, kind) for kind in _KINDS},
-            held=None if made.pipeline is not None else held_memory(made),
+            peak=peak,
+            kinds=kinds,
+            held=held,
             step_time=made.costs.total if fits and made.costs is not None else None,
             host_memory=host_bytes(made, setup.options) if setup.offload == "optimizer" else None,
             num_recomputed=sum(len(stage.checkpoints) for stage in made.stages),

@@ -1,21 +1,21 @@
 """What takes the memory of a plan's devices, by part and by module."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.costs import parameter_bytes
 from autoshard.graph import DType, graph_from_json, layer_path
-from autoshard.lowering.holders import Holding, Part, all_holdings, holdings, summed
-from autoshard.lowering.timeline import Timeline, timeline
+from autoshard.lowering.holders import UNSHARDED, Holding, Part, all_holdings, summed
+from autoshard.lowering.timeline import KINDS, Timeline, timeline
 from autoshard.plan.document import Plan
 from autoshard.plan.options import PlanOptions
 from autoshard.pricing.execution import executions, saving_of
 from autoshard.pricing.prices import optimizer_of
 from autoshard.sizing.results import HeldMemory
+from autoshard.sizing.wrapping import wrapped
 
-_UNSHARDED = frozenset({Part.UNSHARDED_PARAMETERS, Part.UNSHARDED_GRADIENTS})
 _ENTERING = "inputs of recomputed modules"
 
 
@@ -32,24 +32,52 @@ def plan_timeline(plan: Plan) -> Timeline:
     )
 
 
-def held_memory(plan: Plan) -> HeldMemory:
-    """What takes the memory of a plan of one stage."""
+def held_memory(
+    plan: Plan, wrap: Sequence[str] = (), *, reshards: bool = True
+) -> tuple[HeldMemory, dict[str, int]]:
+    """What takes the memory of a plan of one stage, and the peak by kind.
+
+    Args:
+        plan: the plan.
+        wrap: modules that FSDP2 gathers as a whole, as in `wrapped`; if empty, parameters are
+            gathered as the plan says.
+        reshards: True if these modules are resharded after forward.
+
+    Raises:
+        OptionError: a module does not exist.
+    """
     found = plan_timeline(plan)
-    phase, name = found.moments[found.peak_moment]
+    held = wrapped(found, wrap, reshards=reshards) if wrap else all_holdings(found)
+    total = _over_time(found, held)
+    peak = int(total.argmax())
+    phase, name = found.moments[peak]
     graph = found.lowering.graph
     number = graph.numbers.get(name, graph.makers.get(name))
     module = "" if number is None else graph.nodes[number].module
-    kept = [] if found.turn is None else list(holdings(found, found.turn))
-    saved = [held for held in kept if held.part is Part.ACTIVATIONS]
-    is_checkpointed = bool(plan.stages[0].checkpoints)
-    return HeldMemory(
-        parts=summed(holdings(found, found.peak_moment), lambda held: held.part.value),
+    at_peak = [one for one in held if one.first <= peak <= one.last]
+    saved = [one for one in held if one.kept and one.part is Part.ACTIVATIONS]
+    kinds = dict.fromkeys(KINDS, 0)
+    for one in at_peak:
+        kinds[one.kind] += one.nbytes
+    document = HeldMemory(
+        parts=summed(at_peak, lambda one: one.part.value),
         phase=phase.value,
         at=module or name,
         activations=summed(saved, _layer),
-        unsharded=_most_unsharded(found),
-        kept_despite=summed(saved, _reason) if is_checkpointed else {},
+        unsharded=_most_unsharded(found, held),
+        kept_despite=summed(saved, _reason) if plan.stages[0].checkpoints else {},
     )
+    return document, kinds
+
+
+def _over_time(found: Timeline, held: Iterable[Holding]) -> NDArray[np.int64]:
+    """Bytes at each moment, shape [M]."""
+    changes = np.zeros(len(found.moments) + 1, np.int64)
+    for one in held:
+        changes[one.first] += one.nbytes
+        changes[one.last + 1] -= one.nbytes
+    total: NDArray[np.int64] = changes.cumsum()[:-1]
+    return total
 
 
 def _layer(held: Holding) -> str:
@@ -61,15 +89,13 @@ def _reason(held: Holding) -> str:
     return _ENTERING if held.in_checkpoint else f"saved by {held.module or held.name}"
 
 
-def _most_unsharded(found: Timeline) -> Mapping[str, int]:
+def _most_unsharded(found: Timeline, held: Iterable[Holding]) -> Mapping[str, int]:
     """The most of unsharded parameters and gradients that each module has at a time."""
-    changes: dict[str, NDArray[np.int64]] = {}
-    for held in all_holdings(found):
-        if held.part in _UNSHARDED:
-            module = changes.setdefault(_layer(held), np.zeros(len(found.moments) + 1, np.int64))
-            module[held.first] += held.nbytes
-            module[held.last + 1] -= held.nbytes
-    most = {module: int(change.cumsum().max()) for module, change in changes.items()}
+    by_module: dict[str, list[Holding]] = {}
+    for one in held:
+        if one.part in UNSHARDED:
+            by_module.setdefault(_layer(one), []).append(one)
+    most = {module: int(_over_time(found, own).max()) for module, own in by_module.items()}
     return dict(sorted(most.items(), key=lambda item: -item[1]))
 
 

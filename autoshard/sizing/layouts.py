@@ -45,6 +45,8 @@ class Setup:
         mixed_precision: policy of the export, `PARAM`, `PARAM:REDUCE` or `PARAM:REDUCE:OUTPUT`;
             empty for none.
         offload: `optimizer` if the optimizer's state is in the memory of the host.
+        wrap: modules that `fully_shard` wraps, as in `autoshard.sizing.wrapping`; empty to gather
+            parameters as the plan does.
         topology: of the devices; its name, or None for the default.
         nodes: number of nodes, as for `make_mesh`.
         gpus_per_node: devices of a node, as for `make_mesh`.
@@ -58,6 +60,7 @@ class Setup:
     seq_length: int | None = None
     mixed_precision: str = ""
     offload: Offload = "none"
+    wrap: tuple[str, ...] = ()
     topology: str | Topology | None = None
     nodes: int | None = None
     gpus_per_node: int | None = None
@@ -79,6 +82,8 @@ class Setup:
             MeshError: there are no such devices.
         """
         found = self._read()
+        if self.wrap and not (self.layout or "").startswith(("fsdp2", "hsdp")):
+            raise OptionError(f"wrap is of the layouts fsdp2 and hsdp, not of {self.layout}")
         topology = resolve_topology(self.topology, self.gpus, self.nodes, self.gpus_per_node)
         mesh = Mesh(tuple(Axis(name, size) for name, size in found.axes), topology)
         given = found.options.given
@@ -120,7 +125,14 @@ class Setup:
         if key in {field.name for field in fields(self)} - {"options", "overrides", "topology"}:
             return replace(self, **{key: _own_value(key, value)})
         if key not in PlanOptions.keywords():
-            known = [*PlanOptions.keywords(), *_NUMBERS, "layout", "offload", "mixed_precision"]
+            known = [
+                *PlanOptions.keywords(),
+                *_NUMBERS,
+                "layout",
+                "offload",
+                "mixed_precision",
+                "wrap",
+            ]
             raise unknown_option(key, known)
         read = PlanOptions(**{key: _option_value(key, value)})
         options = self.options.with_values(**{key: read.value(key)})
@@ -131,6 +143,8 @@ def _own_value(key: str, value: Any) -> Any:
     if key == "offload" and value not in _OFFLOADS:
         hint = did_you_mean(str(value), _OFFLOADS) or f"; give one of {', '.join(_OFFLOADS)}"
         raise OptionError(f"there is no offload {value!r}{hint}")
+    if key == "wrap":
+        return _option_value("checkpointed_modules", value)
     if key == "mixed_precision":
         return "" if value in (None, "none") else str(value)
     if key in _NUMBERS | {"nodes", "gpus_per_node"}:

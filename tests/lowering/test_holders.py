@@ -14,7 +14,11 @@ from autoshard.sizing.held import held_memory, plan_timeline
 MESH = slow_devices(a=4)
 OPTIONS: dict[str, dict[str, Any]] = {
     "fsdp2": {"algo": "fsdp2", "reshard_after_forward": "always"},
-    "recomputed": {"algo": "fsdp2", "activation_checkpointing": "always"},
+    "recomputed": {
+        "algo": "fsdp2",
+        "activation_checkpointing": "always",
+        "reshard_after_forward": "always",
+    },
     "ddp, micro-batches": {"algo": "ddp", "micro_batches": 2},
     "inference": {"mode": "inference"},
 }
@@ -54,10 +58,11 @@ def test_gathered_parameters_and_their_gradients_are_told_from_activations(
 
 def test_what_recomputation_keeps_is_all_that_is_kept(planned: Planner, graph: Graph) -> None:
     plan = planned(graph, MESH, **OPTIONS["recomputed"])
-    held = held_memory(plan)
+    held, kinds = held_memory(plan)
+    assert sum(kinds.values()) == plan.memory.peak
     assert plan.memory.turn is not None
     assert sum(held.kept_despite.values()) == sum(held.activations.values())
     assert sum(held.activations.values()) == plan.memory.per_micro_batch
-    without = held_memory(planned(graph, MESH, algo="fsdp2", activation_checkpointing="never"))
+    without, _ = held_memory(planned(graph, MESH, algo="fsdp2", activation_checkpointing="never"))
     assert not without.kept_despite
     assert sum(without.activations.values()) > sum(held.activations.values())

@@ -69,6 +69,14 @@ def fit(
             "of FSDP2's MixedPrecisionPolicy: bfloat16:float32.",
         ),
     ] = None,
+    wrap: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="MODULE",
+            help="Module that fully_shard wraps, gathered as a whole; it may be a pattern: "
+            "'model.layers.*'. By default parameters are gathered as autoshard does. Repeatable.",
+        ),
+    ] = None,
     topology: Topology = None,
     nodes: Nodes = None,
     gpus_per_node: GpusPerNode = None,
@@ -89,6 +97,7 @@ def fit(
         seq_length=batch.seq_length,
         mixed_precision=mixed_precision or "",
         offload=offload,
+        wrap=tuple(wrap or ()),
         topology=read_topology(topology),
         nodes=nodes,
         gpus_per_node=gpus_per_node,
