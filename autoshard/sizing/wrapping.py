@@ -5,8 +5,9 @@ and freed as a whole, and the next one is gathered while a unit runs. autoshard 
 as they are read, in buckets. Here the unsharded parameters and gradients of a plan's timeline are
 replaced by those of units:
 
-* the parameters of a unit, from when the unit before it begins, until it ends; in backward again,
-  in the other order; without resharding after forward, until its backward ends;
+* the parameters of a unit, from when it begins until it ends, and the buffer of their all-gather
+  until the next unit begins; in backward again, from when the unit after it begins; without
+  resharding after forward, until its backward ends;
 * its gradients, from when its backward begins, and the buffer of their reduction from when it ends,
   until the next unit's backward ends;
 * of what no pattern names, the root unit, throughout the step.
@@ -134,20 +135,24 @@ def _held(found: Timeline, units: Sequence[_Unit], *, reshards: bool) -> Iterato
         module = unit.module or name
         return Holding("temporaries", part, name, module, nbytes, first, last, kept)
 
+    end = root.forward[1]
     yield of(root, Part.UNSHARDED_PARAMETERS, root.nbytes[0], *root.forward)
-    yield of(root, Part.UNSHARDED_GRADIENTS, root.nbytes[1], turn + 1, root.forward[1])
-    for before, unit in pairwise([None, *inner]):
-        assert unit is not None
-        start = unit.forward[0] if before is None else before.forward[0]
+    yield of(root, Part.UNSHARDED_GRADIENTS, root.nbytes[1], turn + 1, end)
+    for unit in inner:
         ends = unit.forward[1] if reshards else unit.backward[1]
-        yield of(unit, Part.UNSHARDED_PARAMETERS, unit.nbytes[0], start, ends)
-    for after, unit in pairwise([None, *reversed(inner)]):
-        assert unit is not None
-        start = turn if after is None else after.backward[0]
+        yield of(unit, Part.UNSHARDED_PARAMETERS, unit.nbytes[0], unit.forward[0], ends)
+    gathered = [unit for unit in units if unit.nbytes[0]] or [root]
+    last = turn if reshards and inner else end
+    starts = [unit.forward[0] for unit in gathered[1:]]
+    for unit, until in zip(gathered, [*starts, last], strict=True):
+        yield of(unit, Part.UNSHARDED_PARAMETERS, unit.nbytes[0], unit.forward[0], until)
+    start = turn
+    for unit in reversed(inner):
         if reshards:
             yield of(unit, Part.UNSHARDED_PARAMETERS, unit.nbytes[0], start, unit.backward[1])
         yield of(unit, Part.UNSHARDED_GRADIENTS, unit.nbytes[1], *unit.backward)
+        # The next unit is gathered as soon as this one begins.
+        start = unit.backward[0]
     for unit, following in pairwise([*reversed(inner), root]):
-        last = min(following.backward[1], root.forward[1])
-        until = last if following is not root else root.forward[1]
+        until = following.backward[1]
         yield of(unit, Part.UNSHARDED_GRADIENTS, unit.nbytes[2], unit.backward[1], until)
