@@ -8,8 +8,8 @@ from typing import Any, Literal
 from autoshard.base.names import did_you_mean
 from autoshard.costs import Optimizer
 from autoshard.errors import OptionError
-from autoshard.exports.like import read_like
-from autoshard.exports.megatron_arguments import MegatronLayout
+from autoshard.exports import read_like
+from autoshard.exports.recipes import RecipeLayout
 from autoshard.graph import MixedPrecision
 from autoshard.mesh import Axis, Mesh, Topology, resolve_topology
 from autoshard.plan.options import PlanOptions
@@ -93,7 +93,7 @@ class Setup:
             options = options.with_values(optimizer=Optimizer.NONE, master_weights=False)
         return mesh, options
 
-    def _read(self) -> MegatronLayout:
+    def _read(self) -> RecipeLayout:
         if self.layout is None:
             raise OptionError("give a layout, such as fsdp2")
         return read_like(self.layout, num_ranks=self.gpus)

@@ -9,7 +9,7 @@ from support.command_line import autoshard
 from support.configs import write_config
 
 from autoshard.errors import OptionError
-from autoshard.exports.like import read_like
+from autoshard.exports import read_like
 from autoshard.graph import Graph, load_graph
 from autoshard.integrations.model_files import BatchShape, export_named
 from autoshard.mesh import make_mesh

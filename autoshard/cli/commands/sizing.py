@@ -20,9 +20,9 @@ from autoshard.cli.progress import followed
 from autoshard.cli.rendering.numbers import count, duration
 from autoshard.cli.rendering.output import print_output, write_stdout
 from autoshard.cli.rendering.render_sizing import fit_report, largest_report, size_report
-from autoshard.cli.rendering.tables import Report
 from autoshard.errors import OptionError
 from autoshard.plan.predictions import Document
+from autoshard.report.tables import Report
 from autoshard.sizing.devices import size_model
 from autoshard.sizing.fit import changed_options, fit_setup
 from autoshard.sizing.largest import largest_of_setup

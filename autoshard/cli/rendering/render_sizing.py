@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Mapping
 
 from autoshard.base.quantities import format_bytes
-from autoshard.cli.rendering.tables import Column, Report, Sentence, Table, Unit
 from autoshard.plan.predictions import three_digits
+from autoshard.report.tables import Column, Report, Sentence, Table, Unit
 from autoshard.sizing.results import DeviceCount, Fit, FitRow, HeldMemory, Largest, Size
 
 _RESIZING = frozenset({"gpus", "batch_size", "batch-size", "seq_length", "seq-length"})
