@@ -312,8 +312,6 @@ class _Recipe:
         Raises:
             OptionError: the recipe cannot run.
         """
-        from autoshard.requests.recipe_changes import recipe_mesh  # noqa: PLC0415  as below
-
         facts, num_ranks = program_facts(graph), self.devices.num_devices
         problems = recipe_problems(self.recipe, num_ranks, self.devices.topology, facts)
         if problems:
