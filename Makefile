@@ -14,7 +14,7 @@ GPU_PYTHON ?= $(if $(filter cpu,$(DEVICE)),$(BIN)/python,$(PYTHON))
 # `make gpu-wheels PYTHON=3.12` names a version, not an interpreter.
 INTERPRETER := $(if $(filter 3.%,$(PYTHON)),python3,$(PYTHON))
 
-.PHONY: help install demo test test-all gpu gpu-wheels test-torch test-torchs check check-page page-pictures vendored serve generated examples bench faults hostile upgrade prove prove-pipelines prove-layouts prove-loading prove-image limits load scale hosts conformance habits interrupted-saves zoo zoo-ranks published image audit format clean
+.PHONY: help install demo test test-all gpu gpu-wheels test-torch test-torchs check check-page page-pictures vendored serve generated examples bench faults hostile upgrade prove prove-pipelines prove-layouts prove-loading prove-image limits load scale hosts conformance habits interrupted-saves zoo zoo-ranks round-trips published image audit format clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 16
@@ -154,6 +154,9 @@ zoo: $(INSTALLED)  ## Plan the model families at their published sizes, into doc
 
 zoo-ranks: $(INSTALLED)  ## Run small models of all families on 4 and 8 ranks
 	for precision in float64 float32; do AUTOSHARD_EVERY_FAMILY=1 $(BIN)/python -m pytest -m '' -k $$precision tests/zoo/test_zoo_on_4_ranks.py tests/zoo/test_zoo_on_8_ranks.py || failed=1; done; exit $${failed:-0}
+
+round-trips: $(INSTALLED)  ## Export plans of small language models and read them back, into docs/exports.md
+	$(BIN)/python -m benchmarks.round_trips
 
 published: $(INSTALLED)  ## Predict published training runs, into docs/predictions.md
 	$(BIN)/python -m benchmarks.published --document docs/predictions.md --details benchmarks/results --accuracy

@@ -27,7 +27,7 @@ COMMANDS = {
         "autoshard.cli.commands.planning:plan",
         "Plan a graph on a mesh, and show or write the plan.",
         PLANNING,
-        first_options=("--mesh", "--gpus", "--output", "--like", *_FIRST_OPTIONS),
+        first_options=("--mesh", "--gpus", "--output", "--layout-from", *_FIRST_OPTIONS),
     ),
     "search": Deferred(
         "autoshard.cli.commands.planning:search",

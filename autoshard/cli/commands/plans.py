@@ -39,14 +39,17 @@ from autoshard.cli.rendering.render import (
     explanation_report,
 )
 from autoshard.cli.rendering.render_plan import SECTIONS, plan_report
+from autoshard.errors import PlanError
 from autoshard.exports import EXPORT_TARGETS, export_plan
 from autoshard.graph import load_graph
+from autoshard.plan import Plan
 from autoshard.plan.options import MIN_EXPRESSED
 from autoshard.planner import OptimalityCheck, check_optimality
 from autoshard.report import compare_plans
 from autoshard.report.answer import WITHIN
 from autoshard.report.choices import find_choices
 from autoshard.requests import running
+from autoshard.requests.export_results import export_result
 from autoshard.requests.models import read_model
 from autoshard.requests.running import load_planned_graph
 
@@ -232,6 +235,14 @@ def export(
             min=0, max=1, help="Share of the plan that the target must express, from 0 to 1."
         ),
     ] = MIN_EXPRESSED,
+    price: Annotated[
+        bool,
+        typer.Option(
+            "--price/--no-price",
+            help="Say what the exported settings cost as the framework runs them, and how many "
+            "collectives are the plan's; it takes up to half a minute, in this process.",
+        ),
+    ] = True,
     connection: Connection,
 ) -> None:
     """Export a plan as code or settings of another framework.
@@ -244,11 +255,24 @@ def export(
             source = connection.plan_or_id(plan)
             text = client.export(source, to, min_expressed=min_expressed)
     else:
-        text = export_plan(connection.read_plan(plan), to, min_expressed=min_expressed)
+        made = connection.read_plan(plan)
+        text = export_plan(made, to, min_expressed=min_expressed)
+        if price and EXPORT_TARGETS[to].expresses is not None:
+            text = _priced(made, to, text, min_expressed)
     if output is None:
         write_stdout(text)
     else:
         write_file(output, text)
+
+
+def _priced(plan: Plan, target: str, text: str, min_expressed: float) -> str:
+    """The exported text with the price of its result; if it has none, stderr says why."""
+    try:
+        result = export_result(plan, target)
+    except PlanError as error:
+        errors.print(str(error), highlight=False, soft_wrap=True)
+        return text
+    return export_plan(plan, target, min_expressed=min_expressed, result=result)
 
 
 @mase.command("write")

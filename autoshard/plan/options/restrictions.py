@@ -97,5 +97,5 @@ def _restrictions(options: PlanOptions) -> Iterator[str]:
         if name == "skip_fully_replicated":
             yield skip_label(value)
             continue
-        is_list = name in {"cuts", "checkpointed_modules"}
+        is_list = name in {"cuts", "checkpointed_modules", "export_roles"}
         yield option_label(name, ", ".join(value) if is_list else value)

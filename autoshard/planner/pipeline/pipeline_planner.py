@@ -22,6 +22,7 @@ from autoshard.plan.options.of_stages import on_sub_mesh, stage_options, with_pi
 from autoshard.plan.predictions import Certificate, Costs
 from autoshard.plan.sub_meshes import num_pipeline_ranks, sub_mesh
 from autoshard.planner.baselines import ComparisonLimits, with_comparisons
+from autoshard.planner.export_roles import chooses_export_roles, fastest_export
 from autoshard.planner.formulation.formulating import (
     check_checkpointing,
     check_runs,
@@ -192,7 +193,7 @@ def _plan(
     latest = start + _LATEST_SHARE * options.solver.time_limit + _LATEST_SECONDS
     try:
         with limited(Limits(latest, most=sys.maxsize)):
-            return _planned(graph, mesh, options, given, quick=quick)
+            return _planned(graph, mesh, options, given=given, quick=quick)
     except LimitReached as reached:
         status = reached.status or SolveStatus.TIMED_OUT
         seconds = {"search": time.perf_counter() - start}
@@ -202,7 +203,7 @@ def _plan(
 
 
 def _planned(
-    graph: Graph, mesh: Mesh, options: PlanOptions, given: ComparisonLimits, *, quick: bool
+    graph: Graph, mesh: Mesh, options: PlanOptions, *, given: ComparisonLimits, quick: bool
 ) -> Plan:
     """The plan of one stage or of a pipeline, by the least times of the steps of planning."""
     plan_stage = partial(
@@ -213,6 +214,12 @@ def _planned(
     )
     cutter = stage_cutter(graph, options)
     number = num_stages(options, cutter)
+    if chooses_export_roles(options):
+        devices = mesh if number == 1 else largest_sub_mesh(mesh, options, number)
+        made = fastest_export(
+            partial(_planned, graph, mesh, given=given, quick=quick), options, devices
+        )
+        return made.model_copy(update={"id": plan_id(graph, mesh, options)})
     if number == 1:
         return plan_stage(graph, mesh, options, on_progress=given.on_progress, quick=quick)
     check_runs(graph)
