@@ -22,11 +22,16 @@ def duration(*flags: str, help: str, unit: str) -> Any:  # noqa: A002  as typer.
     largest = MAX_SECONDS if unit == "seconds" else _MAX_DURATION
     metavar = unit.upper()
     return typer.Option(
-        *flags, min=0, max=largest, metavar=metavar, callback=check_number, help=help
+        *flags, min=0, max=largest, metavar=metavar, callback=_check_number, help=help
     )
 
 
-def check_number(value: float | None) -> float | None:
+def share(*, most: float, help: str) -> Any:  # noqa: A002  as typer.Option names it
+    """An option that is a share of something, 0.02 for 2 %."""
+    return typer.Option(min=0, max=most, metavar="SHARE", callback=_check_number, help=help)
+
+
+def _check_number(value: float | None) -> float | None:
     """Refuse what is not a number: it is within any range."""
     if value is not None and isnan(value):
         raise typer.BadParameter("nan is not a number")
