@@ -37,6 +37,7 @@ from autoshard.cli.rendering.render import (
     explanation_report,
 )
 from autoshard.cli.rendering.render_plan import SECTIONS, plan_report
+from autoshard.client import JobProgress
 from autoshard.exports import EXPORT_TARGETS, export_plan
 from autoshard.graph import load_graph
 from autoshard.plan.options import MIN_EXPRESSED
@@ -165,7 +166,8 @@ def explain(
         choices = choices_report(name, found, limit=limit, notation=notation)
         print_output(choices, output.chosen)
         return
-    with followed(quiet=quiet, can_stop=False):
+    with followed(quiet=quiet, can_stop=False) as run:
+        run.report(JobProgress(phase=f"pricing the alternatives of {name}", elapsed=0.0))
         if connection.server:
             with connection.open() as client:
                 source = connection.plan_or_id(plan)
