@@ -28,7 +28,7 @@ from autoshard.mesh import (
 )
 from autoshard.plan import Plan, PlanOptions
 from autoshard.plan.options import to_options
-from autoshard.report.summary import headline
+from autoshard.report.answer import headline
 from autoshard.runtime import parallelize
 from autoshard.runtime.checks.agreement import broadcast_text, raised_on_all_ranks
 
