@@ -72,8 +72,7 @@ class AsyncClient(ClientBase):
             config: in place of a model, the config of a text model of transformers, or the path
                 of its file. The service makes the model, which needs its extra `configs`.
             batch_size: of a config: sequences of a step, of all devices together; by default 8.
-            seq_length: of a config: tokens of each sequence; by default 4,096, or as many as the
-                model has.
+            seq_length: of a config: tokens of each sequence; by default at most 4,096.
             dtype: of a config: element type of the weights; by default its own, or bfloat16.
             args: example arguments of the module's forward.
             kwargs: example keyword arguments of the module's forward.
@@ -90,7 +89,7 @@ class AsyncClient(ClientBase):
                 `request_plan` returns the source of the plan as well.
 
         Returns:
-            The plan; if there is none, a document whose `reason` is not empty.
+            The plan. Ask `plan.found` first: if there is none, `plan.reason` says why.
 
         Raises:
             GraphError: the model cannot be exported, or the file cannot be read.

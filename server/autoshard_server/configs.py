@@ -90,7 +90,7 @@ def _members(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         if isinstance(value, dict):
             found += value.items()
         elif isinstance(value, list):
-            found += ((name, entry) for entry in value)
+            found += [(name, entry) for entry in value if not isinstance(entry, str)]
 
 
 def _check_number(name: str, value: float, settings: Settings) -> None:

@@ -39,6 +39,7 @@ from autoshard.cli.rendering.render import (
     explanation_report,
 )
 from autoshard.cli.rendering.render_plan import SECTIONS, plan_report
+from autoshard.client import JobProgress
 from autoshard.errors import OptionError, PlanError
 from autoshard.exports import EXPORT_TARGETS, export_plan
 from autoshard.graph import load_graph
@@ -191,7 +192,8 @@ def explain(
         choices = choices_report(name, found, limit=limit, notation=notation)
         print_output(choices, output.chosen)
         return
-    with followed(quiet=quiet, can_stop=False):
+    with followed(quiet=quiet, can_stop=False) as run:
+        run.report(JobProgress(phase=f"pricing the alternatives of {name}", elapsed=0.0))
         explanation = _explanation(connection, plan, made, name, value=value, time_limit=time_limit)
     report = explanation_report(explanation, made.performance, limit=limit, notation=notation)
     print_output(report, output.chosen)
