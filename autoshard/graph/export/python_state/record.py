@@ -41,7 +41,9 @@ def record_of(
     if sources and not effects.is_repeatable():
         changes.found += [StateChange(path, None, None) for path in sources]
         changes.check(what, ignored)
+    traced = set(recorder.reads)
     effects.add()
+    recorder.add_repeated(traced)
     recorder.finish()
     for change in found:
         if change.path in recorder.reads:

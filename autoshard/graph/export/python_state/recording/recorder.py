@@ -8,9 +8,10 @@ run (`executed_lines`).
 import os
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
@@ -121,9 +122,19 @@ class Recorder:
         reads: the values that forward read, by path, as they were before.
         modes: by path of a module, the modes that it reads.
         changes: what forward changed.
+        repeated: calls that were left out: the path of a module that was called alike, that of the
+            module, and the paths inside of the first one that its call has recorded.
+        around_call: runs a call of a module, or leaves it out; takes a function that runs it, the
+            module, its path and the arguments.
+        on_read: called with the object, its path and the name before an attribute is read; the
+            object is None if it is not known.
+        on_write: called with the name before an attribute of a module is set.
     """
 
     call: ModuleCall
+    around_call: Callable[[Callable[[], Any], nn.Module, Path, Any, Any], Any] | None = None
+    on_read: Callable[[Any, Path, str], None] | None = None
+    on_write: Callable[[str], None] | None = None
 
     def __init__(
         self,
@@ -135,6 +146,7 @@ class Recorder:
         self.reads: dict[Path, Value] = {}
         self.modes: dict[Path, ModeReads] = {}
         self.changes = Changes()
+        self.repeated: list[tuple[Path, Path, Collection[Path]]] = []
         self._model, self._kind, self._opaque = model, kind, frozenset(opaque)
         self._hidden = {(identity(holder), name) for holder, name in hidden}
         self._patches = ExitStack()
@@ -241,7 +253,10 @@ class Recorder:
                 if self._is_opaque(running.path):
                     return plain(module, *running.args, **running.kwargs)
                 self._add_call(running.module, running.path)
-            return plain(module, *running.args, **running.kwargs)
+            run = partial(plain, module, *running.args, **running.kwargs)
+            if self.around_call is None or self._replayed is not None:
+                return run()
+            return self.around_call(run, running.module, running.path, running.args, running.kwargs)
         finally:
             self._running.pop()
 
@@ -276,6 +291,8 @@ class Recorder:
             if self._is_active:
                 with self._lines.paused():
                     known = self._holders.find(module)
+                    if self.on_write is not None:
+                        self.on_write(name)
                 if known is not None and (*known[1], name) not in self.reads:
                     self.changes.written_first.add((*known[1], name))
             plain(module, name, value)
@@ -294,9 +311,11 @@ class Recorder:
     def _read(self, holder: Any, name: str, frame: FrameType) -> None:
         with self._lines.paused():
             known = self._holders.find(holder)
+            own, path = known or (None, ())
+            if self.on_read is not None and (name != "__dict__" or _is_asked_for(frame, holder)):
+                self.on_read(own, path, name)
             if known is None:
                 return
-            own, path = known
             if name == "__dict__":
                 if _is_asked_for(frame, own):
                     self._read_all(own, path)
@@ -349,6 +368,16 @@ class Recorder:
             for key, element in elements(value):
                 if self._holders.find(element) is not None:
                     self._record((*path, key), PythonPlace(value, key.key, element))
+
+    def described_at(self, path: Path) -> Value:
+        """The description of what is at a path."""
+        holder: Any = self._model
+        for part in path:
+            place = find_place(holder, part)
+            if place is None:
+                return MISSING
+            holder = place.value
+        return self.described(path, holder)
 
     def described(self, path: Path, value: Any) -> Value:
         """The description of the value at a path."""
@@ -444,6 +473,34 @@ class Recorder:
                     return
         self._add_mode(GRAD_MODE)
 
+    # What others ask
+
+    def find(self, holder: Any) -> tuple[Any, Path] | None:
+        """A known object, and its path."""
+        return self._holders.find(holder)
+
+    def objects(self) -> Iterator[Any]:
+        """The known objects that are no modules."""
+        return (x for x, _ in self._holders if not isinstance(x, nn.Module))
+
+    def knows_function(self, function: FunctionType) -> bool:
+        """True if the free variables of a function are compared after forward."""
+        return self._holders.has_function(function)
+
+    @property
+    def watched(self) -> Mapping[type, Any]:
+        """Classes of objects whose reads are recorded."""
+        return self._watched
+
+    @property
+    def unwatched(self) -> Iterator[Path]:
+        """The paths of the objects whose reads are not."""
+        return (path for _, path in self._unwatched)
+
+    def paused(self) -> AbstractContextManager[None]:
+        """A context in which nothing is recorded."""
+        return self._lines.paused()
+
     @property
     def is_complete(self) -> bool:
         """False if a part of forward was compiled, of which the reads are not known."""
@@ -456,6 +513,20 @@ class Recorder:
             for code in self._lines.functions
             for path in sources_of(self._lines.names(code).chains, self._globals[id(code)])
         }
+
+    def add_repeated(self, traced: Collection[Path]) -> None:
+        """Add what calls that were left out would have read.
+
+        Args:
+            traced: what was read while the model was traced, without what was found afterwards.
+        """
+        for first, path, recorded in self.repeated:
+            for read in [x for x in self.reads if x[: len(first)] == first]:
+                if read in recorded or read not in traced:
+                    other = (*path, *read[len(first) :])
+                    value, last = self.reads[read], read[-1]
+                    is_own = read == first or last in (CALLED, CHILDREN, *HOOKS)
+                    self.reads.setdefault(other, value if is_own else self.described_at(other))
 
     def finish(self) -> None:
         """Add what is found after forward ran: globals, free variables, code."""
