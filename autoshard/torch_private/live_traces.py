@@ -135,14 +135,20 @@ class LiveTrace:
             counts[function] = before[function] + number
         return before
 
-    def create_names(self, bases: Sequence[str]) -> list[str]:
-        """Names that nodes would get, which are then taken."""
-        names = self.graph._graph_namespace
-        return [names.create_name(base, None) for base in bases]
+    def create_name(self, base: str) -> str:
+        """The name that a node would get, which is then taken."""
+        return self.graph._graph_namespace.create_name(base, None)
 
     def add_call(
-        self, operator: Any, arguments: Sequence[Node], number: int, name: str, made: list[Any]
-    ) -> None:
+        self,
+        operator: Any,
+        arguments: Sequence[Node],
+        number: int,
+        name: str,
+        made: Sequence[torch.Tensor],
+        *,
+        unnamed: int = 0,
+    ) -> list[str]:
         """Add a call of an operator that returns a list of tensors.
 
         Args:
@@ -151,16 +157,27 @@ class LiveTrace:
             number: the number.
             name: of the node; those of the results end with their position.
             made: the results.
+            unnamed: number of further results, with names like those of other operators.
+
+        Returns:
+            The names of the further results.
         """
         tracer = self._tracer
         with torch._C.DisableTorchFunction():
             call = tracer.create_proxy(
                 "call_function", operator, (list(map(tracer.proxy, arguments)), number), {}, name
             )
-            call.node.meta["val"] = list(made)
+            call.node.meta["val"] = [*made, *([made[0]] * unnamed)]
             for i, tensor in enumerate(made):
                 item = tracer.create_proxy("call_function", getitem, (call, i), {}, f"{name}_{i}")
                 track_tensor_tree(tensor, item, constant=None, tracer=tracer)
+            further = [
+                tracer.create_proxy("call_function", getitem, (call, len(made) + i), {}).node
+                for i in range(unnamed)
+            ]
+            for node in further:
+                node.meta["val"] = made[0]
+        return [node.name for node in further]
 
 
 def names_after(state: TraceState, bases: Sequence[str]) -> list[str]:

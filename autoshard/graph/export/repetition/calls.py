@@ -170,6 +170,7 @@ class TracedCall:
         call: the call.
         names: names of the nodes.
         bases: the names without their numbers.
+        items: of the nodes that take a result of another one, the place of that and the number.
         functions: the function of torch that has added each node, and the number of its call in
             this call; None for nodes without one.
         calls: how often functions of torch were called.
@@ -180,6 +181,7 @@ class TracedCall:
     call: Call
     names: tuple[str, ...]
     bases: tuple[str, ...]
+    items: dict[int, tuple[int, int]]
     functions: tuple[Any, ...]
     calls: dict[Any, int]
     results: Results
@@ -200,13 +202,21 @@ class TracedCall:
         if tuple(names_after(since, bases)) != names:
             raise UnsuitedError("the names of its nodes are not numbered in order")
         functions = tuple(_function(trace, node, since) for node in nodes)
+        items = dict(_items(nodes))
         place = {node: ("given", i) for i, node in reversed(list(enumerate(call.nodes)))}
         place |= {node: ("made", i) for i, node in enumerate(nodes)}
         results = _results(trace, call, result, place)
         form = tuple(_form(node, place, call.keys) for node in nodes)
         calls = trace.calls_since(since)
         return cls(
-            call, names, bases, functions, calls, results, (form, bases, functions, results.key)
+            call,
+            names,
+            bases,
+            items,
+            functions,
+            calls,
+            results,
+            (form, bases, functions, results.key),
         )
 
 
@@ -226,6 +236,17 @@ def _check_node(node: Node, call: Call) -> None:
                 changed = value.meta["val"] if isinstance(value, Node) else None
                 if changed is None or any(shares_memory(changed, x) for x in call.given):
                     raise UnsuitedError(f"{node.target} writes into what it is given")
+
+
+def _items(nodes: Sequence[Node]) -> Iterator[tuple[int, tuple[int, int]]]:
+    place = {node: i for i, node in enumerate(nodes)}
+    for node, i in place.items():
+        if node.target is getitem:
+            whole, number = node.args
+            if not isinstance(whole, Node) or whole not in place or whole.target is getitem:
+                raise UnsuitedError("it takes a part of what it does not make")
+            assert isinstance(number, int)
+            yield i, (place[whole], number)
 
 
 def _function(trace: LiveTrace, node: Node, since: TraceState) -> Any:

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count, pairwise
 from typing import Any
 
@@ -39,17 +39,19 @@ class Template:
     number: int
     traced: TracedCall
 
-    @property
-    def results(self) -> frozenset[str]:
-        """Names of the nodes whose values it returns."""
-        return frozenset(self.traced.names[i] for i in self.traced.results.made)
-
     def needed(self, found: set[str]) -> set[str]:
-        """Names of nodes that a program must have: all but detached tensors without a reader."""
+        """Names of nodes that a program must have.
+
+        Detached tensors without a reader are left out, and parts of results get other names.
+
+        Args:
+            found: names that it has.
+        """
+        traced = self.traced
         return {
             name
-            for name, base in zip(self.traced.names, self.traced.bases, strict=True)
-            if base != "detach" or name in found
+            for i, (name, base) in enumerate(zip(traced.names, traced.bases, strict=True))
+            if i not in traced.items and (base != "detach" or name in found)
         }
 
 
@@ -60,7 +62,7 @@ class Repeated:
     Attributes:
         template: the call that it repeats.
         path: dotted name of the module.
-        names: names of its nodes.
+        names: names of its nodes; empty for those that take a part of a result.
         counts: how often each function of torch had been called before.
     """
 
@@ -102,17 +104,26 @@ class _Calls:
     """
 
     def __init__(self, graph: Any, repeated: Sequence[Repeated]) -> None:
-        self._graph, self._repeated = graph, repeated
+        self._graph = graph
         self._given = {
             _number(node): [x["name"] for x in node["inputs"][0]["arg"]["as_tensors"]]
             for node in graph["nodes"]
             if node["target"] == _TARGET
         }
+        outputs = {
+            _number(node): list(_names(node["outputs"]))
+            for node in graph["nodes"]
+            if node["target"] == _TARGET
+        }
+        self._repeated = [_named(one, outputs[i]) for i, one in enumerate(repeated)]
+        self._results = set().union(*outputs.values())
         templates = {one.template.number: one.template for one in repeated}
         self._bodies = {
             number: _Body(graph, template, self._given[-1 - number])
             for number, template in templates.items()
         }
+        for body in self._bodies.values():
+            body.check(graph)
 
     def resolved(self, text: str) -> str:
         """A JSON text with the names of nodes in place of those of results of calls."""
@@ -140,11 +151,33 @@ class _Calls:
         """Names and shapes of their values."""
         for name, value in self._graph["tensor_values"].items():
             found = _RESULT.fullmatch(f'"{name}"')
-            if found is None:
+            if name not in self._results:
                 yield f"{json.dumps(name)}: {json.dumps(value)}"
-            elif found[2] == "0":
+            elif found is not None and found[2] == "0":
                 one = self._repeated[int(found[1])]
                 yield self._bodies[one.template.number].values(one)
+
+
+def _named(one: Repeated, outputs: Sequence[str]) -> Repeated:
+    """A call with the names of parts of results, which follow its results."""
+    traced, names = one.template.traced, list(one.names)
+    further = outputs[len(traced.results.made) :]
+    for place, name in zip(traced.items, further, strict=True):
+        names[place] = name
+    return replace(one, names=tuple(names))
+
+
+def _references(value: Any) -> Iterator[str]:
+    """The names of values in arguments."""
+    if isinstance(value, dict):
+        if value.keys() == {"name"}:
+            yield value["name"]
+        for key, inner in value.items():
+            if key != "name":
+                yield from _references(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _references(inner)
 
 
 def _number(node: Any) -> int:
@@ -197,14 +230,17 @@ class _Body:
         self._template = template
         self._path = ".".join(map(str, traced.call.path))
         self._marks = {name: f"\0g{i}\0" for i, name in reversed(list(enumerate(given)))}
-        self._marks |= {name: f"\0n{i}\0" for i, name in enumerate(traced.names)}
-        place = {name: i for i, name in enumerate(traced.names)}
+        self._names = _final_names(graph, traced)
+        self._marks |= {name: f"\0n{i}\0" for i, name in enumerate(self._names)}
+        items = traced.items
+        place = {name: i for i, name in enumerate(traced.names) if i not in items}
         pairs = pairwise((*graph["nodes"], {"name": ""}))
         nodes = [
             node
             for node, following in pairs
             if node["name"] in place or (node["name"] == _CHECK_MARK and following["name"] in place)
         ]
+        self._inside = {node["name"] for node in nodes}
         texts = [json.dumps(self._marked(node, place.get(node["name"]))) for node in nodes]
         self._nodes = _MARK.split(", ".join(texts))
         made = {x for node in nodes for x in _names(node["outputs"])}
@@ -215,6 +251,21 @@ class _Body:
                 if name in made
             )
         )
+
+    def check(self, graph: Any) -> None:
+        """Check that other nodes read nothing but results of the call.
+
+        Raises:
+            RepetitionError: one reads something else.
+        """
+        made = set(self._names)
+        inner = made - {self._names[i] for i in self._template.traced.results.made}
+        for node in graph["nodes"]:
+            is_inside = node["name"] in self._inside or node["name"] == _CHECK_MARK
+            if not is_inside and not inner.isdisjoint(_references(node["inputs"])):
+                raise RepetitionError(f"{node['name']} reads what a layer does not return")
+        if not inner.isdisjoint(_references(graph["outputs"])):
+            raise RepetitionError("the model returns what a layer does not")
 
     def _mark(self, name: str) -> str:
         if name in self._marks:
@@ -282,6 +333,23 @@ class _Body:
         return pieces[0] + "".join(
             f"{resolve[kind](int(number))}{text}" for kind, number, text in marks
         )
+
+
+def _final_names(graph: Any, traced: TracedCall) -> list[str]:
+    """The names in the program of the nodes of a traced call.
+
+    Raises:
+        RepetitionError: an operator returns something else than tensors or one list of them.
+    """
+    outputs = {node["name"]: node["outputs"] for node in graph["nodes"]}
+    names = list(traced.names)
+    for place, (whole, number) in traced.items.items():
+        made = outputs[names[whole]]
+        kinds = {kind for output in made for kind in output}
+        if kinds != {"as_tensor"} and (kinds != {"as_tensors"} or len(made) > 1):
+            raise RepetitionError(f"{names[whole]} returns {', '.join(sorted(kinds))}")
+        names[place] = list(_names(made))[number]
+    return names
 
 
 _WITHOUT_NAMES = frozenset(

@@ -75,7 +75,8 @@ class Reads:
         self._recorder, self._path = recorder, path
         self._read: dict[Part, tuple[Any, _Kept]] = {}
         self._all_of: set[int] = set()
-        self._objects = list(self._state_of_objects())
+        self._objects = [(x, _state_of(x)) for x in recorder.objects()]
+        self._new: list[Any] = []
         self._before = set(recorder.reads)
         self._outside: list[tuple[PythonPlace, _Kept]] = []
         self._recorded: frozenset[Path] = frozenset()
@@ -96,7 +97,10 @@ class Reads:
         place = find_place(holder, name)
         value = _ABSENT if place is None else place.value
         if place is not None and place.owner is None and not self._is_seen(value):
-            self.unsuited = f"it reads {path_text((*path, name))}, which may change unseen"
+            if not self._recorder.changes.had((*path, name), value):
+                self.unsuited = f"it reads {path_text((*path, name))}, which may change unseen"
+            self._new.append(value)  # watched from now on
+            self._objects.append((value, _state_of(value)))
         self._read[identity(holder), name] = holder, _Kept.of(value)
 
     def _is_seen(self, value: Any) -> bool:
@@ -114,8 +118,10 @@ class Reads:
     def end(self) -> None:
         """Note the end of the call."""
         recorder = self._recorder
-        if self._objects != list(self._state_of_objects())[: len(self._objects)]:
+        if any(before != _state_of(holder) for holder, before in self._objects):
             self.unsuited = "it changes an object"
+        if not all(map(self._is_seen, self._new)):
+            self.unsuited = "it reads an object that cannot be watched"
         if any(path[: len(self._path)] == self._path for path in recorder.unwatched):
             self.unsuited = "it has an object of a class that cannot be watched"
         self._outside = [(place, _Kept.of(place.value)) for place in _outside(recorder)]
@@ -130,17 +136,6 @@ class Reads:
     def recorded(self) -> frozenset[Path]:
         """The paths inside of the module that the call has recorded."""
         return self._recorded
-
-    def _state_of_objects(self) -> Iterator[tuple[int, list[tuple[str, int, Value]]]]:
-        for holder in self._recorder.objects():
-            own = instance_dict(holder)
-            yield (
-                id(holder),
-                [
-                    (name, id(value), describe(value) if isinstance(value, CONTAINERS) else None)
-                    for name, value in own.items()
-                ],
-            )
 
     def difference(self, alike: Correspondence) -> str:
         """The value that a call of another module would read otherwise; empty if there is none."""
@@ -162,6 +157,14 @@ class Reads:
             if not kept.is_now(_ABSENT if now is None else now.value):
                 return f"{place.key} has changed since"
         return ""
+
+
+def _state_of(holder: Any) -> list[tuple[str, Any, Value]]:
+    """The attributes of an object."""
+    return [
+        (name, id(value), describe(value) if isinstance(value, CONTAINERS) else None)
+        for name, value in instance_dict(holder).items()
+    ]
 
 
 def _outside(recorder: Recorder) -> Iterator[PythonPlace]:

@@ -24,7 +24,6 @@ from autoshard.graph.export.repetition.lengthen import (
     Repeated,
     RepetitionError,
     Template,
-    is_check,
     lengthen,
 )
 from autoshard.graph.export.repetition.reads import Reads
@@ -208,10 +207,14 @@ class Repetition:
             name = f"{NAME}_template_{known.template.number}"
             trace.add_call(_OPERATOR, traced.call.nodes, -1 - known.template.number, name, [])
         counts = trace.add_calls(traced.calls)
-        names = trace.create_names(traced.bases)
+        names = [
+            "" if i in traced.items else trace.create_name(base)
+            for i, base in enumerate(traced.bases)
+        ]
         made = list(_made(traced))
         number = len(self.repeated)
-        trace.add_call(_OPERATOR, call.nodes, number, f"{NAME}_{number}", made)
+        name = f"{NAME}_{number}"
+        trace.add_call(_OPERATOR, call.nodes, number, name, made, unnamed=len(traced.items))
         path = ".".join(map(str, call.path))
         self.repeated.append(Repeated(known.template, path, tuple(names), counts))
         self._left_out.add(call.path)
@@ -240,13 +243,6 @@ class Repetition:
         for template in self.templates:
             if not names >= template.needed(names):
                 raise RepetitionError("nodes got other names")
-            all_names = set(template.traced.names)
-            inner = all_names - template.results
-            for node in nodes:
-                reads = {x.name for x in node.all_input_nodes}
-                outside = node.name not in all_names and not is_check(node.name)
-                if outside and not inner.isdisjoint(reads):
-                    raise RepetitionError(f"{node.name} reads what a layer does not return")
 
     def lengthened(self, archive: bytes) -> bytes:
         """The archive of the program with the nodes of all calls.

@@ -132,6 +132,11 @@ class Changes:
         if is_advancing(place.value):
             self.found.append(StateChange(path, {"iterator": True}, None))
 
+    def had(self, path: Path, value: object) -> bool:
+        """True if a value was at a path before."""
+        kept = self._kept.get(path)
+        return kept is not None and kept.place.value is value
+
     def kept_outside(self) -> Iterator[PythonPlace]:
         """The places of kept values that are no attributes of modules and their objects."""
         for path, kept in self._kept.items():
