@@ -55,6 +55,7 @@ if TYPE_CHECKING:
         names_after,
         outside_of_trace,
         with_record,
+        without_canonical_form,
         without_torch_functions,
     )
     from autoshard.torch_private.pipelining import StageBase, num_micro_batches, without_set_up
@@ -170,6 +171,7 @@ __all__ = [
     "torch_total_norm",
     "version_counter",
     "with_record",
+    "without_canonical_form",
     "without_checkpoints",
     "without_compiler",
     "without_set_up",

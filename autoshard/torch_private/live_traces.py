@@ -1,7 +1,7 @@
 """Private parts of the tracer of `torch.export`: the graph that it makes while forward runs."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from io import BytesIO
 from operator import getitem
@@ -13,6 +13,7 @@ from torch.fx import Node
 from autoshard.torch_private.versions import expected_of_torch
 
 with expected_of_torch("the tracer of torch.export, and the files of its archives"):
+    from torch._export.serde import serialize
     from torch.export.pt2_archive._package import PT2ArchiveReader, PT2ArchiveWriter
     from torch.fx.experimental.proxy_tensor import (
         disable_proxy_modes_tracing,
@@ -167,7 +168,7 @@ class LiveTrace:
             call = tracer.create_proxy(
                 "call_function", operator, (list(map(tracer.proxy, arguments)), number), {}, name
             )
-            call.node.meta["val"] = [*made, *([made[0]] * unnamed)]
+            call.node.meta["val"] = [*made, *list(made[:1]) * unnamed]
             for i, tensor in enumerate(made):
                 item = tracer.create_proxy("call_function", getitem, (call, i), {}, f"{name}_{i}")
                 track_tensor_tree(tensor, item, constant=None, tracer=tracer)
@@ -205,6 +206,26 @@ def without_torch_functions() -> AbstractContextManager[None]:
     """
     context: AbstractContextManager[None] = torch._C.DisableTorchFunction()
     return context
+
+
+@contextmanager
+def without_canonical_form() -> Iterator[None]:
+    """A context in which `torch.export.save` does not try the canonical form of a program.
+
+    Relies on: it is only made to see that it can be, and what is made is dropped; that copies the
+    whole program. There is no public switch.
+    """
+    module: Any = serialize
+    before = module.canonicalize
+    module.canonicalize = _not_made
+    try:
+        yield
+    finally:
+        module.canonicalize = before
+
+
+def _not_made(*_: Any) -> None:
+    """Make no canonical form."""
 
 
 def with_record(archive: bytes, name: str, change: Callable[[bytes], bytes]) -> bytes:

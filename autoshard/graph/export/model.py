@@ -44,7 +44,7 @@ from autoshard.graph.export.tracing import (
 from autoshard.graph.ir import ExportedModel
 from autoshard.graph.mixed_precision import MixedPrecision
 from autoshard.graph.opaque_call import OpaqueModule
-from autoshard.torch_private import pytree
+from autoshard.torch_private import pytree, without_canonical_form
 
 _log = logging.getLogger(__name__)
 
@@ -311,7 +311,7 @@ def _export(
         state = record_of(recorder, twin, what, ignored)
     record = replace(record, model=replace(record.model, state=state), constants=held)
     buffer = BytesIO()
-    with _named(f"the exported {what} cannot be saved"):
+    with _named(f"the exported {what} cannot be saved"), without_canonical_form():
         torch.export.save(program, buffer, extra_files={EXPORT_FILE: record.to_json().decode()})
     archive = buffer.getvalue()
     return _Exported(archive if repetition is None else repetition.lengthened(archive), state)
