@@ -75,7 +75,7 @@ class Reads:
         self._recorder, self._path = recorder, path
         self._read: dict[Part, tuple[Any, _Kept]] = {}
         self._all_of: set[int] = set()
-        self._objects = [(x, _state_of(x)) for x in recorder.objects()]
+        self._objects = [(x, _state_of(x)) for x in _objects(recorder)]
         self._new: list[Any] = []
         self._before = set(recorder.reads)
         self._outside: list[tuple[PythonPlace, _Kept]] = []
@@ -108,11 +108,11 @@ class Reads:
         if is_fixed(value) or isinstance(value, np.ndarray):
             return True
         if isinstance(value, FunctionType):
-            return self._recorder.knows_function(value)
+            return self._recorder.holders.has_function(value)
         parts = parts_of(value)
         if parts is not None:
             return all(map(self._is_seen, parts))
-        known = self._recorder.find(value) is not None
+        known = self._recorder.holders.find(value) is not None
         return known and (isinstance(value, nn.Module) or type(value) in self._recorder.watched)
 
     def end(self) -> None:
@@ -165,6 +165,11 @@ def _state_of(holder: Any) -> list[tuple[str, Any, Value]]:
         (name, id(value), describe(value) if isinstance(value, CONTAINERS) else None)
         for name, value in instance_dict(holder).items()
     ]
+
+
+def _objects(recorder: Recorder) -> Iterator[Any]:
+    """The known objects that are no modules."""
+    return (holder for holder, _ in recorder.holders if not isinstance(holder, nn.Module))
 
 
 def _outside(recorder: Recorder) -> Iterator[PythonPlace]:

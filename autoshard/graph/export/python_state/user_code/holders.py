@@ -87,7 +87,7 @@ class Holders:
         return called or alike  # a free variable may have been set since
 
     def has_function(self, function: FunctionType) -> bool:
-        """True if a function is known."""
+        """True if a function is known, whose free variables are compared after forward."""
         return id(function) in self._functions.get(id(function.__code__), {})
 
     @property
