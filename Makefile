@@ -8,12 +8,13 @@ BUILD ?= docker build
 TORCH ?= 2.15.0
 TORCHS := 2.13.0 2.14.1 2.15.0
 TORCH_TESTS := $(addprefix tests/,checker checkpoint costs discovery exports graph integrations launching layouts lowering measure ops plan pricing report runtime schedules zoo test_torch_private.py)
+VENDORED := autoshard/report/page/files/vendored
 DEVICE ?= cuda
 GPU_PYTHON ?= $(if $(filter cpu,$(DEVICE)),$(BIN)/python,$(PYTHON))
 # `make gpu-wheels PYTHON=3.12` names a version, not an interpreter.
 INTERPRETER := $(if $(filter 3.%,$(PYTHON)),python3,$(PYTHON))
 
-.PHONY: help install demo test test-all gpu gpu-wheels test-torch test-torchs check serve generated examples bench faults hostile upgrade prove prove-pipelines prove-layouts prove-loading prove-image limits load scale hosts conformance habits interrupted-saves zoo zoo-ranks published image audit format clean
+.PHONY: help install demo test test-all gpu gpu-wheels test-torch test-torchs check check-page page-pictures vendored serve generated examples bench faults hostile upgrade prove prove-pipelines prove-layouts prove-loading prove-image limits load scale hosts conformance habits interrupted-saves zoo zoo-ranks round-trips published image audit format clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 16
@@ -43,6 +44,23 @@ check: $(INSTALLED)  ## Lint, format, types, direction of imports
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/lint-imports
+
+build/page/node_modules: tests/page/package.json $(INSTALLED)
+	mkdir -p build/page && cp tests/page/package.json build/page/
+	PATH="$(abspath $(BIN)):$$PATH" npm install --prefix build/page --silent --no-package-lock
+	touch $@
+
+check-page: build/page/node_modules  ## Types of the plan page's modules; what its tests need of npm
+	PATH="$(abspath $(BIN)):$$PATH" build/page/node_modules/.bin/tsc --project tests/page
+
+page-pictures: $(INSTALLED)  ## Take the pictures of docs/plan-page.md (needs Chromium)
+	$(BIN)/python -m docs.page_pictures
+
+vendored: build/page/node_modules  ## Fetch the libraries of the plan page again, and compare their checksums
+	cp build/page/node_modules/preact/dist/preact.mjs build/page/node_modules/preact/hooks/dist/hooks.mjs build/page/node_modules/htm/dist/htm.mjs $(VENDORED)
+	cp build/page/node_modules/preact/LICENSE $(VENDORED)/LICENSE.preact
+	cp build/page/node_modules/htm/LICENSE $(VENDORED)/LICENSE.htm
+	cd $(VENDORED) && sha256sum --check SHA256SUMS
 
 serve: $(INSTALLED)  ## Start the planning service on this machine
 	$(BIN)/autoshard serve
@@ -136,6 +154,9 @@ zoo: $(INSTALLED)  ## Plan the model families at their published sizes, into doc
 
 zoo-ranks: $(INSTALLED)  ## Run small models of all families on 4 and 8 ranks
 	for precision in float64 float32; do AUTOSHARD_EVERY_FAMILY=1 $(BIN)/python -m pytest -m '' -k $$precision tests/zoo/test_zoo_on_4_ranks.py tests/zoo/test_zoo_on_8_ranks.py || failed=1; done; exit $${failed:-0}
+
+round-trips: $(INSTALLED)  ## Export plans of small language models and read them back, into docs/exports.md
+	$(BIN)/python -m benchmarks.round_trips
 
 published: $(INSTALLED)  ## Predict published training runs, into docs/predictions.md
 	$(BIN)/python -m benchmarks.published --document docs/predictions.md --details benchmarks/results --accuracy

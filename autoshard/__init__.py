@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from autoshard.graph import Graph, MixedPrecision, OpaqueModule, export_model, load_graph
     from autoshard.launching import LaunchContext, get_context, launch
     from autoshard.mesh import Mesh, get_topology, list_topologies, make_mesh
+    from autoshard.model_plans import plan_model
     from autoshard.plan import ForbiddenCollective, Pins, Plan, PlanOptions
     from autoshard.planner import (
         check_optimality,
@@ -93,6 +94,7 @@ __all__ = [
     "operator_coverage",
     "parallelize",
     "pipeline",
+    "plan_model",
     "rng_step",
     "save_checkpoint",
     "search_meshes",

@@ -20,7 +20,7 @@ from autoshard.graph import MixedPrecision, OpaqueModule, export_model
 from autoshard.mesh import Topology, default_axis_names, mesh_sizes, parse_shape, to_mesh
 from autoshard.plan import Plan, PlanOptions
 from autoshard.plan.options import to_options
-from autoshard.report.summary import headline
+from autoshard.report.answer import headline
 from autoshard.runtime import parallelize
 from autoshard.runtime.checks.agreement import broadcast_text, raised_on_all_ranks
 

@@ -10,6 +10,7 @@ from statistics import median
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from benchmarks import answers as config_answers
 from benchmarks.planning import UNLIMITED, Case, Result, Settings, measure_case, run_model
 from benchmarks.startup import measure_startup
 
@@ -52,7 +53,7 @@ class Selection:
     """The selected cases.
 
     Attributes:
-        models: of the table of budgets; all if empty.
+        models: of the tables of budgets and answers; all if empty.
         meshes: of the table of budgets; all if empty.
         instances: files of the contest, each PATH or PATH:SECONDS.
     """
@@ -287,6 +288,12 @@ def startup(settings: Settings, _: Selection) -> str:
     return rows(header, measure_startup(settings.repetitions))
 
 
+def answers(_: Settings, selection: Selection) -> str:
+    """Ten configs on 8, 64 and 1,024 GPUs, by `benchmarks/answers.py`."""
+    _log(f"answers: {' '.join(selection.models) or 'all configs'}")
+    return rows(config_answers.HEADER, config_answers.measure_answers(selection.models))
+
+
 def contest(_: Settings, selection: Selection) -> str:
     """Instances of the contest, by `benchmarks/iopddl.py`."""
     _log(f"contest: {' '.join(selection.instances)}")
@@ -318,6 +325,7 @@ TABLES: Mapping[str, Table] = MappingProxyType(
         "misses": misses,
         "search": search,
         "startup": startup,
+        "answers": answers,
         "pipelines": pipelines,
         "contest": contest,
     }
@@ -325,7 +333,7 @@ TABLES: Mapping[str, Table] = MappingProxyType(
 """Tables by name, which is also that of the markers in the document."""
 
 REPETITIONS: Mapping[str, int] = MappingProxyType(
-    {"large": 3, "shares": 1, "search": 1, "pipelines": 1, "startup": 20}
+    {"large": 3, "shares": 1, "search": 1, "pipelines": 1, "startup": 20, "answers": 1}
 )
 """Measurements of each case, for tables with many or slow cases; the others have 5."""
 

@@ -50,6 +50,7 @@ PUBLIC = [
     "operator_coverage",
     "parallelize",
     "pipeline",
+    "plan_model",
     "rng_step",
     "save_checkpoint",
     "search_meshes",

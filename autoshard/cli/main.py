@@ -27,7 +27,7 @@ COMMANDS = {
         "autoshard.cli.commands.planning:plan",
         "Plan a graph on a mesh, and show or write the plan.",
         PLANNING,
-        first_options=("--mesh", "--gpus", "--output", "--like", *_FIRST_OPTIONS),
+        first_options=("--mesh", "--gpus", "--output", "--layout-from", *_FIRST_OPTIONS),
     ),
     "search": Deferred(
         "autoshard.cli.commands.planning:search",
@@ -46,7 +46,9 @@ COMMANDS = {
         PLANNING,
     ),
     "show": Deferred(
-        "autoshard.cli.commands.plans:show", "Show the summary of a plan, or its tables.", PLANS
+        "autoshard.cli.commands.plans:show",
+        "Show the summary of a plan, its tables, or a page to look into.",
+        PLANS,
     ),
     "check": Deferred(
         "autoshard.cli.commands.plans:check",

@@ -1,6 +1,5 @@
 """The model of a command: the file of a graph, or what is exported here."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar
@@ -8,7 +7,7 @@ from typing import Annotated, ClassVar
 import typer
 
 from autoshard.cli.rendering.numbers import count
-from autoshard.errors import OptionError
+from autoshard.model_plans import model_graph
 from autoshard.plan import Mode
 
 ModelSource = Annotated[
@@ -28,7 +27,12 @@ class ConfigBatch:
 
     panel: ClassVar[str] = "Batch of a config"
     batch_size: Annotated[
-        int | None, count(help="Samples of a step, of all devices together; 8 by default.")
+        int | None,
+        count(
+            "--batch-size",
+            "--global-batch",
+            help="Samples of a step, of all devices together; 8 by default.",
+        ),
     ] = None
     seq_length: Annotated[
         int | None,
@@ -46,39 +50,8 @@ class ConfigBatch:
             OptionError: there is no such model, or an option is not for it.
             GraphError: it cannot be exported.
         """
-        sizes = {"batch_size": self.batch_size, "seq_length": self.seq_length}
-        given = {name: value for name, value in sizes.items() if value is not None}
-        if is_graph_file(source):
-            if given:
-                raise OptionError(
-                    f"{source} has the batch that it was exported with: --batch-size and "
-                    "--seq-length are for a config.json"
-                )
-            return Path(source)
-        # torch is imported only for a model that is exported here.
-        from autoshard.integrations.model_files import BatchShape, export_named  # noqa: PLC0415
-
-        return export_named(source, BatchShape(**given) if given else None, mode=mode)
-
-
-def is_graph_file(source: str) -> bool:
-    """True for the file of an exported graph, not a model that is to be exported.
-
-    >>> is_graph_file("model.pt2"), is_graph_file("llama/config.json"), is_graph_file("a.py:make")
-    (True, False, False)
-    """
-    path = Path(source)
-    if path.suffix == ".json":
-        return path.name != "config.json" and not _is_config(path)
-    if path.is_dir():
-        return not (path / "config.json").is_file()
-    return path.suffix == ".pt2" or path.is_file()
-
-
-def _is_config(path: Path) -> bool:
-    """True for a JSON file with the type of a model of transformers."""
-    try:
-        document = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return False
-    return isinstance(document, dict) and "model_type" in document
+        found = model_graph(
+            source, mode=mode, batch_size=self.batch_size, seq_length=self.seq_length
+        )
+        assert isinstance(found, Path | bytes), "a source is a text"
+        return found

@@ -68,6 +68,15 @@ GpusPerNode = Annotated[
         help="Number of devices of a node, instead of --nodes; not more than the topology has.",
     ),
 ]
+Within = Annotated[
+    float,
+    typer.Option(
+        min=0,
+        max=10,
+        metavar="SHARE",
+        help="Share by which the simplest layout of the verdict may be slower than the fastest.",
+    ),
+]
 PlanOutput = Annotated[
     Path | None,
     typer.Option("-o", "--output", callback=check_output, help="File for the plan."),

@@ -126,6 +126,10 @@ def _read_balance(text: str) -> str | list[int]:
     return [int(number) for number in numbers] if all(map(str.isdecimal, numbers)) else text
 
 
+def _read_names(texts: Sequence[str]) -> list[str]:
+    return [name.strip() for text in texts for name in text.split(",")]
+
+
 def _read_number(text: str) -> str | int:
     return int(text) if text.isdecimal() else text
 
@@ -148,6 +152,7 @@ _READERS: Mapping[str, Callable[[Any], Any]] = {
     "pins": _read_pins,
     "forbid": _read_forbidden,
     "balance": _read_balance,
+    "export_roles": _read_names,
     "stages": _read_number,
     "stages_per_rank": _read_number,
     "runtime": _read_runtime,

@@ -19,8 +19,8 @@ from rich.progress import (
 )
 
 from autoshard.cli.rendering.output import console, errors
-from autoshard.cli.rendering.tables import milliseconds
 from autoshard.client import JobProgress
+from autoshard.report.tables import milliseconds
 from autoshard.requests.running import ProgressListener
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """Constraints on plans: pins, forbidden collectives, the batch axis, the Megatron-LM pattern."""
 
-from autoshard.constraints.batch import BatchSharding, DimOrigins, dim_origins
+from autoshard.constraints.batch import BatchSharding, DimOrigins, dim_origins, outermost_dims
 from autoshard.constraints.constraints import (
     UNCONSTRAINED,
     ChoiceId,
@@ -14,13 +14,10 @@ from autoshard.constraints.data_parallel import (
     parameter_shards,
     sharding_axes,
 )
+from autoshard.constraints.exportable import export_roles
 from autoshard.constraints.from_options import plan_constraints
 from autoshard.constraints.layout_pattern import LayoutPattern
-from autoshard.constraints.megatron import (
-    MegatronAxes,
-    megatron_pattern,
-    sequence_parallel_pattern,
-)
+from autoshard.constraints.megatron import MegatronAxes, framework_pattern, megatron_pattern
 from autoshard.constraints.pins import pinned_sub_shards
 
 __all__ = [
@@ -36,10 +33,12 @@ __all__ = [
     "StrategyConstraint",
     "check_batch",
     "dim_origins",
+    "export_roles",
+    "framework_pattern",
     "megatron_pattern",
+    "outermost_dims",
     "parameter_shards",
     "pinned_sub_shards",
     "plan_constraints",
-    "sequence_parallel_pattern",
     "sharding_axes",
 ]

@@ -48,6 +48,14 @@ class ShardingConstraint:
             for axis in range(len(self.allowed))
         )
 
+    def with_axis(
+        self, axis: int, allowed: frozenset[Dim] | None, required: frozenset[Dim]
+    ) -> "ShardingConstraint":
+        """This constraint with other dims for one axis."""
+        may, must = list(self.allowed), list(self.required)
+        may[axis], must[axis] = allowed, required
+        return ShardingConstraint(tuple(may), tuple(must))
+
     def allows(self, axis: int, option: AxisRule) -> bool:
         """True if strategies may have an option of an axis."""
         return self._allows(axis, (*option.inputs, *option.outputs))

@@ -108,12 +108,13 @@ def parameter_shards(shape: Sequence[int], sizes: Sequence[int]) -> tuple[int | 
         sizes: of the axes.
     """
     for dim, size in enumerate(shape):
-        if _divides(size, sizes):
+        if shards_together(size, sizes):
             return (dim,) * len(sizes)
     return _several_dims(shape, sizes)
 
 
-def _divides(size: int, sizes: Sequence[int]) -> bool:
+def shards_together(size: int, sizes: Sequence[int]) -> bool:
+    """True if axes of these sizes can shard a dim together."""
     return size % prod(sizes) == 0 or (len(sizes) == 1 and can_be_sharded(size, sizes[0]))
 
 
@@ -122,7 +123,7 @@ def _several_dims(shape: Sequence[int], sizes: Sequence[int]) -> tuple[int | Non
     groups: list[list[int]] = [[] for _ in shape]
     dims: list[int | None] = []
     for axis_size in reversed(sizes):
-        fits = [d for d, size in enumerate(shape) if _divides(size, [*groups[d], axis_size])]
+        fits = [d for d, size in enumerate(shape) if shards_together(size, [*groups[d], axis_size])]
         dims.append(fits[0] if fits else None)
         if fits:
             groups[fits[0]].append(axis_size)

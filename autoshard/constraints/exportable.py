@@ -8,7 +8,9 @@ a row-parallel layer activations stay sharded, everywhere else they are replicat
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import combinations_with_replacement
 from math import prod
+from typing import get_args
 
 from autoshard.constraints.batch import BatchSharding, dim_origins
 from autoshard.constraints.constraints import (
@@ -18,20 +20,25 @@ from autoshard.constraints.constraints import (
     ShardingConstraint,
     StrategyConstraint,
 )
+from autoshard.constraints.data_parallel import shards_together
 from autoshard.constraints.letters import outermost_letters, propagated_letters
-from autoshard.constraints.megatron import sequence_parallel_pattern
+from autoshard.constraints.megatron import MegatronAxes, framework_pattern
 from autoshard.constraints.nontrivial_axes import NontrivialAxes
 from autoshard.errors import OptionError
 from autoshard.graph import Graph, Input, InputKind, Node, Origin
 from autoshard.graph.parallel_layers import LayerKind, ParallelLayer, parallel_layers
-from autoshard.layouts import Action, I, Layout, P, can_be_sharded
+from autoshard.layouts import Action, I, Layout, P
 from autoshard.ops import OperatorRule, Strategy, call_of, rule_for
-from autoshard.plan.options import ExportableTo
+from autoshard.plan.options import ExportableTo, ExportRole
 from autoshard.plan.options.restrictions import option_label
 
 _MAX_DATA_AXES = 2
 _NONE: frozenset[Dim] = frozenset()
 _MOVES = (Action.ALL_GATHER, Action.REDUCE_SCATTER, Action.ALL_TO_ALL, Action.HALO_EXCHANGE)
+_SENDS = (Action.ALL_TO_ALL, Action.HALO_EXCHANGE)
+_ORDER: tuple[ExportRole, ...] = get_args(ExportRole)
+"""Roles in the order in which torchtitan nests its axes, outermost first."""
+_DATA = frozenset[ExportRole]({"replicate", "shard"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,53 +46,110 @@ class ExportAxes:
     """The purposes of the non-trivial axes in an export.
 
     Attributes:
-        data: the data-parallel axes; FSDP2 shards parameters over the last of them.
+        replicate: the data-parallel axes that replicate parameters.
+        shard: the data-parallel axes over which parameters may be sharded.
+        context: the axis that shards sequences; None if there is none.
         tensor: the tensor-parallel axis; None if there is none.
     """
 
-    data: tuple[int, ...]
+    replicate: tuple[int, ...]
+    shard: tuple[int, ...]
+    context: int | None
     tensor: int | None
 
+    @classmethod
+    def of(cls, roles: Sequence[ExportRole]) -> "ExportAxes":
+        """The axes with each role, from the role of each axis."""
+        found = {role: tuple(i for i, one in enumerate(roles) if one == role) for role in _ORDER}
+        context, tensor = (next(iter(found[role]), None) for role in ("context", "tensor"))
+        return cls(found["replicate"], found["shard"], context, tensor)
+
     @property
-    def shard(self) -> int | None:
-        """The data-parallel axis over which parameters may be sharded."""
-        return self.data[-1] if self.data else None
+    def data(self) -> tuple[int, ...]:
+        """The data-parallel axes."""
+        return tuple(sorted((*self.replicate, *self.shard)))
+
+    @property
+    def full(self) -> tuple[int, ...]:
+        """The axes over which torchtitan shards all parameters; it replicates over no others."""
+        return (*self.shard, *(() if self.context is None else (self.context,)))
 
 
-def export_axes(axes: NontrivialAxes, target: ExportableTo, batch_axis: str | None) -> ExportAxes:
-    """The purposes of axes in plans that are made for a target.
+def export_roles(
+    axes: NontrivialAxes, target: ExportableTo, batch_axis: str | None
+) -> tuple[tuple[ExportRole, ...], ...]:
+    """The ways in which an export can use the axes: the role of each, the usual way first.
 
-    With `fsdp2` all axes are data-parallel, otherwise all but the last one that is not
-    `batch_axis`. One axis is data-parallel for torchtitan.
+    With `fsdp2` all axes are data-parallel, with `hf-tp-plan` none is, with `parallelize-module`
+    all but one. torchtitan nests replicas, shards, context and tensor parallelism in this order.
+
+    Args:
+        axes: the mesh.
+        target: the export target.
+        batch_axis: name of the only axis that may shard the batch, if one is set.
 
     Raises:
-        OptionError: the target cannot use so many axes.
+        OptionError: the target cannot use the axes.
     """
-    numbers = tuple(range(len(axes.sizes)))
-    names = [axes.name(axis) for axis in numbers]
-    tensor = next((axis for axis in reversed(numbers) if names[axis] != batch_axis), None)
-    if target == "fsdp2" or (target == "torchtitan" and len(numbers) == 1):
-        tensor = None
-    data = tuple(axis for axis in numbers if axis != tensor)
-    limit = 0 if target == "hf-tp-plan" else _MAX_DATA_AXES
-    if len(data) > limit:
+    names = [axes.name(axis) for axis in range(len(axes.sizes))]
+    found = _possible_roles(len(names), target)
+    if not found:
         supported = (
-            "one axis, which shards layers" if limit == 0 else f"at most {limit} data-parallel axes"
+            "one axis, which shards layers"
+            if target == "hf-tp-plan"
+            else f"at most {_MAX_DATA_AXES} data-parallel axes"
         )
         raise OptionError(
             f"exportable_to {target!r} supports {supported}, but the mesh has the axes "
             f"{', '.join(names)} of several devices: plan on a mesh with fewer axes"
         )
-    if tensor is None and target in ("hf-tp-plan", "parallelize-module") and numbers:
+    if batch_axis in names:
+        number = names.index(batch_axis)
+        found = [roles for roles in found if roles[number] in _DATA]
+        if target == "torchtitan":
+            found = [roles for roles in found if sum(role in _DATA for role in roles) == 1]
+    if not found:
         raise OptionError(
             f"exportable_to {target!r} needs an axis that shards layers, besides batch_axis "
             f"{batch_axis!r}: plan on a mesh with another axis, or for fsdp2"
         )
-    return ExportAxes(data, tensor)
+    return tuple(map(tuple, found))
+
+
+def _possible_roles(number: int, target: ExportableTo) -> list[list[ExportRole]]:
+    """The roles that a target can give to a number of axes; none if it cannot use so many."""
+    if target == "torchtitan":
+        return _torchtitan_roles(number)
+    if target == "hf-tp-plan":
+        return [["tensor"] * number] if number <= 1 else []
+    others: list[ExportRole] = ["replicate", "shard"]
+    if target == "fsdp2" or not number:
+        return [others[-number:] if number else []] if number <= _MAX_DATA_AXES else []
+    data = others[-(number - 1) :] if number > 1 else []
+    places = reversed(range(number)) if number <= _MAX_DATA_AXES + 1 else ()
+    return [[*data[:place], "tensor", *data[place:]] for place in places]
+
+
+def _torchtitan_roles(number: int) -> list[list[ExportRole]]:
+    """The roles that torchtitan can give to axes; full sharding and tensor parallelism first."""
+    found = [
+        [*roles]
+        for roles in combinations_with_replacement(_ORDER, number)
+        if max(roles.count("context"), roles.count("tensor")) <= 1
+        # It combines replicas with other parallelism only if FSDP2 shards parameters.
+        and (not {"shard", "context"}.isdisjoint(roles) or not {"replicate", "tensor"} <= {*roles})
+    ]
+    usual = [*["shard"] * (number - 1), "tensor" if number > 1 else "shard"][:number]
+    return sorted(found, key=lambda roles: roles != usual)
 
 
 def exportable_constraint(
-    graph: Graph, axes: NontrivialAxes, target: ExportableTo, *, batch_axis: str | None
+    graph: Graph,
+    axes: NontrivialAxes,
+    target: ExportableTo,
+    *,
+    batch_axis: str | None,
+    roles: Sequence[ExportRole] | None = None,
 ) -> Constraint:
     """The constraint that a plan can be exported to a target.
 
@@ -94,12 +158,22 @@ def exportable_constraint(
         axes: the mesh.
         target: the export target.
         batch_axis: name of the only axis that may shard the batch, if one is set.
+        roles: of the axes, outermost first; axes that a pipeline cut off may come before. The
+            usual ones if None.
 
     Raises:
         OptionError: the target cannot use the axes, or they do not divide the batch.
     """
-    purposes = export_axes(axes, target, batch_axis)
-    return _Exportable(graph, axes, target, purposes).constraint()
+    possible = export_roles(axes, target, batch_axis)
+    chosen = possible[0]
+    if roles is not None:
+        chosen = tuple(roles)[max(len(roles) - len(axes.sizes), 0) :]
+        if chosen not in possible:
+            raise OptionError(
+                f"export_roles {', '.join(chosen)} are not possible with exportable_to "
+                f"{target!r} on this mesh; possible are {'; '.join(map(', '.join, possible))}"
+            )
+    return _Exportable(graph, axes, target, ExportAxes.of(chosen)).constraint()
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,41 +212,37 @@ class _ParameterConstraint:
         sizes: size of each non-trivial axis.
         axes: the purposes of the axes.
         in_layers: True if it belongs only to layers that the tensor-parallel axis may shard.
-        by_rows: True if FSDP2 must shard it, along dim 0, as torchtitan does.
+        by_rows: the axes that must shard it along dim 0, as torchtitan's FSDP2 does.
     """
 
     shape: tuple[int, ...]
     sizes: tuple[int, ...]
     axes: ExportAxes
     in_layers: bool
-    by_rows: bool
+    by_rows: tuple[int, ...]
 
     def __call__(self, strategy: Strategy) -> bool:
         (layout,) = strategy.outputs
         axes, types = self.axes, layout.types
-        if any(types[axis].is_shard for axis in axes.data if axis != axes.shard):
+        if any(types[axis].is_shard for axis in axes.replicate):
             return False
         on_tensor = I if axes.tensor is None else types[axes.tensor]
         if on_tensor.is_shard and (on_tensor.sub_shards or not self.in_layers):
             return False
-        return axes.shard is None or self._is_fully_sharded(layout, axes.shard)
+        if self.by_rows:
+            rows = (types[axis] for axis in self.by_rows)
+            return all(t.is_shard and t.dim == 0 and not t.sub_shards for t in rows)
+        return all(self._is_fully_sharded(layout, axis) for axis in axes.full)
 
     def _is_fully_sharded(self, layout: Layout, axis: int) -> bool:
         """True if FSDP2 can shard the parameter in this way over an axis, or replicates it."""
         found = layout.types[axis]
-        if self.by_rows:
-            return found.is_shard and found.dim == 0 and not found.sub_shards
         if not found.is_shard:
             return True
         sharding = layout.sharding_axes(found.dim)
         is_even = self.shape[found.dim] % prod(self.sizes[a] for a in sharding) == 0
         is_supported = is_even or (found.dim == 0 and len(sharding) == 1)
         return is_supported and sharding[-1] == axis and not found.sub_shards
-
-
-def _can_shard_rows(shape: tuple[int, ...], sizes: tuple[int, ...], axes: ExportAxes) -> bool:
-    """True if a plan can shard dim 0 over the axis of FSDP2; its shards may not be empty."""
-    return axes.shard is not None and bool(shape) and can_be_sharded(shape[0], sizes[axes.shard])
 
 
 class _Exportable:
@@ -214,6 +284,8 @@ class _Exportable:
             elif given.kind is InputKind.USER and given.name in self._graph.values:
                 strategies["input", given.name] = self._user_input(given)
         for position, output in enumerate(self._graph.outputs):
+            if self._target == "torchtitan":
+                break  # its models define what they return
             if output.name is not None and output.updates is None:
                 strategies["output", str(position)] = self._output(output.name)
         return Constraint(
@@ -223,18 +295,21 @@ class _Exportable:
         )
 
     def _operators(self) -> Iterator[tuple[str, StrategyConstraint]]:
-        tensor = self._axes.tensor
-        if self._target == "torchtitan" and tensor is not None:
-            yield from sequence_parallel_pattern(
-                self._graph, self._sizes, tensor, self._axes.data
-            ).items()
+        axes = self._axes
+        if self._target == "torchtitan":
+            purposes = MegatronAxes(axes.tensor, axes.data, axes.context, by_sequence=True)
+            yield from framework_pattern(self._graph, self._sizes, purposes).items()
             return
         for node in self._graph.nodes:
             yield node.name, self._operator(node)
 
     def _user_input(self, given: Input) -> ShardingConstraint:
         batch = self._origins.of_input(given.name, Origin.BATCH)
-        return self._sharding(batch, self._axes.data if batch else (), _NONE)
+        found = self._sharding(batch, self._axes.data if batch else (), _NONE)
+        if self._axes.context is None:
+            return found
+        sequence = self._origins.of_input(given.name, Origin.INPUT)
+        return found.with_axis(self._axes.context, sequence, sequence)
 
     def _output(self, value: str) -> ShardingConstraint:
         """Outputs are not sharded by the tensor-parallel axis, and have a rank's rows."""
@@ -264,9 +339,15 @@ class _Exportable:
         return _ParameterConstraint(
             *(shape, self._sizes, self._axes),
             in_layers=in_layers,
-            by_rows=self._target == "torchtitan"
-            and _can_shard_rows(shape, self._sizes, self._axes),
+            by_rows=self._axes.full
+            if self._target == "torchtitan" and self._has_rows(shape)
+            else (),
         )
+
+    def _has_rows(self, shape: tuple[int, ...]) -> bool:
+        """True if a plan can shard dim 0 over the axes of FSDP2; its shards may not be empty."""
+        sizes = [self._sizes[axis] for axis in self._axes.full]
+        return bool(shape and sizes) and shards_together(shape[0], sizes)
 
     def _operator(self, node: Node) -> _OperatorConstraint:
         rule = rule_for(call_of(self._graph, node))
@@ -350,8 +431,10 @@ class _Exportable:
             if self._axes.tensor is not None:
                 moves = [m for m in _MOVES if m is not Action.ALL_GATHER or value not in gathered]
                 if self._target == "torchtitan":
-                    moves = [Action.ALL_TO_ALL, Action.HALO_EXCHANGE]
+                    moves = [*_SENDS]
                 forbidden |= set(_on(moves, [self._axes.tensor]))
+            if self._axes.context is not None:
+                forbidden |= set(_on(_SENDS, [self._axes.context]))
             if forbidden:
                 yield value, frozenset(forbidden)
 

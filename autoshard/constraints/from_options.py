@@ -67,6 +67,7 @@ def plan_constraints(graph: Graph, mesh: Mesh, options: PlanOptions) -> PlanCons
                 axes,
                 options.constraints.exportable_to,
                 batch_axis=options.constraints.batch_axis,
+                roles=options.constraints.export_roles,
             )
         )
     return PlanConstraints(found)

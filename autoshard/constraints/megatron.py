@@ -149,29 +149,24 @@ def megatron_pattern(
     return {**operators, **inputs, **{("shared", v): pattern.shared(v) for v in graph.values}}
 
 
-def sequence_parallel_pattern(
-    graph: Graph, sizes: tuple[int, ...], weight_axis: int, batch_axes: Collection[int]
+def framework_pattern(
+    graph: Graph, sizes: tuple[int, ...], axes: MegatronAxes
 ) -> dict[str, ShardingConstraint]:
-    """The pattern with sequence parallelism, as constraints on operators by name.
+    """The pattern of torchtitan's models, as constraints on operators by name.
 
-    Korthikanti et al., "Reducing Activation Recomputation", arXiv:2205.05198: between the layers
-    that shard weights, activations are sharded along the sequence.
-
-    Embeddings are sharded by vocabulary in any case.
+    It differs from `megatron_pattern` in that embeddings are sharded by vocabulary in any case.
 
     Args:
         graph: the program.
         sizes: size of each axis.
-        weight_axis: the axis that shards weights and sequences.
-        batch_axes: the axes that shard the batch.
+        axes: their purposes.
     """
-    axes = MegatronAxes(weight_axis, tuple(batch_axes), by_sequence=True)
     pattern = _MegatronPattern(graph, sizes, axes)
     found = {node.name: pattern.node(node) for node in graph.nodes}
     rows = frozenset({(0, 0)})
     for node in graph.nodes:
-        if node.operator == _EMBEDDING:
-            found[node.name] = _with_axis(found[node.name], weight_axis, rows, rows)
+        if axes.weights is not None and node.operator == _EMBEDDING:
+            found[node.name] = found[node.name].with_axis(axes.weights, rows, rows)
     return found
 
 
@@ -207,7 +202,7 @@ class _MegatronPattern:
         found = self._constraint(batch, self._axes.batch, weights, _NONE)
         if self._axes.context is not None:
             sequence = self._origins.of_input(value, Origin.INPUT)
-            found = _with_axis(found, self._axes.context, sequence, sequence)
+            found = found.with_axis(self._axes.context, sequence, sequence)
         if self._parameters.get(value) == value:
             found = self._stored(value, found)
         return found
@@ -219,14 +214,14 @@ class _MegatronPattern:
         if value in self._matrices:
             experts = self._expert_axes(self._matrices[value])
         for axis in experts:
-            found = _with_axis(found, axis, frozenset({(0, 0)}), frozenset({(0, 0)}))
+            found = found.with_axis(axis, frozenset({(0, 0)}), frozenset({(0, 0)}))
         state = [axis for axis in self._axes.state if axis not in experts]
         others = {*experts, *(() if self._weight_axis is None else (self._weight_axis,))}
         sizes = [self._sizes[axis] for axis in (*state, *sorted(others))]
         shards = parameter_shards(shape, sizes)
         for axis, dim in zip(state, shards, strict=False):
             one = _NONE if dim is None else frozenset({(0, dim)})
-            found = _with_axis(found, axis, one, one)
+            found = found.with_axis(axis, one, one)
         return found
 
     def shared(self, value: str) -> ShardingConstraint:
@@ -257,7 +252,7 @@ class _MegatronPattern:
         if self._axes.context is not None:
             sequence = self._sequence(node, rule, self._axes.context)
             allowed = sequence or self._flattened(node)
-            found = _with_axis(found, self._axes.context, allowed, sequence)
+            found = found.with_axis(self._axes.context, allowed, sequence)
         return self._with_experts(node, found)
 
     def _with_experts(self, node: Node, found: ShardingConstraint) -> ShardingConstraint:
@@ -272,8 +267,8 @@ class _MegatronPattern:
             tokens = {i for i, value in enumerate(tensors) if value not in self._rows}
             exchanged = {(i, 0) for i in tokens} if node.operator in (DISPATCH, COMBINE) else _NONE
             for axis in self._expert_axes(tensors):
-                found = _with_axis(
-                    found, axis, frozenset(of_experts | exchanged), frozenset(of_experts)
+                found = found.with_axis(
+                    axis, frozenset(of_experts | exchanged), frozenset(of_experts)
                 )
         return found
 
@@ -302,8 +297,9 @@ class _MegatronPattern:
         """The sequence dims of a node, if an axis can shard one of them."""
         dims = self._origins.of_call(node, Origin.INPUT)
         if node.operator == _ATTENTION:  # of queries; all ranks read all keys and values
-            rows = len(rule.inputs[0]) - 2
-            dims &= {(0, rows), (len(rule.inputs), rows)}
+            rows = rule.inputs[0][-2]
+            tensors = enumerate((*rule.inputs, *rule.outputs))
+            dims &= {(i, dim) for i, own in tensors for dim, at in enumerate(own) if at == rows}
         if axis is None or not dims:
             return _NONE
         return dims if shard_any(rule, self._sizes[axis], dims) is not None else _NONE
@@ -377,18 +373,6 @@ class _MegatronPattern:
         if self._weight_axis is not None:
             may[self._weight_axis], must[self._weight_axis] = allowed, required
         return ShardingConstraint(tuple(may), tuple(must))
-
-
-def _with_axis(
-    found: ShardingConstraint,
-    axis: int,
-    allowed: frozenset[Dim] | None,
-    required: frozenset[Dim],
-) -> ShardingConstraint:
-    """A constraint with other dims for one axis."""
-    may, must = list(found.allowed), list(found.required)
-    may[axis], must[axis] = allowed, required
-    return ShardingConstraint(tuple(may), tuple(must))
 
 
 def _at(rule: OperatorRule, dim: Dim) -> tuple[str, ...]:

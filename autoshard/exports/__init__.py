@@ -9,10 +9,25 @@ from typing import TYPE_CHECKING
 from autoshard.base.lazy_imports import lazy_names
 
 if TYPE_CHECKING:
-    from autoshard.exports.export import EXPORT_TARGETS, export_plan, expressed_share
+    from autoshard.exports.export import (
+        EXPORT_TARGETS,
+        code_exports,
+        export_plan,
+        expressed_share,
+    )
     from autoshard.exports.expressed import Expressed
-    from autoshard.exports.like import read_like
-    from autoshard.exports.megatron_arguments import MegatronLayout, read_megatron
+    from autoshard.exports.recipes import (
+        ProgramFacts,
+        Recipe,
+        RecipeLayout,
+        layout_of,
+        program_batch,
+        program_facts,
+        read_like,
+        read_megatron,
+        read_recipe,
+        recipe_problems,
+    )
     from autoshard.exports.registry import ExportTarget
 else:
     __getattr__, __dir__ = lazy_names(__name__)
@@ -21,9 +36,17 @@ __all__ = [
     "EXPORT_TARGETS",
     "ExportTarget",
     "Expressed",
-    "MegatronLayout",
+    "ProgramFacts",
+    "Recipe",
+    "RecipeLayout",
+    "code_exports",
     "export_plan",
     "expressed_share",
+    "layout_of",
+    "program_batch",
+    "program_facts",
     "read_like",
     "read_megatron",
+    "read_recipe",
+    "recipe_problems",
 ]

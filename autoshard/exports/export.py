@@ -7,20 +7,24 @@ from typing import get_args
 from autoshard.base.arguments import Share, check_arguments
 from autoshard.errors import OptionError, PlanError
 from autoshard.exports import targets
-from autoshard.exports.expressed import Expressed, percent
-from autoshard.exports.outline import Outline
+from autoshard.exports.expressed import Expressed, headline, percent
+from autoshard.exports.outline import Outline, comment
 from autoshard.exports.registry import EXPORT_TARGETS
+from autoshard.exports.results import result_sentence
 from autoshard.plan.document import Plan
 from autoshard.plan.options import MIN_EXPRESSED, ExportableTo
+from autoshard.report.page import ExportedText
 
-__all__ = ["EXPORT_TARGETS", "export_plan", "expressed_share"]
+__all__ = ["EXPORT_TARGETS", "code_exports", "export_plan", "expressed_share"]
 
 for _module in iter_modules(targets.__path__):
     import_module(f"{targets.__name__}.{_module.name}")
 
 
 @check_arguments
-def export_plan(plan: Plan, target: str, *, min_expressed: Share = MIN_EXPRESSED) -> str:
+def export_plan(
+    plan: Plan, target: str, *, min_expressed: Share = MIN_EXPRESSED, result: Plan | None = None
+) -> str:
     """A plan as code or settings for another framework.
 
     The text starts with a comment that says what share of the plan the target expresses, and what
@@ -31,6 +35,8 @@ def export_plan(plan: Plan, target: str, *, min_expressed: Share = MIN_EXPRESSED
         target: a name in `EXPORT_TARGETS`.
         min_expressed: share of the plan, from 0 to 1, that the target must express; see
             `expressed_share`.
+        result: the plan that the exported text means to the framework, see
+            `autoshard.requests.export_results`; the text then says what it costs and keeps.
 
     Raises:
         OptionError: there is no such target.
@@ -45,7 +51,28 @@ def export_plan(plan: Plan, target: str, *, min_expressed: Share = MIN_EXPRESSED
             f"expressed: {found.missing}. {_WAYS_OUT.get(target, '')}To export it nevertheless, "
             f"set min_expressed=0"
         )
-    return EXPORT_TARGETS[target].export(outline)
+    text = EXPORT_TARGETS[target].export(outline)
+    if found is None or result is None:
+        return text
+    first = comment([headline(found)])
+    return first + comment([result_sentence(plan, result)]) + text.removeprefix(first)
+
+
+def code_exports(plan: Plan) -> tuple[ExportedText, ...]:
+    """The plan in the form of every target that is code or settings, or the reason why not.
+
+    Args:
+        plan: a plan, not a document without one.
+    """
+    targets = [name for name, target in EXPORT_TARGETS.items() if target.expresses is not None]
+    return tuple(_exported(plan, target) for target in targets)
+
+
+def _exported(plan: Plan, target: str) -> ExportedText:
+    try:
+        return ExportedText(target, EXPORT_TARGETS[target].export(_outline(plan, target)))
+    except PlanError as error:
+        return ExportedText(target, reason=str(error))
 
 
 def expressed_share(plan: Plan, target: str) -> Expressed | None:

@@ -10,7 +10,7 @@ from textwrap import wrap
 from typing import Literal
 
 from autoshard.errors import PlanError
-from autoshard.graph import Graph, Node, graph_from_json
+from autoshard.graph import DType, Graph, MixedPrecision, Node, graph_from_json
 from autoshard.layouts import AxisType, I, Layout
 from autoshard.mesh import mesh_text
 from autoshard.plan.document import Plan
@@ -67,11 +67,31 @@ class Outline:
 
     @property
     def title(self) -> str:
-        """Short description of plan and mesh."""
-        title = f"plan {self.plan.id[:12]} on {mesh_text(self.plan.mesh)}"
-        if self.plan.graph.mixed_precision is None:
-            return title
-        return f"{title}, without its mixed precision ({self.plan.graph.precision})"
+        """Short description of plan and mesh, with the element types."""
+        precision = f", {self.plan.graph.precision}" if self.plan.graph.precision else ""
+        return f"plan {self.plan.id[:12]} on {mesh_text(self.plan.mesh)}{precision}"
+
+    @property
+    def policy(self) -> MixedPrecision | None:
+        """The mixed-precision policy under which the program was exported."""
+        return self.plan.graph.mixed_precision
+
+    @property
+    def compute_dtype(self) -> DType | None:
+        """Element type of most computations: that of the policy, or of most parameters."""
+        if self.policy is not None and self.policy.param_dtype is not None:
+            return self.policy.param_dtype
+        return self.stored_dtype
+
+    @cached_property
+    def stored_dtype(self) -> DType | None:
+        """Element type in which most elements of parameters that can be trained are stored."""
+        sizes: dict[DType, int] = defaultdict(int)
+        for placed in self._placed:
+            dtype = DType(placed.dtype)
+            if dtype.is_differentiable:
+                sizes[dtype] += prod(placed.shape)
+        return max(sizes, key=lambda dtype: sizes[dtype], default=None)
 
     @cached_property
     def graph(self) -> Graph:
@@ -181,6 +201,26 @@ class Outline:
         given = [Layout.parse(i.layout) for i in self.stage.inputs if i.kind == "user" and i.shape]
         along = given and all(layout.types[axis].dim == 1 for layout in given)
         return "context" if along else "tensor"
+
+    @cached_property
+    def state_axes(self) -> tuple[int, ...]:
+        """The axes of data and context parallelism that shard parameters at rest."""
+        axes = (*self.roles.get("shard", ()), *self.roles.get("context", ()))
+        return tuple(a for a in axes if any(p.layout.types[a].is_shard for p in self.parameters))
+
+    @cached_property
+    def kept_gathered(self) -> float:
+        """Share of the bytes of parameters sharded over `state_axes` that backward finds gathered.
+
+        1 with a distributed optimizer (ZeRO-1), 0 if parameters are freed after forward (ZeRO-3).
+        """
+        total = kept = 0
+        for parameter in self.parameters:
+            if any(parameter.layout.types[axis].is_shard for axis in self.state_axes):
+                size = prod(parameter.placed.shape)
+                total += size
+                kept += size if parameter.placed.name not in self.regathered else 0
+        return kept / total if total else 0.0
 
     def degree(self, role: Role) -> int:
         """Product of the sizes of all axes of a role."""

@@ -2,21 +2,18 @@
 
 from autoshard.constraints import (
     MegatronAxes,
-    ShardingConstraint,
-    StrategyConstraint,
-    dim_origins,
+    framework_pattern,
     megatron_pattern,
-    sequence_parallel_pattern,
 )
 from autoshard.exports.expressed import Expressed, expressed, joined
 from autoshard.exports.outline import Outline, OwnedParameter
-from autoshard.graph import Graph, Node, Origin
+from autoshard.graph import Graph, Node
 from autoshard.layouts import I, Layout
 from autoshard.ops import Strategy
 from autoshard.plan.stage_plans import stage_plan
 
 
-def settings_express(outline: Outline, *, sequence_parallel: bool, first_dim: bool) -> Expressed:
+def settings_express(outline: Outline, *, sequence_parallel: bool, by_rows: bool) -> Expressed:
     """The share of a plan that is as in Megatron-LM, or in a framework with its pattern.
 
     The framework's model of the same architecture is meant. Weights are sharded by columns and
@@ -27,14 +24,13 @@ def settings_express(outline: Outline, *, sequence_parallel: bool, first_dim: bo
         outline: the plan.
         sequence_parallel: True if activations between sharded layers are sharded along the
             sequence over the tensor-parallel axis.
-        first_dim: True if full sharding is that of dim 0.
+        by_rows: True if full sharding is FSDP2's of dim 0, also over the axis of context
+            parallelism, and embeddings are sharded by vocabulary in any case, as in torchtitan.
     """
     stages = stage_outlines(outline)
     return joined(
         [
-            _ComparedStage(
-                stage, sequence_parallel=sequence_parallel, first_dim=first_dim
-            ).expressed()
+            _ComparedStage(stage, sequence_parallel=sequence_parallel, by_rows=by_rows).expressed()
             for stage in stages
         ]
     )
@@ -51,23 +47,24 @@ def stage_outlines(outline: Outline) -> list[Outline]:
 class _ComparedStage:
     """A stage of a plan, compared with the pattern."""
 
-    def __init__(self, outline: Outline, *, sequence_parallel: bool, first_dim: bool) -> None:
+    def __init__(self, outline: Outline, *, sequence_parallel: bool, by_rows: bool) -> None:
         self._outline = outline
         self._graph: Graph = outline.graph
-        self._first_dim = first_dim
+        self._by_rows = by_rows
         roles = outline.roles
         self._data = (*roles.get("replicate", ()), *roles.get("shard", ()))
-        self._full = roles.get("shard", ())
-        tensor = roles.get("tensor", ())
-        self._tensor = tensor[0] if tensor else None
-        self._context = roles.get("context", ())
-        purposes = MegatronAxes(self._tensor, tuple(self._data))
+        context = roles.get("context", ())
+        is_full = by_rows or bool(outline.state_axes)
+        self._full = (*roles.get("shard", ()), *context) if is_full else ()
+        self._tensor = next(iter(roles.get("tensor", ())), None)
+        purposes = MegatronAxes(
+            *(self._tensor, self._data, next(iter(context), None)), by_sequence=sequence_parallel
+        )
         self._pattern = megatron_pattern(self._graph, outline.sizes, purposes)
         self._operators = self._pattern
-        if sequence_parallel and self._tensor is not None:
-            found = sequence_parallel_pattern(self._graph, outline.sizes, self._tensor, self._data)
+        if by_rows:
+            found = framework_pattern(self._graph, outline.sizes, purposes)
             self._operators = {("operator", name): each for name, each in found.items()}
-        self._origins = dim_origins(self._graph)
 
     def expressed(self) -> Expressed:
         operators = frozenset(n.name for n in self._graph.nodes if self._runs(n))
@@ -79,26 +76,15 @@ class _ComparedStage:
         inputs, outputs = (
             tuple(map(Layout.parse, texts)) for texts in (placed.inputs, placed.outputs)
         )
-        constraint = self._with_context(self._operators["operator", node.name], node)
-        return constraint(Strategy(inputs, outputs, {}))
-
-    def _with_context(self, constraint: StrategyConstraint, node: Node) -> StrategyConstraint:
-        """A constraint of the pattern, with sequences sharded over axes of context parallelism."""
-        if not self._context or not isinstance(constraint, ShardingConstraint):
-            return constraint
-        sequence = self._origins.of_call(node, Origin.INPUT)
-        allowed = tuple(
-            sequence if axis in self._context else dims
-            for axis, dims in enumerate(constraint.allowed)
-        )
-        return ShardingConstraint(allowed, constraint.required)
+        return self._operators["operator", node.name](Strategy(inputs, outputs, {}))
 
     def _is_placed(self, parameter: OwnedParameter) -> bool:
         types = parameter.layout.types
-        if any(types[a].is_shard for a in self._data if a not in self._full):
+        whole = {*self._data, *self._outline.roles.get("context", ())} - {*self._full}
+        if any(types[axis].is_shard for axis in whole):
             return False
         full = [types[axis] for axis in self._full]
-        if any(not t.is_shard or (self._first_dim and t.dim != 0) for t in full):
+        if any(not t.is_shard or (self._by_rows and t.dim != 0) for t in full):
             return False
         constraint = self._pattern.get(("input", parameter.placed.name))
         if self._tensor is None or constraint is None:

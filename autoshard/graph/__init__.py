@@ -61,7 +61,7 @@ if TYPE_CHECKING:
         Shortened,
         shorten,
     )
-    from autoshard.graph.sources import GraphLike, graph_source, to_graph
+    from autoshard.graph.sources import GraphLike, graph_source, is_graph_file, to_graph
     from autoshard.graph.stages import (
         CutPoint,
         StageCutter,
@@ -108,6 +108,7 @@ __all__ = [
     "graph_from_json",
     "graph_source",
     "graph_to_json",
+    "is_graph_file",
     "layer_path",
     "load_graph",
     "module_paths",

@@ -1,5 +1,6 @@
 """Graphs in the forms in which callers have them."""
 
+import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, TypeGuard
@@ -61,3 +62,26 @@ def _what_to_pass(source: object) -> str:
         f"{name} is passed in place of a graph: pass a Graph of load_graph, the result of "
         f"export_model or torch.export.export, or the path of a .pt2 file"
     )
+
+
+def is_graph_file(source: str) -> bool:
+    """True for the file of an exported graph, not a model that is to be exported.
+
+    >>> is_graph_file("model.pt2"), is_graph_file("llama/config.json"), is_graph_file("a.py:make")
+    (True, False, False)
+    """
+    path = Path(source)
+    if path.suffix == ".json":
+        return path.name != "config.json" and not _is_config(path)
+    if path.is_dir():
+        return not (path / "config.json").is_file()
+    return path.suffix == ".pt2" or path.is_file()
+
+
+def _is_config(path: Path) -> bool:
+    """True for a JSON file with the type of a model of transformers."""
+    try:
+        document = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(document, dict) and "model_type" in document

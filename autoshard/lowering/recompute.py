@@ -13,7 +13,8 @@ from itertools import groupby, pairwise
 
 from autoshard.costs import GATHERED_ONCE
 from autoshard.errors import PlanError
-from autoshard.graph import Block, Graph, Node, module_paths
+from autoshard.graph import Block, Graph, Node, find_blocks, module_paths
+from autoshard.layouts import Action
 from autoshard.ops import (
     Call,
     ExtraTensor,
@@ -22,6 +23,7 @@ from autoshard.ops import (
     call_of,
     saved_tensors,
 )
+from autoshard.plan.comparisons import RunAgain
 from autoshard.plan.stage import Stage, Use
 
 
@@ -83,6 +85,34 @@ def recomputed(graph: Graph, stage: Stage) -> Recomputed:
         if resharding.regather or reader in entered
     )
     return Recomputed(spans, readers, frozenset(nodes), reshardings)
+
+
+def run_again(graph: Graph, stage: Stage, modules: Sequence[str]) -> RunAgain:
+    """The gathers of parameters, and the units of checkpointing, that backward runs again.
+
+    Args:
+        graph: the program of a stage.
+        stage: its layouts.
+        modules: as in `checkpoint_units`.
+    """
+    names = {parameter.name for parameter in stage.parameters}
+    gathers = [
+        resharding.use
+        for resharding in stage.reshardings
+        if resharding.value in names
+        and any(step.forward == Action.ALL_GATHER for step in resharding.steps)
+    ]
+    again = recomputed(graph, stage)
+    units = checkpoint_units(graph, find_blocks(graph), modules)
+    return RunAgain(
+        gathered=len(gathers),
+        gathered_again=sum(use in again.reshardings for use in gathers),
+        blocks=len(units),
+        recomputed=sum(
+            any(span.start <= unit[0] and unit[-1] < span.stop for span in again.spans)
+            for unit in units
+        ),
+    )
 
 
 def checkpoint_units(

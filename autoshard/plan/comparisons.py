@@ -14,18 +14,38 @@ from autoshard.plan.predictions import (
 )
 
 
+class RunAgain(Document):
+    """Gathers of parameters, and repeated blocks, that backward runs again to save memory."""
+
+    gathered: int = Field(ge=0, description="parameters that are gathered for use")
+    gathered_again: int = Field(ge=0, description="of these, those that backward gathers again")
+    blocks: int = Field(
+        ge=0, description="repeated blocks, or modules that options name, that can be recomputed"
+    )
+    recomputed: int = Field(ge=0, description="of these, those that backward recomputes")
+
+
 class Baseline(Document):
-    """The fastest plan of one stage on the same mesh within the pattern of a usual parallelism.
+    """The fastest plan of one stage on the same devices within the pattern of a usual parallelism.
 
     It has the plan's mode, optimizer, memory budget and micro-batches, but none of its
-    restrictions. The option `algo` plans it by itself. Either it has costs and memory, or `reason`
-    says why there is none.
+    restrictions, and the mesh of its own that is fastest. The option `algo` on a mesh of `axes`
+    plans it by itself. Either it has costs and memory, or `reason` says why there is none.
     """
 
     algo: Family = Field(description="value of the option `algo` that makes this plan")
     name: str = Field(description="name of the parallelism, such as 'FSDP2 (ZeRO-3)'")
+    axes: tuple[tuple[str, int], ...] = Field(
+        default=(), description="name and size of each axis of its mesh, outermost first"
+    )
+    distributed_optimizer: bool = Field(
+        default=False,
+        description="true if parameters and optimizer are sharded over the data-parallel axes "
+        "(ZeRO-1)",
+    )
     certificate: Certificate | None = Field(
-        default=None, description="among the plans of the pattern; null if nothing was planned"
+        default=None,
+        description="among the plans of the pattern on these axes; null if nothing was planned",
     )
     costs: Costs | None = None
     memory: Memory | None = None
@@ -37,9 +57,11 @@ class Baseline(Document):
         description="if it does not fit the memory budget, the smallest peak of such a plan that "
         "was found",
     )
+    again: RunAgain | None = Field(
+        default=None, description="what backward gathers and computes again"
+    )
     remarks: tuple[str, ...] = Field(
-        default=(),
-        description="where the pattern could not be followed to the letter, and its settings",
+        default=(), description="where the pattern could not be followed to the letter"
     )
 
     @property

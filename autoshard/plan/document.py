@@ -5,7 +5,6 @@ program. The program is part of the plan, so only the model's parameters are nee
 """
 
 from collections.abc import Sequence
-from html import escape
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -262,7 +261,7 @@ class Plan(Document):
     baselines: tuple[Baseline, ...] = Field(
         default=(),
         description=(
-            "what DDP, FSDP2, HSDP and Megatron would take on the same mesh; empty unless the "
+            "what DDP, FSDP2, HSDP and Megatron would take on the same devices; empty unless the "
             "option `comparisons` asks for them"
         ),
     )
@@ -317,16 +316,19 @@ class Plan(Document):
             buffers={i.target: i.layout for i in inputs if i.kind == "buffer"},
         )
 
-    def summary(self, *, width: int | None = None, commands: Sequence[str] = ()) -> str:
-        """Summary of the plan, its predictions and its proof, as text of about 30 lines.
+    def summary(
+        self, *, width: int | None = None, commands: Sequence[str] = (), within: float = 0.02
+    ) -> str:
+        """Summary of the plan, its predictions and its proof, as text of about 40 lines.
 
         Args:
             width: columns at which sentences are wrapped; None for one line each.
             commands: what to run next, one a line.
+            within: share by which the simplest layout may be slower than the fastest.
         """
         # The module reads this document, so it cannot be imported by it.
         text: str = import_module("autoshard.report.summary").summarise(
-            self, width=width, commands=commands
+            self, width=width, commands=commands, within=within
         )
         return text
 
@@ -375,7 +377,8 @@ class Plan(Document):
 
     def _repr_html_(self) -> str:
         """The plan in a notebook."""
-        return f"<pre>{escape(self.summary())}</pre>"
+        text: str = import_module("autoshard.report.summary").summary_html(self)
+        return text
 
     def save(self, path: str | Path) -> None:
         """Write the document to a file.

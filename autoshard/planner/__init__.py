@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         MeshCandidate,
         candidate_meshes,
     )
+    from autoshard.planner.meshes.proof import search_bound, search_statement
     from autoshard.planner.meshes.search import (
         SearchProgress,
         search_meshes,
@@ -63,6 +64,8 @@ __all__ = [
     "make_plans",
     "plan_id",
     "problem_size",
+    "search_bound",
     "search_meshes",
+    "search_statement",
     "torch_version",
 ]

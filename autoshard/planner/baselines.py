@@ -2,18 +2,19 @@
 
 A baseline is planned as every plan is, by the same cost model, constrained to the pattern that its
 `algo` names. It is the first plan that fits the memory budget: the fastest layouts of the pattern,
-with what is recomputed chosen for them.
+with what is recomputed chosen for them, on the fastest of the meshes of the pattern on the same
+devices.
 """
 
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from math import inf
 from typing import Any
 
 from autoshard.base.limits import LimitReached, limited
-from autoshard.base.outcome import SolveStatus
+from autoshard.base.outcome import TIME_LIMIT_REACHED, SolveStatus
 from autoshard.base.quantities import format_bytes
 from autoshard.constraints import (
     check_batch,
@@ -26,8 +27,8 @@ from autoshard.constraints.nontrivial_axes import NontrivialAxes
 from autoshard.errors import OptionError
 from autoshard.graph import Graph, GraphLike, to_graph
 from autoshard.lowering.instructions import summed_collectives
-from autoshard.lowering.recompute import recomputed
-from autoshard.mesh import Mesh, MeshLike, to_mesh
+from autoshard.lowering.recompute import run_again
+from autoshard.mesh import Mesh, MeshLike, mesh_text, to_mesh
 from autoshard.plan.comparisons import Baseline, Unrestricted
 from autoshard.plan.document import Plan
 from autoshard.plan.options import Family, PlanOptions, to_options
@@ -36,6 +37,7 @@ from autoshard.plan.predictions import Certificate, Performance
 from autoshard.plan.stage import Stage
 from autoshard.planner.budget.rounds import Outcome
 from autoshard.planner.budget.search import BudgetSearch
+from autoshard.planner.families import Form, family_forms
 from autoshard.planner.formulation.formulating import check_size, check_trainable, work_limits
 from autoshard.planner.formulation.formulation import Formulation
 from autoshard.planner.planner import outcome_certificate
@@ -55,6 +57,7 @@ NAMES: Mapping[Family, str] = {
 
 _SHARE_OF_TIME = 0.5
 """Share of the time limit for all comparisons."""
+_MORE_TIME = "a faster form may exist: the time limit of comparisons ended"
 _MAX_NAMES = 3
 """Maximum number of parameters that a remark names."""
 
@@ -85,6 +88,38 @@ class ComparisonLimits:
             self.on_progress(Progress(phase, inf, -inf, self.seconds))
 
 
+class Cutoff:
+    """A cancel token that ends planning once a known plan is proven to be nearly as fast as any.
+
+    Args:
+        seconds: a step of the known plan; inf to make a plan in any case.
+        relative_gap: relative difference by which a plan that is not made may be faster.
+        cancel: a token that ends planning as well.
+    """
+
+    def __init__(
+        self, seconds: float, relative_gap: float = 0.0, cancel: CancelToken | None = None
+    ) -> None:
+        self._seconds = seconds
+        self._least = (1 - relative_gap) * seconds
+        self._cancel = cancel
+        self._bound = -inf
+
+    def report(self, progress: Progress) -> None:
+        """Look at the progress of planning."""
+        self._bound = max(self._bound, progress.bound)
+
+    def is_set(self) -> bool:
+        """True if no plan is faster by more than the gap; an infinite bound: there is none."""
+        is_cancelled = self._cancel is not None and self._cancel.is_set()
+        return is_cancelled or self._least < self._bound < inf
+
+    @property
+    def bound(self) -> float:
+        """Proven lower bound of all plans, seconds."""
+        return self._bound
+
+
 def compare_baselines(
     graph: GraphLike,
     mesh: MeshLike,
@@ -92,7 +127,11 @@ def compare_baselines(
     limits: ComparisonLimits | None = None,
     **single_options: Any,
 ) -> tuple[Baseline, ...]:
-    """Predictions of DDP, FSDP2, HSDP and Megatron for a graph on a mesh.
+    """Predictions of DDP, FSDP2, HSDP and Megatron for a graph on the devices of a mesh.
+
+    Each is planned on meshes of its own on these devices, of which the fastest is returned: all
+    in one axis for DDP and FSDP2, every number of ranks that shard parameters for HSDP, every
+    number in a node that shards weights for Megatron, with and without a distributed optimizer.
 
     Args:
         graph: as for `make_plan`.
@@ -187,7 +226,8 @@ class _Baselines:
         mesh: the devices.
         options: of the request.
         limits: cancellation, progress, cache.
-        bound: lower bound of the time of all plans of one stage, and so of each baseline.
+        bound: lower bound of the time of all plans of one stage on the mesh, and so of each
+            baseline on it.
     """
 
     graph: Graph
@@ -197,47 +237,99 @@ class _Baselines:
     bound: float = -inf
 
     @cached_property
-    def prices(self) -> Prices:
-        """The cost model, which all baselines share."""
-        return Prices(self.graph, self.mesh, self.options)
-
-    @cached_property
     def work(self) -> StepWork:
         """The work of a step, which all baselines do."""
         return program_work(self.graph, self.options)
-
-    @cached_property
-    def axes(self) -> NontrivialAxes:
-        """The axes of several devices."""
-        return NontrivialAxes.of(self.mesh)
 
     def all(self) -> tuple[Baseline, ...]:
         """All baselines that there is time for."""
         if self.mesh.num_devices == 1:
             return ()
         end = self.limits.seconds + _SHARE_OF_TIME * self.options.solver.time_limit
+        prices = cache(lambda mesh: Prices(self.graph, mesh, self.options))
         found = []
         for number, pattern in enumerate(NAMES):
-            remaining = end - self.limits.seconds
             if self.limits.is_cancelled:
                 break
-            self.limits.begin(f"comparing: {NAMES[pattern]}")
-            if remaining > 0:
-                found.append(self._planned(pattern, remaining / (len(NAMES) - number)))
-            else:
-                found.append(_late(pattern))
+            remaining = end - self.limits.seconds
+            latest = self.limits.seconds + remaining / (len(NAMES) - number)
+            found.append(self._best(pattern, latest, prices))
         return tuple(found)
 
-    def _planned(self, pattern: Family, seconds: float) -> Baseline:
-        """One baseline, or the reason why there is none."""
-        own = self._options(pattern)
+    def _best(self, pattern: Family, latest: float, prices: Callable[[Mesh], Prices]) -> Baseline:
+        """The fastest form of a pattern, or the reason why there is none."""
+        best = _late(pattern)
+        forms = family_forms(self.graph, self.mesh, pattern)
+        if not forms:
+            number = self.mesh.num_devices
+            return _without_plan(pattern, f"{number} devices have no such division into axes")
+        for number, form in enumerate(forms):
+            seconds = latest - self.limits.seconds
+            if seconds <= 0 or self.limits.is_cancelled:
+                late = {"remarks": tuple(dict.fromkeys((_MORE_TIME, *best.remarks)))}
+                return best.model_copy(update=late) if best.found else best
+            self.limits.begin(f"comparing: {NAMES[pattern]} on {mesh_text(form.mesh)}")
+            is_same = form.mesh.axis_sizes == self.mesh.axis_sizes
+            bound = self.bound if is_same else -inf
+            on_mesh = _OnMesh(pattern, form, prices(form.mesh), self.work, bound)
+            token = Cutoff(best.step_time or inf, cancel=self.limits.cancel)
+            found = on_mesh.planned(self._options(pattern, form), self.limits, token, seconds)
+            best = min(best, found, key=_order) if number else found
+        return best
+
+    def _options(self, pattern: Family, form: Form) -> PlanOptions:
+        """The options of a baseline: the request's, but restricted to the pattern only."""
+        free = without_restrictions(self.options)
+        own = {"algo": pattern, "distributed_optimizer": form.distributed}
+        return free.with_values(**own, stages=1, comparisons=False)
+
+
+def _order(baseline: Baseline) -> tuple[float, bool, float]:
+    """The fastest first; then what does not fit, the smallest first."""
+    needed = baseline.needed_memory
+    return baseline.step_time or inf, needed is None, needed or 0
+
+
+@dataclass(frozen=True)
+class _OnMesh:
+    """Plans one form of a pattern.
+
+    Attributes:
+        pattern: its name.
+        form: the mesh, and its setting.
+        prices: the cost model on the mesh.
+        work: of a step.
+        bound: lower bound of the time of all plans of one stage on the mesh.
+    """
+
+    pattern: Family
+    form: Form
+    prices: Prices
+    work: StepWork
+    bound: float
+
+    @cached_property
+    def axes(self) -> NontrivialAxes:
+        """The axes of several devices."""
+        return NontrivialAxes.of(self.form.mesh)
+
+    @property
+    def graph(self) -> Graph:
+        """The program."""
+        return self.prices.graph
+
+    def planned(
+        self, own: PlanOptions, limits: ComparisonLimits, token: Cutoff, seconds: float
+    ) -> Baseline:
+        """The form, or the reason why there is none, or why it was not planned to its end."""
+        pattern = self.pattern
         try:
             if pattern in {"megatron", "megatron-sp"}:
-                check_batch(dim_origins(self.graph), self.axes.sizes[:-1])
-            constraints = plan_constraints(self.graph, self.mesh, own)
-            with limited(work_limits(seconds, self.limits.cancel)):
+                check_batch(dim_origins(self.graph), self.form.data_sizes)
+            constraints = plan_constraints(self.graph, self.form.mesh, own)
+            with limited(work_limits(seconds, limits.cancel)):
                 formulation = Formulation(self.prices, constraints)
-            check_size(formulation, self.limits.max_strategies)
+            check_size(formulation, limits.max_strategies)
         except LimitReached:
             return _late(pattern)
         except OptionError as error:
@@ -247,12 +339,13 @@ class _Baselines:
             formulation,
             own,
             seconds=seconds,
-            cancel=self.limits.cancel,
-            block_cache=self.limits.block_cache,
+            on_progress=token.report,
+            cancel=token,
+            block_cache=limits.block_cache,
         )
         outcome = search.run(formulation.prices.memory_budget, quick=True, bound=self.bound)
         if outcome.plan is None:
-            return self._not_found(pattern, search, formulation, outcome)
+            return self._not_found(own, search, formulation, outcome, token)
         stage = outcome.plan.stage
         if pattern in {"megatron", "megatron-sp"} and not _shards_weights(stage, self.axes):
             return _without_plan(
@@ -262,32 +355,35 @@ class _Baselines:
         return Baseline(
             algo=pattern,
             name=NAMES[pattern],
-            certificate=outcome_certificate(outcome, own, self.mesh),
+            axes=tuple((axis.name, axis.size) for axis in self.form.mesh.axes),
+            distributed_optimizer=self.form.distributed,
+            certificate=outcome_certificate(outcome, own, self.form.mesh),
             costs=outcome.plan.costs,
             memory=outcome.plan.memory,
-            performance=self._performance(pattern, outcome.plan.costs.total),
+            performance=self._performance(own, outcome.plan.costs.total),
             collectives=summed_collectives([outcome.plan.lowering]),
-            remarks=(*self._remarks(pattern), *self._kept_gathered(pattern, stage)),
+            again=run_again(self.graph, stage, own.memory.checkpointed_modules),
+            remarks=tuple(self._remarks(late=TIME_LIMIT_REACHED in outcome.solution.statistics)),
         )
 
-    def _performance(self, pattern: Family, seconds: float) -> Performance:
-        is_training = self.options.mode == "training"
-        category = pattern_category(pattern, self.work, training=is_training)
-        return step_performance(self.work, self.mesh, seconds, category)
-
-    def _options(self, pattern: Family) -> PlanOptions:
-        """The options of a baseline: the request's, but restricted to the pattern only."""
-        update = {"algo": pattern, "stages": 1, "comparisons": False}
-        return without_restrictions(self.options).with_values(**update)
+    def _performance(self, own: PlanOptions, seconds: float) -> Performance:
+        category = pattern_category(self.pattern, self.work, training=own.mode == "training")
+        return step_performance(self.work, self.form.mesh, seconds, category)
 
     def _not_found(
-        self, pattern: Family, search: BudgetSearch, formulation: Formulation, outcome: Outcome
+        self,
+        own: PlanOptions,
+        search: BudgetSearch,
+        formulation: Formulation,
+        outcome: Outcome,
+        token: Cutoff,
     ) -> Baseline:
-        """A baseline that does not fit, or that there was no time for."""
-        if self.limits.is_cancelled or not outcome.is_conflict:
+        """A form that does not fit, that there was no time for, or that is slower than another."""
+        pattern = self.pattern
+        if token.is_set() or not outcome.is_conflict:
             return _late(pattern)
         budget, least = formulation.prices.memory_budget, formulation.min_input_bytes
-        certificate = outcome_certificate(outcome, self._options(pattern), self.mesh)
+        certificate = outcome_certificate(outcome, own, self.form.mesh)
         _, smallest = search.min_usage_plan
         if smallest is None and least <= budget:
             reason = "an operator of the program does not allow this pattern"
@@ -297,43 +393,31 @@ class _Baselines:
         return Baseline(
             algo=pattern,
             name=NAMES[pattern],
+            axes=tuple((axis.name, axis.size) for axis in self.form.mesh.axes),
+            distributed_optimizer=self.form.distributed,
             certificate=certificate,
             reason=f"does not fit: needs {more}{format_bytes(needed)} of {format_bytes(budget)}",
             needed_memory=needed,
         )
 
-    def _remarks(self, pattern: Family) -> tuple[str, ...]:
-        """Differences between a plan and what the framework does."""
-        sizes = [self.axes.sizes[axis] for axis in sharding_axes(self.axes, pattern)]
+    def _remarks(self, *, late: bool) -> Iterator[str]:
+        """Differences between a plan and what the framework does; and if time was short."""
+        if late:
+            yield _MORE_TIME
+        sizes = [self.axes.sizes[axis] for axis in sharding_axes(self.axes, self.pattern)]
         if not sizes:
-            return ()
+            return
         parameters = self.graph.parameters
         unusual = [
             p.target
             for p in parameters
             if any(dim != 0 for dim in parameter_shards(self.graph.values[p.name].shape, sizes))
         ]
-        if not unusual:
-            return ()
-        more = f" and {len(unusual) - _MAX_NAMES} more" if len(unusual) > _MAX_NAMES else ""
-        remark = (
-            f"{len(unusual)} of {len(parameters)} parameters are not Shard(0), since their dim 0 "
-            f"does not divide over the devices: {', '.join(unusual[:_MAX_NAMES])}{more}"
-        )
-        return (remark,)
-
-    def _kept_gathered(self, pattern: Family, stage: Stage) -> Iterator[str]:
-        """Parameters that stay gathered after forward."""
-        if pattern not in {"fsdp2", "hsdp"} or self.options.mode != "training":
-            return
-        names = {parameter.name for parameter in stage.parameters}
-        gathered = [r.use for r in stage.reshardings if r.value in names]
-        again = recomputed(self.graph, stage).reshardings
-        kept = sum(use not in again for use in gathered)
-        if kept:
+        if unusual:
+            more = f" and {len(unusual) - _MAX_NAMES} more" if len(unusual) > _MAX_NAMES else ""
             yield (
-                f"{kept} of {len(gathered)} parameters stay gathered until their backward "
-                "(reshard_after_forward=False)"
+                f"{len(unusual)} of {len(parameters)} parameters are not Shard(0), since their dim "
+                f"0 does not divide over the devices: {', '.join(unusual[:_MAX_NAMES])}{more}"
             )
 
 

@@ -167,7 +167,7 @@ def make_stage_plan(
             cancel=cancel,
             block_cache=block_cache,
         )
-        outcome = search.run(formulation.prices.memory_budget, quick=quick)
+        outcome = search.run(formulation.prices.memory_budget, quick=quick, proves=quick)
     conflict = None
     if outcome.is_conflict and not quick:
         with _timed(seconds, "find conflict"):

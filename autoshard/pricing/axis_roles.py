@@ -4,6 +4,9 @@ An axis has a role in each operator: the origin of the dim that it shards. The s
 that of the floating-point operations of all contractions, or of the elements of all results if
 there are none. A parameter is *fully sharded* along an axis (FSDP) if it is stored in shards and
 gathered before its operators read it.
+
+Placements are in DTensor's words, by what a dim counts: `Shard(batch)`, `Shard(sequence)`,
+`Shard(features)`, `Shard(experts)`, `Partial`, `Replicate`.
 """
 
 from collections import Counter, defaultdict
@@ -12,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from math import prod
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from autoshard.constraints.batch import DimOrigins
 from autoshard.graph import DimFactors, Graph, InputKind, Node, Origin, graph_from_json
@@ -39,14 +42,21 @@ class AxisRole(StrEnum):
         return f"the {self}" if self in {AxisRole.BATCH, AxisRole.SEQUENCE} else str(self)
 
 
-class Storage(StrEnum):
-    """Role of an axis in the storage of a parameter."""
+class Storage(NamedTuple):
+    """Placement of a parameter along an axis.
 
-    GATHERED = "gathered"
-    """In shards, which are gathered before operators read them (FSDP)."""
-    SHARDED = "sharded"
-    """In shards, which operators read."""
-    REPLICATED = "replicated"
+    Attributes:
+        dim: that the axis shards; None if each rank has the whole.
+        gathered: True for shards that are gathered before operators read them (FSDP).
+    """
+
+    dim: int | None = None
+    gathered: bool = False
+
+    def __str__(self) -> str:
+        if self.dim is None:
+            return "Replicate"
+        return f"Shard({self.dim}){' gathered' if self.gathered else ''}"
 
 
 AxisKey = tuple[str, int]
@@ -124,12 +134,14 @@ class Roles:
         sizes: number of ranks of each axis of the mesh, by name; axes of one rank are left out.
         work: operations (or elements, see `COUNTED_IN_ELEMENTS`) by kind of layer, axis and role.
         stored: bytes of parameters by kind of layer, axis and storage.
+        results: elements of the results of operators by kind of layer, axis and placement.
         divided: number of pipeline ranks along each axis that stages divide, by name.
     """
 
     sizes: Mapping[str, int]
     work: Mapping[tuple[Subject, AxisKey], Counter[AxisRole]]
     stored: Mapping[tuple[Subject, AxisKey], Counter[Storage]]
+    results: Mapping[tuple[Subject, AxisKey], Counter[str]]
     divided: Mapping[str, int] = field(default_factory=dict)
 
     @cached_property
@@ -177,17 +189,57 @@ def find_roles(plan: Plan) -> Roles:
     """
     work: defaultdict[tuple[Subject, AxisKey], Counter[AxisRole]] = defaultdict(Counter)
     stored: defaultdict[tuple[Subject, AxisKey], Counter[Storage]] = defaultdict(Counter)
+    results: defaultdict[tuple[Subject, AxisKey], Counter[str]] = defaultdict(Counter)
     for stage, graph, origins in _stages(plan):
-        found = _StageRoles(stage, graph, origins)
+        found = _RolesInStage(stage, graph, origins)
         for node, placed in zip(graph.nodes, stage.nodes, strict=True):
             kind, amount = found.work_of(node)
             for axis, role in found.roles_of(node, placed):
                 work[kind, axis][role] += amount * stage.micro_batches
-        for kind, nbytes, storages in found.parameters():
+            for axis, placement, elements in found.results_of(node, placed):
+                results[kind, axis][placement] += elements * stage.micro_batches
+        for _, kind, nbytes, storages in found.parameters():
             for axis, storage in storages:
                 stored[kind, axis][storage] += nbytes
     sizes = {axis.name: axis.size for axis in plan.mesh.axes if axis.size > 1}
-    return Roles(sizes, dict(work), dict(stored), _divided(plan, sizes))
+    divided = _divided(plan, sizes)
+    return Roles(sizes, dict(work), dict(stored), dict(results), divided)
+
+
+@dataclass(frozen=True, slots=True)
+class StageRoles:
+    """The roles of the axes of several ranks of one stage, in the order of `axes`.
+
+    Attributes:
+        axes: names of the axes.
+        operators: role in each operator, by its name.
+        parameters: storage of each parameter in words, by the name of its value.
+    """
+
+    axes: tuple[str, ...]
+    operators: Mapping[str, tuple[AxisRole, ...]]
+    parameters: Mapping[str, tuple[str, ...]]
+
+
+def stage_roles(plan: Plan) -> Iterator[StageRoles]:
+    """Find the roles of the axes in every operator and parameter of each stage.
+
+    Args:
+        plan: a plan with stages.
+    """
+    for stage, graph, origins in _stages(plan):
+        found = _RolesInStage(stage, graph, origins)
+        yield StageRoles(
+            tuple(name for name, size in stage.axes if size > 1),
+            {
+                node.name: tuple(role for _, role in found.roles_of(node, placed))
+                for node, placed in zip(graph.nodes, stage.nodes, strict=True)
+            },
+            {
+                name: tuple(str(storage) for _, storage in storages)
+                for name, _, _, storages in found.parameters()
+            },
+        )
 
 
 def _divided(plan: Plan, sizes: Mapping[str, int]) -> dict[str, int]:
@@ -215,7 +267,7 @@ def _stages(plan: Plan) -> Iterator[tuple[Stage, Graph, DimOrigins]]:
         yield stage, graph, origins
 
 
-class _StageRoles:
+class _RolesInStage:
     """Roles in one stage.
 
     Args:
@@ -230,6 +282,7 @@ class _StageRoles:
         self._weights = weights_of(graph)
         self._sizes = tuple(size for _, size in stage.axes)
         self._rules: dict[int, OperatorRule] = {}
+        self._known: dict[tuple[object, ...], tuple[tuple[AxisKey, AxisRole], ...]] = {}
 
     def work_of(self, node: Node) -> tuple[Subject, int]:
         """The kind of a node, and its operations; its elements if its kind is counted in them."""
@@ -239,12 +292,36 @@ class _StageRoles:
         rule = self._rule(node)
         return kind, round(rule.flops_per_point * prod(rule.sizes.values()))
 
-    def roles_of(self, node: Node, placed: PlacedNode) -> Iterator[tuple[AxisKey, AxisRole]]:
-        """The role in a node of each axis of several ranks."""
-        layouts = [Layout.parse(text) for text in (*placed.inputs, *placed.outputs)]
+    def roles_of(self, node: Node, placed: PlacedNode) -> tuple[tuple[AxisKey, AxisRole], ...]:
+        """The role in a node of each axis of several ranks; equal nodes share the result."""
+        weights = tuple(value in self._weights for value in node.inputs)
+        layouts = (*placed.inputs, *placed.outputs)
+        key = (self._origins.kind_of(node), weights, layouts)
+        if key not in self._known:
+            parsed = [Layout.parse(text) for text in layouts]
+            self._known[key] = tuple(
+                (axis, self._role(node, parsed, number))
+                for number, axis in enumerate(self._stage.axes)
+                if axis[1] > 1
+            )
+        return self._known[key]
+
+    def results_of(self, node: Node, placed: PlacedNode) -> Iterator[tuple[AxisKey, str, int]]:
+        """The placement of each result along each axis of several ranks, and its elements."""
+        texts = (*placed.inputs, *placed.outputs)
+        layouts = [Layout.parse(text) for text in texts]
         for number, axis in enumerate(self._stage.axes):
-            if axis[1] > 1:
-                yield axis, self._role(node, layouts, number)
+            if axis[1] == 1:
+                continue
+            role = self._role(node, layouts, number)
+            for output, value in enumerate(node.outputs, len(placed.inputs)):
+                layout = layouts[output]
+                placement = "Replicate" if layout.types[number].is_replicated else "Partial"
+                if layout.types[number].is_shard:
+                    found = self._role_of_dim(node, output, layout, number)
+                    by_expert = role is AxisRole.EXPERTS and layout.types[number].dim == 0
+                    placement = f"Shard({_DIMS[AxisRole.EXPERTS if by_expert else found]})"
+                yield axis, placement, self._graph.values[value].numel
 
     def _rule(self, node: Node) -> OperatorRule:
         kind = self._graph.kinds[self._graph.numbers[node.name]]
@@ -284,8 +361,8 @@ class _StageRoles:
         weights = [value in self._weights for value in node.inputs]
         return is_batched and dim == 0 and any(weights) and tensor < len(weights)
 
-    def parameters(self) -> Iterator[tuple[Subject, int, list[tuple[AxisKey, Storage]]]]:
-        """Kind of layer, bytes, and storage along each axis of every parameter."""
+    def parameters(self) -> Iterator[tuple[str, Subject, int, list[tuple[AxisKey, Storage]]]]:
+        """Name, kind of layer, bytes, and storage along each axis of every parameter."""
         kinds = parameter_kinds(self._graph, self._kinds)
         used = self._used_in_shards()
         for placed in self._stage.parameters:
@@ -293,16 +370,15 @@ class _StageRoles:
             storages = [
                 (
                     axis,
-                    Storage.REPLICATED
-                    if not layout.types[number].is_shard
-                    else Storage.SHARDED
-                    if (placed.name, number) in used
-                    else Storage.GATHERED,
+                    Storage(layout.types[number].dim, (placed.name, number) not in used)
+                    if layout.types[number].is_shard
+                    else Storage(),
                 )
                 for number, axis in enumerate(self._stage.axes)
                 if axis[1] > 1
             ]
-            yield kinds.get(placed.name), self._graph.values[placed.name].nbytes, storages
+            nbytes = self._graph.values[placed.name].nbytes
+            yield placed.name, kinds.get(placed.name), nbytes, storages
 
     def _used_in_shards(self) -> set[tuple[str, int]]:
         """Parameters and axes for which an operator reads shards of the parameter."""
@@ -323,6 +399,10 @@ _ROLES = {
     Origin.INPUT: AxisRole.SEQUENCE,
     Origin.MODEL: AxisRole.FEATURES,
 }
+
+
+_DIMS = {role: str(role) for role in AxisRole} | {AxisRole.FEATURES: "features"}
+"""What a dim counts, in placements."""
 
 
 def _origin_inside(factors: DimFactors, outer: int) -> Origin:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from autoshard.base.lazy_imports import lazy_names
 
 if TYPE_CHECKING:
+    from autoshard.report.answer import Answer, LayoutRow, answer_of
     from autoshard.report.compare import (
         Change,
         CollectiveChange,
@@ -21,13 +22,16 @@ else:
     __getattr__, __dir__ = lazy_names(__name__)
 
 __all__ = [
+    "Answer",
     "Change",
     "CollectiveChange",
     "Coverage",
     "Figure",
+    "LayoutRow",
     "OperatorUse",
     "ParameterRow",
     "PlanDifference",
+    "answer_of",
     "compare_plans",
     "fold_parameters",
     "operator_coverage",

@@ -191,12 +191,26 @@ class SearchedMesh(_Document):
         description="reason why no plan was made: the options do not fit this mesh, or its plans "
         "are proven to be at most `relative_gap` faster than that of another mesh",
     )
+    bound: float | None = Field(
+        default=None,
+        description="proven lower bound of the seconds of its plans; None if none is known, or "
+        "the options do not fit this mesh",
+    )
 
 
 class MeshSearch(_Document):
     """Every mesh of a number of devices, with a summary of its plan."""
 
     meshes: tuple[SearchedMesh, ...] = Field(description="best first")
+    bound: float | None = Field(
+        default=None,
+        description="proven lower bound of the seconds of the plans of all meshes; None if a mesh "
+        "has none",
+    )
+    statement: str = Field(
+        default="",
+        description="what is proven over all meshes, and which of them were not finished",
+    )
 
 
 @dataclass(frozen=True, slots=True)

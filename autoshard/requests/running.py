@@ -274,10 +274,16 @@ def search(
         known = planner.plan_id(graph, candidate.mesh, candidate.options)
         found.append(_searched_mesh(candidate, known, keep, is_complete=is_complete))
     plans = [candidate.plan for candidate in candidates if candidate.plan is not None]
-    is_final = is_complete and all(_is_final(made) for made in plans)
+    was_stopped = any(candidate.was_stopped for candidate in candidates)
+    is_final = is_complete and not was_stopped and all(_is_final(made) for made in plans)
     # If a plan could not be stored, the result is not final, so the next request searches again.
     are_kept = keep is None or all(mesh.plan_id for mesh in found if not mesh.error)
-    return MeshSearch(meshes=tuple(found)), is_final and are_kept
+    search = MeshSearch(
+        meshes=tuple(found),
+        bound=_finite(planner.search_bound(candidates)),
+        statement=planner.search_statement(candidates),
+    )
+    return search, is_final and are_kept
 
 
 def _searched_mesh(
@@ -285,7 +291,9 @@ def _searched_mesh(
 ) -> SearchedMesh:
     made = candidate.plan
     if made is None:
-        return SearchedMesh(mesh=candidate.mesh, error=candidate.error)
+        return SearchedMesh(
+            mesh=candidate.mesh, error=candidate.error, bound=_finite(candidate.bound)
+        )
     is_kept = keep is not None and keep(_with_id(made, known), is_complete and _is_final(made))
     return SearchedMesh(
         mesh=candidate.mesh,
@@ -294,6 +302,7 @@ def _searched_mesh(
         peak_memory=None if made.memory is None else made.memory.peak,
         performance=made.performance,
         reason=made.reason,
+        bound=_finite(candidate.bound),
     )
 
 

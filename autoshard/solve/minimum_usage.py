@@ -54,7 +54,7 @@ def _least_of_runs(free: Problem, time_limit: float | None, cancel: CancelToken)
     """Least peak usage by run contraction; None if the problem cannot be solved by it."""
     if not free.repeats:
         return None
-    state = SolveState(replace(free, usage_limit=0.0), time_limit=time_limit, cancel=cancel)
+    state = SolveState(free.with_limit(0.0), time_limit=time_limit, cancel=cancel)
     outcome = solve_runs(state)
     if state.choice is not None:
         return 0.0

@@ -7,6 +7,7 @@ same strategy index. The public contest format IOPDDL is a special case of this.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from itertools import chain
@@ -165,16 +166,16 @@ class Problem:
         _validate_nodes(self.nodes)
         _validate_edges(self.nodes, self.edges)
         _validate_ties(self.nodes, self.ties)
-        if np.isnan(self.usage_limit):
-            raise ProblemError("usage_limit is NaN; give a number, or leave it out for no limit")
         if np.isnan(self.cutoff):
             raise ProblemError("cutoff is NaN; give a number, or leave it out for no cut-off")
         for number, limit in enumerate(self.further_limits):
             _validate_limit(self, limit, f"further limit {number}")
-        self._validate_sums()
+        self._validate_usage()
 
-    def _validate_sums(self) -> None:
-        """Refuse usage whose sums would be rounded."""
+    def _validate_usage(self) -> None:
+        """Refuse a limit that is no number, and usage whose sums would be rounded."""
+        if np.isnan(self.usage_limit):
+            raise ProblemError("usage_limit is NaN; give a number, or leave it out for no limit")
         limited = (x for x in self.resources if np.isfinite(x.limit))
         most = max((self._most_used(x, _largest) for x in limited), default=0.0)
         if most >= MAX_USAGE:
@@ -182,6 +183,15 @@ class Problem:
                 f"usage at one time can reach {most:.3g}, and sums are exact only below "
                 f"{MAX_USAGE:.3g}; count usage in larger units"
             )
+
+    def with_limit(self, usage_limit: float) -> "Problem":
+        """The problem under another usage limit; what does not depend on it is not made again."""
+        found = copy(self)
+        for name in ("resources", "can_bind"):
+            vars(found).pop(name, None)
+        object.__setattr__(found, "usage_limit", usage_limit)
+        Problem._validate_usage(found)
+        return found
 
     def objective(self, choice: Sequence[int] | IntArray) -> float:
         """Price of a choice per node; ties and the usage limit are not checked."""

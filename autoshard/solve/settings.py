@@ -45,6 +45,9 @@ class SolverSettings:
         last_width: strategies per node class in the last one.
         limited_width: strategies per node class added to a restricted problem at once.
         max_matrix_states: states of a path cost up to which methods that need a matrix make one.
+
+        bounds_only: True to end with the bound at good prices of usage, if the limit binds and a
+            choice within it is known: the search for better choices takes several times as long.
     """
 
     max_product_work: float = 1 << 26
@@ -71,6 +74,8 @@ class SolverSettings:
     last_width: int = 48
     limited_width: int = 12
     max_matrix_states: int = 600
+
+    bounds_only: bool = False
 
 
 def _never_stop() -> None:

@@ -234,7 +234,8 @@ def _solve_restricted(
         outcome = solve_runs(inner)
         infeasible = outcome is RunOutcome.INFEASIBLE
         limit_binds = inner.choice is not None and restricted.can_bind
-        if not (infeasible or inner.closed or limit_binds or runs_only):
+        ends_with_bound = state.settings.bounds_only
+        if not (infeasible or inner.closed or limit_binds or runs_only or ends_with_bound):
             infeasible = not _flat(inner)
     except Interrupted:
         state.count("restricted.interrupted")

@@ -2,15 +2,20 @@
 
 import json
 from pathlib import Path
+from shlex import split
 from typing import Any
 
 import pytest
+import torch
 from support.command_line import autoshard
 
-from autoshard.cli.models import is_graph_file
-from autoshard.graph import InputKind, load_graph
+from autoshard import plan_model
+from autoshard.errors import OptionError
+from autoshard.graph import InputKind, is_graph_file, load_graph
 from autoshard.integrations.model_files import BatchShape, export_named
 from autoshard.plan import Plan
+from autoshard.plan.predictions import step_time
+from autoshard.report import answer_of
 from autoshard.requests.kept_plans import OfflinePlans
 
 LLAMA = {
@@ -53,7 +58,7 @@ def test_a_config_is_planned_with_the_batch_that_is_asked_for(config: Any) -> No
     planned = autoshard("plan", path, *MESH, "--batch-size", "16", "--seq-length", "32")
     assert planned.exit_code == 0, planned.output
     assert "LlamaForCausalLM" in planned.output
-    assert "bfloat16, batch 16 x 32 tokens, training" in planned.output.replace("\n", " ")
+    assert "bfloat16, batch 16 x 32 = 512 tokens a step, training\n" in planned.output
     folder = str(Path(path).parent)
     same = autoshard("plan", folder, *MESH, "--batch-size", "16", "--seq-length", "32")
     assert same.output == planned.output
@@ -82,7 +87,7 @@ def test_the_mesh_is_that_of_the_fastest_plan_of_a_search(config: Any) -> None:
     best = found["meshes"][0]["mesh"]
     planned = autoshard("plan", config(), "--gpus", "4", *batch, "--no-comparisons")
     assert planned.exit_code == 0, planned.output
-    assert f"mesh {best}," in planned.stdout
+    assert f"mesh {best}\n" in planned.stdout
     assert "Meshes, best first" in planned.stderr
 
 
@@ -202,3 +207,59 @@ def test_a_graph_has_the_batch_that_it_was_exported_with(tmp_path: Path) -> None
 )
 def test_models_are_told_from_graphs_by_their_names(source: str, is_graph: bool) -> None:
     assert is_graph_file(source) is is_graph
+
+
+def test_the_commands_that_are_named_next_make_the_simplest_layout(
+    config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch of 2 does not divide over 4 ranks, so a layout of Megatron-LM is the simplest."""
+    monkeypatch.chdir(tmp_path)
+    batch = ("--global-batch", "2", "--seq-length", "32", "--no-cache", "--quiet")
+    links = (
+        "--intra-bandwidth",
+        "450GB/s",
+        "--inter-bandwidth",
+        "50GB/s",
+        "--forbid",
+        "halo_exchange",
+    )
+    planned = autoshard("plan", config(), "--mesh", "2x2", *batch, *links, "--within", "10")
+    assert planned.exit_code == 0, planned.output
+    assert "Verdict: DP 2 x TP 2 (tensor-parallel layers, " in planned.stdout
+    listed = planned.stdout.partition("Next:\n")[2].splitlines()
+    (_, *plan), (_, *export), *_ = (split(command) for command in listed)
+    assert plan[plan.index("--global-batch") + 1] == "2"
+    again = autoshard(*plan, "--no-comparisons")
+    assert again.exit_code == 0, again.output
+    made = Plan.load("megatron.json")
+    assert made.costs is not None
+    assert f"  {step_time(made.costs.total, made.performance)}  " in planned.stdout
+    assert "tensor-model-parallel-size" in autoshard(*export).stdout.replace("_", "-")
+
+
+def test_one_call_plans_what_the_command_plans(config: Any, tmp_path: Path) -> None:
+    path, file = config(), tmp_path / "plan.json"
+    batch = ("--batch-size", "8", "--seq-length", "32", "--no-cache", "--quiet")
+    autoshard("plan", path, "--gpus", "2", *batch, "-o", str(file))
+    planned = plan_model(path, gpus=2, batch_size=8, seq_length=32, server=False, cache=False)
+    same = Plan.load(file)
+    assert planned.id == same.id
+    assert answer_of(planned) == answer_of(same)
+    assert len(planned.baselines) == 5
+
+
+def test_one_call_plans_archives_and_modules(config: Any, tmp_path: Path) -> None:
+    archive = tmp_path / "model.pt2"
+    archive.write_bytes(export_named(config(), BatchShape(batch_size=4, seq_length=32)))
+    options: dict[str, Any] = {"server": False, "cache": False, "comparisons": False}
+    planned = plan_model(archive, mesh="dp=2", **options)
+    assert planned.mesh.axis_sizes == (2,)
+    assert planned.baselines == ()
+    module = torch.nn.Linear(4, 4, device="meta")
+    batch = torch.empty(8, 4, device="meta")
+    assert plan_model(module, (batch,), mesh=2, mode="inference", **options).found
+    with pytest.raises(OptionError, match="has the batch that it was exported with"):
+        plan_model(archive, mesh=2, batch_size=8, **options)
+    for given in ({}, {"gpus": 2, "mesh": 2}):
+        with pytest.raises(OptionError, match="give one of gpus and mesh"):
+            plan_model(archive, **given, **options)

@@ -15,8 +15,9 @@ from support.models import llama
 from support.transformer_plans import planned
 
 from autoshard.cli.rendering.render_plan import plan_report
-from autoshard.cli.rendering.tables import Report, print_report
+from autoshard.cli.rendering.tables import print_report
 from autoshard.plan import Plan
+from autoshard.report.tables import Report
 
 FOLDER = Path(__file__).parent / "snapshots"
 COMMANDS = ["autoshard show plan.json --all", "autoshard launch --plan plan.json train.py"]

@@ -5,18 +5,8 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from autoshard.cli.rendering.tables import (
-    Column,
-    Report,
-    Sentence,
-    Table,
-    Unit,
-    plain_lines,
-    print_report,
-    shorten,
-    write_csv,
-    write_json,
-)
+from autoshard.cli.rendering.tables import print_report, write_csv, write_json
+from autoshard.report.tables import Column, Report, Sentence, Table, Unit, plain_lines, shorten
 
 NAME = "model.layers.{0..31}.self_attn.q_proj.weight"
 

@@ -62,8 +62,8 @@ def test_a_command_line_of_megatron_is_read_with_its_other_options() -> None:
     [
         ("", "the family is one of ddp, zero1, fsdp2, hsdp, megatron"),
         ("fsdp", "the family is one of"),
-        ("hsdp", "shard=NUMBER, which divides 16"),
-        ("hsdp shard=3", "shard=NUMBER, which divides 16"),
+        ("hsdp", "shard=NUMBER"),
+        ("hsdp shard=3", "16 data-parallel ranks cannot be divided by 3"),
         ("ddp tp=2", "layout 'ddp' has no 'tp'"),
         ("megatron dp=2", "has no 'dp'; it knows tp, pp, vpp, cp, ep, etp, layers"),
         ("megatron zero3", "has no 'zero3'; it knows sp, zero1, fsdp"),

@@ -42,11 +42,37 @@ def test_reductions_have_the_bytes_of_their_element_type() -> None:
     assert any("bytes of gradients, not None" in finding for finding in findings)
 
 
-def test_exports_say_that_they_leave_the_policy_out() -> None:
-    plan = make_plan(graph(param_dtype="bfloat16"), slow_devices(a=4), PlanOptions(batch_axis="a"))
-    text = export_plan(plan, "fsdp2", min_expressed=0)
+WRITTEN = {
+    "fsdp2": "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, "
+    "reduce_dtype=torch.float32)",
+    "accelerate": "mixed_precision: bf16",
+    "torchtitan": 'dtype = "float32"\nmixed_precision_param = "bfloat16"\n'
+    'mixed_precision_reduce = "float32"',
+    "megatron": "--bf16",
+    "json": '"param_dtype": "bfloat16"',
+    "csv": "bfloat16 compute",
+}
+
+
+@pytest.mark.parametrize("target", WRITTEN)
+def test_exports_have_the_policy(target: str) -> None:
+    program = graph(param_dtype="bfloat16", reduce_dtype="float32")
+    plan = make_plan(program, slow_devices(a=4), PlanOptions(batch_axis="a"))
+    text = export_plan(plan, target, min_expressed=0)
+    assert WRITTEN[target] in text
     words = " ".join(text.replace("#", "").split())
-    assert "without its mixed precision (bfloat16 compute, float32 parameters" in words
+    assert "bfloat16 compute, float32 parameters" in words
+
+
+def test_exports_of_layers_have_the_policy() -> None:
+    program = graph(param_dtype="bfloat16")
+    plan = make_plan(program, slow_devices(dp=2, tp=2), PlanOptions(algo="megatron"))
+    assert "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)" in export_plan(
+        plan, "parallelize-module", min_expressed=0
+    )
+    alone = make_plan(program, slow_devices(tp=2), PlanOptions(algo="megatron", batch_axis=None))
+    text = export_plan(alone, "hf-tp-plan", min_expressed=0)
+    assert "DTYPE = 'float32'\nAUTOCAST = 'bfloat16'" in text
 
 
 def test_parameters_are_the_master_weights() -> None:

@@ -57,9 +57,7 @@ def test_ddp_all_reduces_every_gradient_once(planned: Planner, build: Callable[[
 def test_heads_that_ranks_do_not_divide_leave_every_pattern(build: Callable[[], Any]) -> None:
     """With rates of kernels, attention has a price of its own, here without any strategy."""
     mesh = make_mesh((8,), topology="h100-sxm")
-    found = by_name(compare_baselines(small_graph(build), mesh))
-    assert found["megatron"].found
-    assert not found["hsdp"].found, "it needs two axes"
+    assert make_plan(small_graph(build), mesh, algo="megatron").found
 
 
 @pytest.mark.parametrize("build", [gpt2, LLAMA])
@@ -146,7 +144,8 @@ def test_no_baseline_beats_the_plan(build: Callable[[], Any], mode: str) -> None
 def test_a_baseline_is_the_plan_of_its_option(planned: Planner, algo: str) -> None:
     graph, mesh = small_graph(gpt2), slow_devices(dp=2, tp=2)
     baseline = by_name(compare_baselines(graph, mesh))[algo]
-    plan = planned(graph, mesh, algo=algo)
+    zero = {"distributed_optimizer": True} if baseline.distributed_optimizer else {}
+    plan = planned(graph, slow_devices(**dict(baseline.axes)), algo=algo, **zero)
     assert baseline.step_time == pytest.approx(plan.costs.total, rel=0.01)
     assert baseline.memory.peak == pytest.approx(plan.memory.peak, rel=0.05)
     assert baseline.certificate is not None
@@ -174,7 +173,8 @@ def test_fsdp_gathers_again_in_backward_only_where_memory_is_short() -> None:
     graph, mesh = small_graph(partial(gpt2, layers=4)), slow_devices(a=4)
     free = by_name(compare_baselines(graph, mesh))["fsdp2"]
     assert ("all_gather", "backward") not in kinds(free)
-    assert any("reshard_after_forward=False" in remark for remark in free.remarks)
+    assert free.again is not None
+    assert (free.again.gathered_again, free.again.gathered) == (0, 52)
     always = {"algo": "fsdp2", "reshard_after_forward": "always"}
     resharded = make_plan(graph, mesh, PlanOptions(**always, activation_checkpointing="never"))
     assert free.step_time < resharded.costs.total
@@ -191,10 +191,10 @@ def test_why_a_pattern_is_impossible() -> None:
     too_many = by_name(compare_baselines(graph, slow_devices(a=2, b=8)))
     assert too_many["ddp"].reason == "the batch of 4 does not divide over 16 devices"
     assert too_many["fsdp2"].reason == too_many["hsdp"].reason == too_many["ddp"].reason
-    one_axis = by_name(compare_baselines(graph, slow_devices(a=1, b=4)))
-    assert one_axis["hsdp"].reason.startswith("HSDP needs two mesh axes of several devices")
+    one_axis = by_name(compare_baselines(graph, slow_devices(a=1, b=2)))
+    assert one_axis["hsdp"].reason == "2 devices have no such division into axes"
     assert one_axis["fsdp2"].found
-    narrow = by_name(compare_baselines(small_graph(mlp), slow_devices(a=2, b=127)))
+    narrow = by_name(compare_baselines(small_graph(mlp), slow_devices(b=127)))
     assert (
         narrow["megatron"].reason == "no weight can be sharded by columns or rows over 127 devices"
     )

@@ -25,7 +25,9 @@ from autoshard.planner import (
     candidate_meshes,
     make_plan,
     plan_id,
+    search_bound,
     search_meshes,
+    search_statement,
 )
 from autoshard.planner.meshes.worker import plans_one_stage
 from autoshard_solver_cache import NamespacedCache, SolverCache
@@ -326,7 +328,15 @@ def test_a_search_stops_when_it_is_told_to() -> None:
         on_progress=lambda _: stop.set(),
         cancel=stop,
     )
-    assert len(found) == 1
+    planned, *others = found
+    assert planned.plan is not None
+    assert not planned.was_stopped
+    assert all(c.plan is None and c.was_stopped and "stopped before" in c.error for c in others)
+    assert {c.mesh for c in found} == set(candidate_meshes(64, topology=FLAT, max_axes=2))
+    assert search_bound(found) == float("-inf")
+    statement = search_statement(found)
+    assert statement.startswith("No plan on 1 of these 4 meshes")
+    assert "before it was finished" in statement
 
 
 @pytest.mark.parametrize(

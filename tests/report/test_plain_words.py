@@ -1,4 +1,4 @@
-"""Roles of axes, kinds of layers, and the words for the parallelism of a plan."""
+"""Roles of axes, kinds of layers, and how each axis places their weights and activations."""
 
 from collections import Counter
 from functools import partial
@@ -14,11 +14,21 @@ from autoshard.mesh import make_mesh
 from autoshard.plan import Plan
 from autoshard.pricing import AxisRole, find_roles
 from autoshard.pricing.module_kinds import ModuleKind, module_kinds, parameter_kinds
-from autoshard.report.plain_words import parallelism_sentences
+from autoshard.report.layer_table import layer_rows, layout_name
+from autoshard.report.plain_words import runs_again, step_sentences
 
 
-def sentences(plan: Plan) -> list[str]:
-    return list(parallelism_sentences(plan, find_roles(plan)))
+def layers(plan: Plan) -> dict[str, list[tuple[str, str]]]:
+    """Placements of weights and activations along each axis, by kind of layer."""
+    return {
+        name: list(zip(row.weights, row.activations, strict=True))
+        for row in layer_rows(find_roles(plan))
+        for name in row.layers
+    }
+
+
+def named(plan: Plan) -> str:
+    return layout_name(find_roles(plan))
 
 
 def modules(graph: Graph, kind: ModuleKind) -> set[str]:
@@ -69,23 +79,25 @@ def test_megatron_is_tensor_parallel_along_its_axis() -> None:
     assert dp.work == {AxisRole.BATCH: 1.0}
     assert tp.work == {AxisRole.FEATURES: 1.0}
     assert (dp.remark, tp.remark) == ("", "")
-    assert sentences(plan) == [
-        (
-            "Attention, MLP, output layer and embedding: data parallel over 2 (dp), "
-            "tensor parallel over 2 (tp)."
-        ),
-        "Norms: data parallel over 2 (dp), replicated over 2 (tp).",
-    ]
+    assert named(plan) == "DP 2 x TP 2"
+    whole, found = ("Replicate", "Shard(batch)"), layers(plan)
+    assert {along_dp for along_dp, _ in found.values()} == {whole}
+    assert found["norms"][1] == ("Replicate", "Replicate")
+    assert found["output layer"][1] == ("Shard(0)", "Shard(features)")
+    assert found["embedding"][1] == ("Shard(0)", "Partial")
+    # Weights by columns, then by rows, whose products are partial sums.
+    weights, activations = found["MLP"][1]
+    assert weights.startswith("Shard(0) 67 %, Shard(1) 33 %")
+    assert activations.startswith("Shard(features) ")
+    assert ", Partial " in activations
 
 
 def test_norms_between_tensor_parallel_layers_are_sequence_parallel() -> None:
-    assert sentences(planned(llama, "2x2", "sequence")) == [
-        "Attention, MLP and output layer: FSDP over 2 (dp), tensor parallel over 2 (tp).",
-        "Embedding: tensor parallel over 4 (dp, tp).",
-        (
-            "Norms: FSDP over 2 (dp), sequence parallel over 2 (tp) with parameters fully sharded "
-            "(FSDP)."
-        ),
+    plan = planned(llama, "2x2", "sequence")
+    assert named(plan) == "FSDP 2 x TP 2"
+    assert layers(plan)["norms"] == [
+        ("Shard(0) gathered", "Shard(batch)"),
+        ("Shard(0) gathered", "Shard(sequence)"),
     ]
 
 
@@ -95,7 +107,10 @@ def test_one_kind_of_parallelism_over_all_axes_is_one_clause(planned: Planner) -
     fully = planned(
         meta(mlp, 4096, 256, 256, 256), slow_devices(a=2, b=2, latency=1e-3), pins=by_rows
     )
-    assert sentences(fully) == ["All layers: FSDP over 4 (a, b)."]
+    assert named(fully) == "FSDP 2 x FSDP 2"
+    (row,) = layer_rows(find_roles(fully))
+    assert row.weights == ("Shard(0) gathered", "Shard(0) gathered")
+    assert row.activations == ("Shard(batch)", "Shard(batch)")
     assert find_roles(plan).axes[0].main_role is AxisRole.BATCH
 
 
@@ -112,12 +127,18 @@ def test_axes_that_shard_nothing_are_named_as_such(planned: Planner) -> None:
     plan = planned(meta(mlp, 1, 8, 8, 8), make_mesh((4,), axes=("x",)))
     (use,) = find_roles(plan).axes
     assert (use.work, use.remark) == ({AxisRole.IDLE: 1.0}, "")
-    assert sentences(plan) == ["All layers: replicated over 4 (x)."]
+    assert named(plan) == "replicated 4"
+    (row,) = layer_rows(find_roles(plan))
+    assert (row.weights, row.activations) == (("Replicate",), ("Replicate",))
 
 
 def test_checkpointed_blocks_are_counted() -> None:
     plan = checkpointing(planned(gpt2, "2x2", "megatron"), GPT2_LAYERS[0])
-    assert sentences(plan)[-1] == "Activation checkpointing on 1 of 2 blocks to fit the memory."
+    again = runs_again(plan)
+    assert (again.recomputed, again.blocks) == (1, 2)
+    assert step_sentences(plan, again)[0] == (
+        "Activation checkpointing on 1 of 2 blocks to fit the memory."
+    )
 
 
 @pytest.mark.matrix
@@ -134,4 +155,5 @@ def test_stages_of_a_pipeline_know_the_batch_of_what_they_receive(planned: Plann
     pp, dp = find_roles(plan).axes
     assert (pp.stages, pp.main_role, pp.remark) == (2, None, "")
     assert dp.work == {AxisRole.BATCH: 1.0}
-    assert sentences(plan)[0].startswith("Pipeline of 2 stages, schedule ")
+    assert named(plan) == "PP 2 x FSDP 2"
+    assert step_sentences(plan, runs_again(plan))[0].startswith("Pipeline of 2 stages, schedule ")

@@ -22,6 +22,7 @@ from autoshard.cli.options import (
     PlanOutput,
     Quiet,
     Topology,
+    Within,
     read_topology,
 )
 from autoshard.cli.plan_options import Planning
@@ -39,9 +40,18 @@ from autoshard.cli.rendering.render_plan import plan_report
 from autoshard.cli.rendering.tables import print_report
 from autoshard.client import JobProgress, PlanResult
 from autoshard.errors import OptionError
-from autoshard.exports import read_like
-from autoshard.mesh import Axis, Mesh, make_mesh
+from autoshard.exports import (
+    Recipe,
+    layout_of,
+    program_batch,
+    program_facts,
+    read_recipe,
+    recipe_problems,
+)
+from autoshard.graph import Graph, is_graph_file, load_graph
+from autoshard.mesh import Mesh, make_mesh
 from autoshard.plan import Plan, PlanOptions
+from autoshard.report.answer import WITHIN
 from autoshard.requests.models import (
     MeshSearchRequest,
     OperatorCoverageRequest,
@@ -49,6 +59,7 @@ from autoshard.requests.models import (
     SearchArguments,
     read_model,
 )
+from autoshard.requests.recipe_changes import change_sentence, recipe_changes, recipe_mesh
 from autoshard.requests.results import MeshSearch
 from autoshard.requests.running import plan_coverage
 
@@ -135,16 +146,22 @@ class Devices:
 
 
 def plan(
+    context: typer.Context,
     model: ModelSource,
     *,
     devices: Devices,
-    like: Annotated[
+    layout_from: Annotated[
         str | None,
         typer.Option(
-            metavar="LAYOUT",
-            help="Layout of another framework, on as many devices as --mesh says: ddp, zero1, "
-            "fsdp2, 'hsdp shard=8', 'megatron tp=8 pp=4 vpp=2 cp=2 ep=8 sp zero1', or a command "
-            "line of Megatron-LM in quotes. The summary compares it with the fastest plan.",
+            "--layout-from",
+            "--like",
+            metavar="FILE|LAYOUT",
+            help="Recipe of another framework, on as many devices as --mesh says: torchtitan's "
+            "TOML, a file of accelerate, DeepSpeed or Megatron-Bridge, a tp_plan, FILE.py:FUNCTION "
+            "of torchtitan or Megatron-Bridge, a command line of Megatron-LM in quotes or a script "
+            "with it; or ddp, zero1, fsdp2, 'hsdp shard=8', 'megatron tp=8 pp=4 vpp=2 cp=2 ep=8 sp "
+            "zero1'. Says what cannot work, what it costs beside the fastest plan, and which one "
+            "change helps most.",
         ),
     ] = None,
     batch: ConfigBatch,
@@ -153,28 +170,33 @@ def plan(
         bool,
         typer.Option(
             "--comparisons/--no-comparisons",
-            help="Also plan DDP, FSDP2, HSDP and Megatron on the same mesh, and what restrictions "
-            "cost, within half of the time limit.",
+            help="Also plan DDP, FSDP2, HSDP and Megatron on the same devices, and what "
+            "restrictions cost, within half of the time limit.",
         ),
     ] = True,
+    within: Within = WITHIN,
     custom: CustomOperators,
     connection: Connection,
     output: PlanOutput = None,
     quiet: Quiet = False,
     output_format: OutputOptions,
 ) -> None:
-    """Plan a graph on a mesh, and show or write the plan.
+    """Plan a model on a mesh or a number of devices, and show or write the plan.
 
     The error bar of a predicted time, such as 416 ms +- 9 %, holds for 80 % of the published runs
     that were predicted in a layout of this kind on this generation of GPUs.
     """
     options = planning.read().with_values(comparisons=comparisons)
     discover = custom.discover()
-    if like is None:
+    recipe = program = None
+    if layout_from is None:
         mesh = devices.mesh()
+        graph = _graph(model, batch, options, quiet=quiet)
     else:
-        mesh, options = _laid_out(like, devices.as_one_axis(), options)
-    graph = _graph(model, batch, options, quiet=quiet)
+        recipe = _Recipe.read(layout_from, devices.as_one_axis(), options)
+        graph = _graph(model, recipe.batch(model, batch), options, quiet=quiet)
+        program = load_graph(graph)
+        mesh, options = recipe.laid_out(program)
     if mesh is None:
         arguments = devices.search_arguments(options, discover=discover)
         mesh = _best_mesh(graph, arguments, connection, quiet=quiet)
@@ -202,7 +224,10 @@ def plan(
         print_output(plan_report(found), "csv")
     else:
         file = graph if isinstance(graph, Path) else None
-        print_summary(found, graph=file, source=None if output is None else str(output))
+        source = None if output is None else str(output)
+        print_summary(found, graph=file, source=source, within=within, context=context)
+    if recipe is not None and program is not None and comparisons:
+        recipe.print_changes(found, program, quiet=quiet)
     _end(found, is_stopped=found.certificate.status is SolveStatus.CANCELLED)
 
 
@@ -250,11 +275,66 @@ def _searched(
     return found, plans, run.stop.is_set()
 
 
-def _laid_out(like: str, devices: Mesh, options: PlanOptions) -> tuple[Mesh, PlanOptions]:
-    """The mesh and options of a layout of another framework, with the other options given."""
-    found = read_like(like, num_ranks=devices.num_devices)
-    mesh = Mesh(tuple(Axis(name, size) for name, size in found.axes), devices.topology)
-    return mesh, options.with_values(**found.options.given)
+@dataclass(frozen=True, slots=True)
+class _Recipe:
+    """A recipe of another framework, and what it is for.
+
+    Attributes:
+        recipe: the recipe.
+        devices: the devices; their axes are not used.
+        options: of the request, without those of the recipe.
+    """
+
+    recipe: Recipe
+    devices: Mesh
+    options: PlanOptions
+
+    @classmethod
+    def read(cls, source: str, devices: Mesh, options: PlanOptions) -> "_Recipe":
+        """Read a recipe; what is wrong with it on any model is an error."""
+        recipe = read_recipe(source)
+        if recipe.problems:
+            raise OptionError(_refused(recipe, recipe.problems))
+        return cls(recipe, devices, options)
+
+    def batch(self, model: str, given: ConfigBatch) -> ConfigBatch:
+        """The batch of a config: that of the recipe where the command line has none."""
+        recipe, num_ranks = self.recipe, self.devices.num_devices
+        if is_graph_file(model) or ".py:" in model:
+            return given
+        size = given.batch_size
+        if size is None and num_ranks % recipe.on(num_ranks).model_ranks == 0:
+            size = program_batch(recipe, num_ranks)
+        return ConfigBatch(batch_size=size, seq_length=given.seq_length or recipe.seq_length)
+
+    def laid_out(self, graph: Graph) -> tuple[Mesh, PlanOptions]:
+        """The mesh and options of the recipe, with the other options given.
+
+        Raises:
+            OptionError: the recipe cannot run.
+        """
+        facts, num_ranks = program_facts(graph), self.devices.num_devices
+        problems = recipe_problems(self.recipe, num_ranks, self.devices.topology, facts)
+        if problems:
+            raise OptionError(_refused(self.recipe, problems))
+        found = layout_of(self.recipe, num_ranks, facts)
+        for text in found.chosen:
+            line = marked(f"{self.recipe.framework}:", text, style="bold")
+            errors.print(line, highlight=False, soft_wrap=True)
+        mesh = recipe_mesh(self.recipe, self.devices, facts)
+        return mesh, self.options.with_values(**found.options.given)
+
+    def print_changes(self, plan: Plan, graph: Graph, *, quiet: bool) -> None:
+        """Print the one change of the recipe that helps most, to stderr, after its plan."""
+        with followed(quiet=quiet, can_stop=False) as run:
+            run.report(JobProgress(phase="changing one setting of the recipe", elapsed=0.0))
+            seconds = self.options.solver.time_limit / 2
+            found = recipe_changes(self.recipe, graph, self.devices, self.options, seconds)
+        errors.print(change_sentence(plan, found), highlight=False, soft_wrap=True)
+
+
+def _refused(recipe: Recipe, problems: Sequence[str]) -> str:
+    return f"the recipe of {recipe.framework} cannot run: {'; '.join(problems)}"
 
 
 def search(

@@ -16,6 +16,7 @@ from autoshard.cli.options import (
     OutputOptions,
     PlanSource,
     Quiet,
+    Within,
     expand_groups,
     read_sizes,
 )
@@ -29,6 +30,7 @@ from autoshard.cli.rendering.output import (
     print_output,
     write_stdout,
 )
+from autoshard.cli.rendering.page_output import PageOptions
 from autoshard.cli.rendering.plan_output import print_summary
 from autoshard.cli.rendering.render import (
     check_report,
@@ -37,13 +39,17 @@ from autoshard.cli.rendering.render import (
     explanation_report,
 )
 from autoshard.cli.rendering.render_plan import SECTIONS, plan_report
+from autoshard.errors import PlanError
 from autoshard.exports import EXPORT_TARGETS, export_plan
 from autoshard.graph import load_graph
+from autoshard.plan import Plan
 from autoshard.plan.options import MIN_EXPRESSED
 from autoshard.planner import OptimalityCheck, check_optimality
 from autoshard.report import compare_plans
+from autoshard.report.answer import WITHIN
 from autoshard.report.choices import find_choices
 from autoshard.requests import running
+from autoshard.requests.export_results import export_result
 from autoshard.requests.models import read_model
 from autoshard.requests.running import load_planned_graph
 
@@ -80,14 +86,19 @@ def show(
     plan: PlanSource,
     *,
     sections: Sections,
+    page: PageOptions,
     notation: Notated = "dtensor",
+    within: Within = WITHIN,
     output: OutputOptions,
     connection: Connection,
 ) -> None:
-    """Show the summary of a plan, or its tables."""
+    """Show the summary of a plan, its tables, or a page to look into."""
     made = connection.read_plan(plan)
+    if page.wanted:
+        page.write(made, plan)
+        return
     if not made.found or not (sections.chosen or output.chosen != "table"):
-        print_summary(made, source=plan)
+        print_summary(made, source=plan, within=within)
         return
     report = plan_report(made, sections.chosen or SECTIONS, notation=notation)
     print_output(report, output.chosen)
@@ -180,11 +191,18 @@ def compare(
     before: PlanSource,
     after: Annotated[str, typer.Argument(help="Another plan of the same graph.")],
     *,
+    page: PageOptions,
     notation: Notated = "dtensor",
     output: OutputOptions,
     connection: Connection,
 ) -> None:
-    """Show the differences between two plans of one graph."""
+    """Show the differences between two plans of one graph.
+
+    The page is that of the second plan, with the difference from the first.
+    """
+    if page.wanted:
+        page.write(connection.read_plan(after), after, other=connection.read_plan(before))
+        return
     if connection.server:
         with connection.open() as client:
             plans = connection.plan_or_id(before), connection.plan_or_id(after)
@@ -217,6 +235,14 @@ def export(
             min=0, max=1, help="Share of the plan that the target must express, from 0 to 1."
         ),
     ] = MIN_EXPRESSED,
+    price: Annotated[
+        bool,
+        typer.Option(
+            "--price/--no-price",
+            help="Say what the exported settings cost as the framework runs them, and how many "
+            "collectives are the plan's; it takes up to half a minute, in this process.",
+        ),
+    ] = True,
     connection: Connection,
 ) -> None:
     """Export a plan as code or settings of another framework.
@@ -229,11 +255,24 @@ def export(
             source = connection.plan_or_id(plan)
             text = client.export(source, to, min_expressed=min_expressed)
     else:
-        text = export_plan(connection.read_plan(plan), to, min_expressed=min_expressed)
+        made = connection.read_plan(plan)
+        text = export_plan(made, to, min_expressed=min_expressed)
+        if price and EXPORT_TARGETS[to].expresses is not None:
+            text = _priced(made, to, text, min_expressed)
     if output is None:
         write_stdout(text)
     else:
         write_file(output, text)
+
+
+def _priced(plan: Plan, target: str, text: str, min_expressed: float) -> str:
+    """The exported text with the price of its result; if it has none, stderr says why."""
+    try:
+        result = export_result(plan, target)
+    except PlanError as error:
+        errors.print(str(error), highlight=False, soft_wrap=True)
+        return text
+    return export_plan(plan, target, min_expressed=min_expressed, result=result)
 
 
 @mase.command("write")

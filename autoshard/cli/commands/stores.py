@@ -15,8 +15,8 @@ from autoshard.base.quantities import parse_bytes
 from autoshard.cli import options
 from autoshard.cli.rendering.numbers import duration
 from autoshard.cli.rendering.output import check_output, console, errors, marked, print_output
-from autoshard.cli.rendering.tables import Column, Report, Table, Unit
 from autoshard.errors import InputError
+from autoshard.report.tables import Column, Report, Table, Unit
 from autoshard_solver_cache import (
     Cache,
     CacheFileError,

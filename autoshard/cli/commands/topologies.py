@@ -6,8 +6,8 @@ from typing import Any
 from autoshard.base.quantities import format_flops, format_rate
 from autoshard.cli.options import Connection, OutputOptions
 from autoshard.cli.rendering.output import print_output, write_stdout
-from autoshard.cli.rendering.tables import Column, Report, Table, Unit
 from autoshard.mesh import Topology, get_topology, list_topologies
+from autoshard.report.tables import Column, Report, Table, Unit
 
 
 def topologies(

@@ -13,9 +13,10 @@ from rich.console import Console
 from rich.text import Text
 
 from autoshard.cli.exit_codes import ExitCode
-from autoshard.cli.rendering.tables import Format, Report, print_report, write_csv, write_json
+from autoshard.cli.rendering.tables import Format, print_report, write_csv, write_json
 from autoshard.cli.rendering.wording import in_flags
 from autoshard.errors import AutoshardError, LaunchError, OptionError
+from autoshard.report.tables import Report
 
 console = Console()
 errors = Console(stderr=True)

@@ -5,15 +5,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from autoshard.base.quantities import format_bytes, format_flops, format_rate, format_seconds
-from autoshard.cli.rendering.tables import (
-    Column,
-    Report,
-    Sentence,
-    Table,
-    Unit,
-    milliseconds,
-    share_of,
-)
 from autoshard.cli.rendering.wording import in_flags
 from autoshard.client import MeshSearch, SearchedMesh
 from autoshard.layouts import Notation, legend, text_words, texts_words
@@ -24,6 +15,7 @@ from autoshard.pricing import Simulation
 from autoshard.report import Change, Coverage, Figure, PlanDifference
 from autoshard.report.choices import Choice
 from autoshard.report.parameter_rows import fold_changes
+from autoshard.report.tables import Column, Report, Sentence, Table, Unit, milliseconds, share_of
 
 if TYPE_CHECKING:  # they need torch, or the solver
     from autoshard.measure.calibration import Calibration
@@ -208,6 +200,7 @@ def search_report(search: MeshSearch, plans: Sequence[Plan | None]) -> Report:
         total, *seconds = (getattr(plan.costs, kind) for kind in kinds)
         figures = total, *map(_rates(mesh.performance).get, rates), *seconds, plan.memory.peak
         table.add(name, *figures, certificate, *pipeline)
+    reasons += [Sentence(search.statement)] * bool(search.statement)
     compared = dict.fromkeys(m.performance.comparison for m in search.meshes if m.performance)
     return Report((table, *reasons, *(Sentence(f"Predicted times: {text}.") for text in compared)))
 

@@ -2,16 +2,8 @@
 
 from collections.abc import Iterator
 
-from autoshard.cli.rendering.tables import (
-    Column,
-    Report,
-    Sentence,
-    Table,
-    Unit,
-    milliseconds,
-    share_of,
-)
 from autoshard.plan import Pipeline, Plan, stage_devices, stage_modules
+from autoshard.report.tables import Column, Report, Sentence, Table, Unit, milliseconds, share_of
 from autoshard.schedules import ScheduleSimulation
 
 _TIMES = (

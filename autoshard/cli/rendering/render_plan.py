@@ -2,12 +2,12 @@
 
 from autoshard.cli.rendering.render import legend_lines
 from autoshard.cli.rendering.render_pipeline import pipeline_parts
-from autoshard.cli.rendering.tables import Column, Report, Sentence, Table, Unit
 from autoshard.layouts import Notation, text_words
 from autoshard.lowering.timeline import KINDS
 from autoshard.plan import Memory, Plan
 from autoshard.report import fold_parameters
 from autoshard.report.cost_items import cost_items
+from autoshard.report.tables import Column, Report, Sentence, Table, Unit
 
 SECTIONS = ("parameters", "collectives", "costs", "memory", "pipeline")
 """The tables of a plan by name of their option."""

@@ -14,6 +14,8 @@ _OTHER_NAMES = {
     "inter_bandwidth": "--inter-bandwidth",
     "nodes": "--nodes",
     "min_expressed": "--min-expressed",
+    "batch_size": "--batch-size",
+    "seq_length": "--seq-length",
 }
 _FLAGS = {
     keyword: flags[0]

@@ -12,7 +12,10 @@ from autoshard.exports.outline import (
     not_expressed,
 )
 from autoshard.exports.registry import export_target
+from autoshard.graph import DType
 from autoshard.layouts import I, Layout, S
+
+_PRECISIONS: dict[DType | None, str] = {DType.BFLOAT16: "bf16", DType.FLOAT16: "fp16"}
 
 
 def _expresses(outline: Outline) -> Expressed:
@@ -49,7 +52,7 @@ def _settings(outline: Outline) -> Iterator[str]:
     yield "compute_environment: LOCAL_MACHINE"
     yield f"distributed_type: {_distributed_type(replicas, shards)}"
     yield f"num_processes: {replicas * shards}"
-    yield "mixed_precision: 'no'"
+    yield f"mixed_precision: {_mixed_precision(outline)}"
     if shards == 1:
         return
     yield "fsdp_config:"
@@ -62,6 +65,11 @@ def _settings(outline: Outline) -> Iterator[str]:
         yield "parallelism_config:"
         yield f"  parallelism_config_dp_replicate_size: {replicas}"
         yield f"  parallelism_config_dp_shard_size: {shards}"
+
+
+def _mixed_precision(outline: Outline) -> str:
+    policy = outline.policy
+    return "'no'" if policy is None else _PRECISIONS.get(policy.param_dtype, "'no'")
 
 
 def _distributed_type(replicas: int, shards: int) -> str:
@@ -101,4 +109,7 @@ def _missing(outline: Outline) -> Iterator[str]:
         yield f"parameters that the plan stores otherwise: {folded(apart)}"
     if outline.roles.get("shard"):
         yield "a choice for each block: all are resharded after forward, or none, and so recomputed"
-    yield "the number of machines, and what the script decides: batch size and element types"
+    policy = outline.policy
+    if policy is not None and (policy.reduce_dtype or policy.param_dtype) != policy.param_dtype:
+        yield f"{policy.reduce_dtype} sums of gradients: accelerate reduces in its compute type"
+    yield "the number of machines, and what the script decides: batch size and types of parameters"

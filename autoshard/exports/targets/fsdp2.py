@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 
+from autoshard.constraints import dim_origins, outermost_dims
 from autoshard.errors import PlanError
 from autoshard.exports.expressed import Expressed, expressed, headline, operators_on_shards
 from autoshard.exports.outline import (
@@ -15,17 +16,19 @@ from autoshard.exports.outline import (
     not_expressed,
 )
 from autoshard.exports.registry import export_target
+from autoshard.graph import Origin
 from autoshard.layouts import I, Layout
 
 _BLOCK = re.compile(r"^(?:.*?\.)?\d+(?=\.|$)")
 
 IMPORTS = """
-import torch.distributed as dist
+{torch}import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import {fsdp}
 from torch.distributed.tensor import DTensor, Shard
 """
+TORCH = "import torch\n"
 
 _CODE = '''
 SHARD_AXIS = {shard_axis!r}
@@ -56,9 +59,9 @@ def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
             mesh=mesh[axes],
             reshard_after_forward=again,
             shard_placement_fn=lambda parameter: Shard(DIMS[names[parameter]]),
-            ignored_params=whole,
+            ignored_params=whole,{policy}
         )
-    for parameter in whole:
+{casts}    for parameter in whole:
         for axis in (SHARD_AXIS, REPLICATE_AXIS):
             if axis is not None:
                 _average_gradient(parameter, mesh[axis])
@@ -74,6 +77,29 @@ def _average_gradient(parameter: nn.Parameter, mesh: DeviceMesh) -> None:
 
     if parameter.requires_grad:
         parameter.register_post_accumulate_grad_hook(average)
+{cast_code}'''
+
+_CASTS = """    for module in model.modules():
+        own = [name for name, p in module.named_parameters(recurse=False) if p in whole]
+        if own:
+            _cast_in_forward(module, own, torch.{dtype})
+"""
+
+_CAST_CODE = '''
+
+def _cast_in_forward(module: nn.Module, names: list[str], dtype: torch.dtype) -> None:
+    """Let a module compute with its replicated parameters in another element type."""
+    stored = {}
+
+    def cast(module, _):
+        stored.update((name, module._parameters[name]) for name in names)
+        module._parameters.update((name, p.to(dtype)) for name, p in stored.items())
+
+    def restore(module, *_):
+        module._parameters.update(stored)
+
+    module.register_forward_pre_hook(cast)
+    module.register_forward_hook(restore, always_call=True)
 '''
 
 
@@ -102,8 +128,9 @@ def to_fsdp2(outline: Outline) -> str:
     Raises:
         PlanError: no axis is data-parallel, or FSDP2 does not support the data-parallel axes.
     """
-    code = IMPORTS + sharding_code(outline)
-    return comment(_header(outline)) + code
+    code = sharding_code(outline)
+    imports = IMPORTS.format(torch=TORCH * ("torch." in code), fsdp=fsdp_names(outline))
+    return comment(_header(outline)) + imports + code
 
 
 def shard_axis(outline: Outline) -> int:
@@ -115,8 +142,9 @@ def shard_axis(outline: Outline) -> int:
     axes = outline.data_axes
     if not axes:
         raise PlanError(
-            "no axis of the plan shards the batch of every input, so there is no data-parallel "
-            "axis; export to parallelize-module, or plan with exportable_to='fsdp2'"
+            f"FSDP2 needs an axis over which every input is sharded along dim 0, and the plan has "
+            f"none: {_batch_begins(outline)}; export to parallelize-module, or plan with "
+            f"exportable_to='fsdp2'"
         )
     shard = axes[-1] if outline.shard_axis is None else outline.shard_axis
     others = [axis for axis in axes if axis != shard]
@@ -134,6 +162,31 @@ def shard_axis(outline: Outline) -> int:
     return shard
 
 
+def _batch_begins(outline: Outline) -> str:
+    """The module that shards the batch first, of a plan whose inputs do not over any axis."""
+    origins = dim_origins(outline.graph)
+    for node in outline.graph.nodes:
+        layouts = map(Layout.parse, outline.placed[node.name].outputs)
+        for value, layout in zip(node.outputs, layouts, strict=True):
+            dims = outermost_dims(origins.of_value(value), Origin.BATCH)
+            axes = [
+                a
+                for a in outline.active
+                if layout.types[a].dim in dims and layout.types[a].is_shard
+            ]
+            if axes:
+                given = ", ".join(
+                    placed.target
+                    for placed in outline.stage.inputs
+                    if placed.kind == "user" and Layout.parse(placed.layout).types[axes[0]].dim != 0
+                )
+                return (
+                    f"{node.module or node.name} is the first that shards the batch, over "
+                    f"{outline.named(axes)}; before it, ranks have all rows of {given}"
+                )
+    return "no module shards the batch"
+
+
 def sharding_code(outline: Outline) -> str:
     """Python code of the function `shard`, without imports.
 
@@ -147,12 +200,38 @@ def sharding_code(outline: Outline) -> str:
         for p in outline.parameters
         if _is_sharded(outline, p, shard)
     }
+    policy = _policy_code(outline)
+    all_sharded = len(dims) == len(outline.parameters)
+    compute = None if outline.policy is None else outline.policy.param_dtype
+    casts = compute is not None and not all_sharded
     return _CODE.format(
+        policy="" if policy is None else f"\n            mp_policy={policy},",
+        casts=_CASTS.format(dtype=compute) if casts else "",
+        cast_code=_CAST_CODE if casts else "",
         shard_axis=outline.axes[shard],
         replicate_axis=outline.axes[others[0]] if others else None,
         dims="\n".join(f"    {name!r}: {dim}," for name, dim in dims.items()),
         groups="\n".join(_groups(outline, dims)),
     )
+
+
+def fsdp_names(outline: Outline) -> str:
+    """What the code imports of `torch.distributed.fsdp`."""
+    return "fully_shard" if _policy_code(outline) is None else "MixedPrecisionPolicy, fully_shard"
+
+
+def _policy_code(outline: Outline) -> str | None:
+    """Python code of the mixed-precision policy; None if there is none."""
+    policy = outline.policy
+    if policy is None:
+        return None
+    types = (
+        f"{name}=torch.{dtype}"
+        for name in ("param_dtype", "reduce_dtype", "output_dtype")
+        if (dtype := getattr(policy, name)) is not None
+    )
+    casts = [] if policy.cast_forward_inputs else ["cast_forward_inputs=False"]
+    return f"MixedPrecisionPolicy({', '.join([*types, *casts])})"
 
 
 def _is_sharded(outline: Outline, parameter: OwnedParameter, axis: int) -> bool:
@@ -222,3 +301,6 @@ def missing_of_sharding(outline: Outline) -> Iterator[str]:
     whole = [p.name for p in outline.parameters if not _is_sharded(outline, p, shard)]
     if whole:
         yield f"DTensors on {outline.axes[shard]} for parameters replicated there: {folded(whole)}"
+        reduced = None if outline.policy is None else outline.policy.reduce_dtype
+        if reduced not in (None, outline.stored_dtype):
+            yield f"{reduced} sums of their gradients: they have the type of the parameters"

@@ -11,6 +11,8 @@ from autoshard.graph.parallel_layers import LayerKind
 
 _HF_CODE = """
 TP_SIZE = {size}
+DTYPE = {dtype!r}
+AUTOCAST = {autocast!r}
 TP_PLAN = {{
 {rules}
 }}
@@ -62,7 +64,7 @@ def _hf_expresses(outline: Outline) -> Expressed:
 @export_target(
     "hf-tp-plan",
     media_type="text/x-python",
-    written_as="Python, `TP_SIZE` and `TP_PLAN`",
+    written_as="Python, `TP_SIZE`, `TP_PLAN` and element types",
     content="linear layers and embeddings that are sharded over one axis, in all layers alike",
     expresses=_hf_expresses,
 )
@@ -78,6 +80,8 @@ def to_hf_tp_plan(outline: Outline) -> str:
     axis, rules = _axis_and_rules(outline)
     code = _HF_CODE.format(
         size=outline.sizes[axis],
+        dtype=str(outline.stored_dtype),
+        autocast=None if outline.policy is None else str(outline.compute_dtype),
         rules="\n".join(f"    {name!r}: {rule!r}," for name, rule in rules.items()),
     )
     return comment(_hf_header(outline, axis, rules)) + code
@@ -115,7 +119,10 @@ def _hf_header(outline: Outline, axis: int, rules: Mapping[str, str]) -> Iterato
     yield headline(_hf_expresses(outline))
     yield f"Tensor parallelism over {outline.axes[axis]}, from autoshard's {outline.title}."
     yield "Use: AutoModelForCausalLM.from_pretrained("
-    yield "    name, distributed_config=DistributedConfig(tp_size=TP_SIZE, tp_plan=TP_PLAN))"
+    yield "    name, dtype=DTYPE,"
+    yield "    distributed_config=DistributedConfig(tp_size=TP_SIZE, tp_plan=TP_PLAN))"
+    if outline.policy is not None:
+        yield "and run it under torch.autocast(device, getattr(torch, AUTOCAST)),"
     yield "with transformers' DistributedConfig (5.20 or later), under torchrun;"
     yield "it needs the package accelerate."
     yield ""

@@ -6,7 +6,7 @@ from autoshard.exports.expressed import Expressed, headline
 from autoshard.exports.outline import Outline, Role, comment, folded, not_expressed
 from autoshard.exports.registry import export_target
 from autoshard.exports.settings import settings_express
-from autoshard.graph import graph_from_json
+from autoshard.graph import DType, graph_from_json
 from autoshard.plan.document import Pipeline
 from autoshard.plan.stage import Stage
 
@@ -18,16 +18,22 @@ _FULLY_SHARDED = (
     "--ckpt-format fsdp_dtensor",
 )
 
+_DISTRIBUTED = "--use-distributed-optimizer"
+
 _RECOMPUTED = (
     "--recompute-granularity full",
     "--recompute-method uniform",
     "--recompute-num-layers 1",
 )
 
+_PRECISIONS = {DType.BFLOAT16: "--bf16", DType.FLOAT16: "--fp16"}
+
 _SCHEDULES = ("1F1B", "Interleaved1F1B")
 
 _ORDER: tuple[Role, ...] = ("replicate", "shard", "context", "tensor")
 """Roles of axes in Megatron-LM's order, outermost first."""
+
+_MOST = 0.5
 
 _HIDDEN_STATES = 3
 """Number of dims of batch, sequence and features."""
@@ -35,7 +41,7 @@ _HIDDEN_STATES = 3
 
 def _expresses(outline: Outline) -> Expressed:
     """The share of a plan that Megatron-LM's arguments express."""
-    return settings_express(outline, sequence_parallel=_shards_sequences(outline), first_dim=False)
+    return settings_express(outline, sequence_parallel=_shards_sequences(outline), by_rows=False)
 
 
 @export_target(
@@ -70,12 +76,14 @@ def _arguments(outline: Outline) -> Iterator[str]:
     yield f"--context-parallel-size {outline.degree('context')}"
     if _shards_sequences(outline):
         yield "--sequence-parallel"
-    if outline.degree("shard") > 1:
-        yield from _FULLY_SHARDED
+    if outline.state_axes:
+        yield from _FULLY_SHARDED if _is_fully_sharded(outline) else (_DISTRIBUTED,)
         if outline.degree("replicate") > 1:
             yield f"--num-distributed-optimizer-instances {outline.degree('replicate')}"
     if _recomputes(outline):
         yield from _RECOMPUTED
+    if outline.compute_dtype in _PRECISIONS:
+        yield _PRECISIONS[outline.compute_dtype]
 
 
 def _pipeline(outline: Outline) -> Iterator[str]:
@@ -91,6 +99,14 @@ def _pipeline(outline: Outline) -> Iterator[str]:
     if batch and batch % replicas == 0:
         yield f"--micro-batch-size {batch // replicas}"
         yield f"--global-batch-size {batch * pipeline.micro_batches}"
+
+
+def _is_fully_sharded(outline: Outline) -> bool:
+    """True if most parameters are gathered again in backward, as by Megatron FSDP (ZeRO-3).
+
+    The distributed optimizer (ZeRO-1) gathers them once, and keeps them until the next step.
+    """
+    return outline.plan.options.mode == "inference" or outline.kept_gathered < _MOST
 
 
 def _recomputes(outline: Outline) -> bool:
@@ -124,10 +140,14 @@ def _missing(outline: Outline) -> Iterator[str]:
             f"the order of the axes, {outline.named(outline.active)}: Megatron-LM nests tensor "
             f"parallelism in context parallelism, and that in data parallelism"
         )
-    if outline.degree("shard") > 1:
+    if outline.state_axes:
         yield from _missing_of_sharding(outline)
     if outline.plan.pipeline is not None:
         yield from _missing_of_pipeline(outline, outline.plan.pipeline)
+    if outline.compute_dtype in _PRECISIONS and not (
+        outline.plan.options.training.master_weights or outline.policy is not None
+    ):
+        yield "updates without float32 copies of parameters: Megatron-LM keeps such copies"
     if _recomputes(outline):
         yield "the choice of checkpointed blocks: every layer runs again in backward"
 
@@ -151,12 +171,15 @@ def _begin(stage: Stage) -> str:
 
 
 def _missing_of_sharding(outline: Outline) -> Iterator[str]:
-    axes = outline.roles["shard"]
+    axes, is_full = outline.state_axes, _is_fully_sharded(outline)
     sharded = [p for p in outline.parameters if any(p.layout.types[a].is_shard for a in axes)]
     replicated = [p.name for p in outline.parameters if p not in sharded]
-    kept = [p.name for p in sharded if p.placed.name not in outline.regathered]
+    again = {p.name for p in sharded if p.placed.name in outline.regathered}
     if replicated:
         yield f"parameters that are replicated on {outline.named(axes)}: {folded(replicated)}"
-    if kept:
-        yield f"parameters that are not gathered again in backward: {folded(kept)}"
-    yield "the sharded dims of full sharding: Megatron-FSDP shards flattened groups of parameters"
+    others = [p.name for p in sharded if (p.name in again) != is_full]
+    if others:
+        seldom = "not gathered" if is_full else "gathered"
+        yield f"parameters that are {seldom} again in backward: {folded(others)}"
+    what = "Megatron-FSDP" if is_full else "the distributed optimizer"
+    yield f"the sharded dims of parameters at rest: {what} shards flattened groups of parameters"

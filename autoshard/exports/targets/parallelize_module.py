@@ -29,7 +29,12 @@ from autoshard.exports.sharded_modules import (
     TensorParallelism,
     tensor_parallelism,
 )
-from autoshard.exports.targets.fsdp2 import missing_of_sharding, placed_by_fsdp2, sharding_code
+from autoshard.exports.targets.fsdp2 import (
+    fsdp_names,
+    missing_of_sharding,
+    placed_by_fsdp2,
+    sharding_code,
+)
 from autoshard.layouts import I, Layout
 
 _IMPORTS = """
@@ -46,7 +51,7 @@ from torch.distributed.tensor.parallel import (
 {strided}"""
 
 _DIST = "import torch.distributed as dist\n"
-_FSDP = "from torch.distributed.fsdp import fully_shard\n"
+_FSDP = "from torch.distributed.fsdp import {names}\n"
 _STRIDED = "from torch.distributed.tensor.placement_types import _StridedShard\n"
 
 _STYLE = '''
@@ -245,7 +250,9 @@ def to_parallelize_module(outline: Outline) -> str:
     styles = "\n".join(_styles(found.modules))
     data = bool(outline.data_axes)
     code = _IMPORTS.format(
-        dist=_DIST * data, fsdp=_FSDP * data, strided=_STRIDED * ("_StridedShard" in styles)
+        dist=_DIST * data,
+        fsdp=_FSDP.format(names=fsdp_names(outline)) * data,
+        strided=_STRIDED * ("_StridedShard" in styles),
     )
     code += _STYLE.format(axis=outline.axes[axis])
     code += _GATHERED.format() * ("GatheredInForward" in styles)

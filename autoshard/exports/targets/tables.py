@@ -31,6 +31,7 @@ def to_json(outline: Outline) -> str:
         "comment": "Expresses 100 % of the plan's placements, as data: "
         f"autoshard's {outline.title}. Not expressed: {_LEFT_OUT}.",
         "mesh": dict(stage.axes),
+        "mixed_precision": outline.plan.graph.model_dump(mode="json")["mixed_precision"],
         "tensors": {placed.target: _row(placed) for placed in stage.inputs},
         **dumped,
     }

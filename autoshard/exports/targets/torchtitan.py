@@ -9,7 +9,7 @@ from autoshard.exports.expressed import Expressed, headline
 from autoshard.exports.outline import Outline, Role, comment, folded, not_expressed
 from autoshard.exports.registry import export_target
 from autoshard.exports.settings import settings_express, stage_outlines
-from autoshard.graph import module_paths
+from autoshard.graph import DType, module_paths
 from autoshard.plan.modules import stage_modules
 
 _DEGREES: dict[str, Role] = {
@@ -20,13 +20,15 @@ _DEGREES: dict[str, Role] = {
 }
 
 
+_DEGREES_ORDER: tuple[Role, ...] = ("replicate", "shard", "context", "tensor")
+"""Roles as torchtitan nests them, outermost first."""
 _LAYER = re.compile(r"(?:.*\.)?\d+")
 """Path of a module whose last part is a number."""
 
 
 def _expresses(outline: Outline) -> Expressed:
     """The share of a plan that torchtitan's models of the same architecture express."""
-    return settings_express(outline, sequence_parallel=True, first_dim=True)
+    return settings_express(outline, sequence_parallel=True, by_rows=True)
 
 
 @export_target(
@@ -57,8 +59,21 @@ def to_torchtitan(outline: Outline) -> str:
     lines += [f"{setting} = {outline.degree(role)}" for setting, role in _DEGREES.items()]
     lines += _pipeline(outline)
     lines.append(f'fsdp_reshard_after_forward = "{_resharding(stages)}"')
+    lines += ["", "[training]", *_element_types(outline)]
     lines += ["", "[activation_checkpoint]", f'mode = "{_checkpointing(stages)}"', ""]
     return comment(_header(outline)) + "\n".join(lines)
+
+
+def _element_types(outline: Outline) -> Iterator[str]:
+    yield f'dtype = "{outline.stored_dtype}"'
+    yield f'mixed_precision_param = "{outline.compute_dtype}"'
+    yield f'mixed_precision_reduce = "{_reduced(outline)}"'
+
+
+def _reduced(outline: Outline) -> DType | None:
+    """Element type of reductions of gradients."""
+    policy = outline.policy
+    return outline.compute_dtype if policy is None else policy.reduce_dtype or policy.param_dtype
 
 
 def _pipeline(outline: Outline) -> Iterator[str]:
@@ -108,6 +123,14 @@ def _header(outline: Outline) -> Iterator[str]:
 
 def _missing(outline: Outline) -> Iterator[str]:
     yield "layouts of single parameters and activations: torchtitan's models define them"
+    if outline.degree("tensor") > 1 < outline.degree("replicate") and not outline.state_axes:
+        yield "DDP with TP: torchtitan refuses to combine them, without sharded parameters"
+    order = [axis for role in _DEGREES_ORDER for axis in outline.roles.get(role, ())]
+    if order != [*outline.active]:
+        yield (
+            f"the order of the axes, {outline.named(outline.active)}: torchtitan nests tensor "
+            f"parallelism in context parallelism, that in shards, and those in replicas"
+        )
     for role, axes in outline.roles.items():
         if len(axes) > 1:
             yield f"{outline.named(axes)} as separate axes: torchtitan merges them into one"
@@ -118,5 +141,7 @@ def _missing(outline: Outline) -> Iterator[str]:
         ]
         if others:
             yield f"sharding of other dims than the first: {folded(others)}"
+    if _reduced(outline) is not DType.FLOAT32:
+        yield f"{_reduced(outline)} sums of gradients: torchtitan 0.2 knows float32 alone"
     if any(stage.checkpoints for stage in outline.plan.stages):
         yield "the choice of checkpointed blocks: `full` means all of them"

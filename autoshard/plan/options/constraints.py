@@ -12,6 +12,7 @@ from autoshard.plan.options.group import Declared, FrozenOptions, OptionGroup, P
 Family = Literal["ddp", "fsdp2", "hsdp", "megatron", "megatron-sp"]
 Algorithm = Literal["optimal", "ddp", "fsdp2", "hsdp", "megatron", "megatron-sp"]
 ExportableTo = Literal["fsdp2", "parallelize-module", "hf-tp-plan", "torchtitan"]
+ExportRole = Literal["replicate", "shard", "context", "tensor"]
 Moved = Literal["parameters", "activations"]
 CollectiveKind = Literal[
     "all_gather", "all_reduce", "all_to_all", "halo_exchange", "reduce_scatter"
@@ -129,7 +130,23 @@ class ConstraintOptions(OptionGroup):
             "parameters over the last one. parallelize-module: in addition, the last axis other "
             "than batch_axis is tensor-parallel: linear layers by columns or rows, embeddings by "
             "vocabulary or features. hf-tp-plan: one axis, tensor-parallel in this way. "
-            "torchtitan: the pattern of its models, with FSDP2 on all axes but the last of several."
+            "torchtitan: the pattern of its models, with the fastest of the parallelisms that its "
+            "settings can give to the axes."
+        ),
+    )
+    export_roles: Annotated[
+        Annotated[tuple[ExportRole, ...], Field(max_length=64, fail_fast=True)] | None,
+        Declared(
+            metavar="ROLES",
+            help="With --exportable-to, what each axis of several devices is for, outermost first: "
+            "shard,tensor; of replicate, shard, context and tensor. The fastest by default.",
+        ),
+    ] = Field(
+        default=None,
+        description=(
+            "with exportable_to, the role of each axis of several devices, outermost first; in a "
+            "pipeline, of those of a stage. replicate and shard are data-parallel, context shards "
+            "sequences, tensor layers. If null, the roles of the fastest plan, which has them here."
         ),
     )
     pins: Annotated[

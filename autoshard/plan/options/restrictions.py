@@ -29,7 +29,7 @@ def _defaults(group: type[OptionGroup], names: Iterable[str]) -> dict[str, objec
     return {group.keyword(name): group.model_fields[name].default for name in names}
 
 
-_FREE: Mapping[str, object] = {
+FREE: Mapping[str, object] = {
     **{k: v for group, names in _ELSEWHERE.items() for k, v in _defaults(group, names).items()},
     **_defaults(ConstraintOptions, ConstraintOptions.model_fields),
 }
@@ -54,7 +54,7 @@ def restrictions(options: PlanOptions) -> tuple[str, ...]:
 
 def without_restrictions(options: PlanOptions) -> PlanOptions:
     """Options that rule out no plan; memory budget, number of stages and others are kept."""
-    return options.with_values(**dict(_FREE))
+    return options.with_values(**dict(FREE))
 
 
 def pin_label(kind: str, name: str, layout: str) -> str:
@@ -90,12 +90,12 @@ def _restrictions(options: PlanOptions) -> Iterator[str]:
         for name, layout in table.items():
             yield pin_label(kind, name, layout)
     yield from map(forbid_label, options.constraints.forbid)
-    for name, free in _FREE.items():
+    for name, free in FREE.items():
         value = options.value(name)
         if name in {"pins", "forbid"} or value in (free, ()):
             continue
         if name == "skip_fully_replicated":
             yield skip_label(value)
             continue
-        is_list = name in {"cuts", "checkpointed_modules"}
+        is_list = name in {"cuts", "checkpointed_modules", "export_roles"}
         yield option_label(name, ", ".join(value) if is_list else value)

@@ -47,8 +47,8 @@ class SolverOptions(OptionGroup):
     comparisons: Annotated[Flag, Declared(flags=())] = Field(
         default=False,
         description=(
-            "whether the plan says what DDP, FSDP2, HSDP and Megatron would take on the same mesh, "
-            "and what its restrictions cost. They are planned in addition, within half of the "
-            "time limit."
+            "whether the plan says what DDP, FSDP2, HSDP and Megatron would take on the same "
+            "devices, and what its restrictions cost. They are planned in addition, within half of "
+            "the time limit."
         ),
     )

@@ -181,6 +181,7 @@ class Rounds:
         budget: bytes per device.
         bound: lower bound of the time of every plan that fits.
         quick: True if the first plan that fits is returned.
+        proves: True if a bound of all plans that fit is proven for it.
         layouts: strategies of the variables of that plan; None if no layouts have a plan that fits.
         common: strategies of the common nodes of all counted problems in that plan; None if it is
             not known.
@@ -196,10 +197,13 @@ class Rounds:
         num_improvements: number of rounds since the first plan that fits.
     """
 
-    def __init__(self, budget: int, bound: float, *, quick: bool = False) -> None:
+    def __init__(
+        self, budget: int, bound: float, *, quick: bool = False, proves: bool = False
+    ) -> None:
         self.budget = budget
         self.bound = bound
         self.quick = quick
+        self.proves = proves
         self.layouts: IntArray | None = None
         self.common: IntArray | None = None
         self.unlimited: tuple[Solution, FinishedPlan] | None = None

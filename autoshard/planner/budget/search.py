@@ -72,7 +72,12 @@ class BudgetSearch(BudgetSolver):
     """Searches the best plan of a formulation under a memory budget; see `BudgetSolver`."""
 
     def run(
-        self, memory_budget: int, *, quick: bool = False, bound: float = -float("inf")
+        self,
+        memory_budget: int,
+        *,
+        quick: bool = False,
+        proves: bool = False,
+        bound: float = -float("inf"),
     ) -> Outcome:
         """Search the fastest plan whose peak is within a budget.
 
@@ -80,12 +85,14 @@ class BudgetSearch(BudgetSolver):
             memory_budget: bytes per device.
             quick: True to return the first plan that fits, with the layouts of the fastest plan
                 without recomputation, or others where those do not fit.
+            proves: True to prove a bound of all plans within the budget for it, at good prices of
+                memory; otherwise its bound is that of plans with any memory.
             bound: known lower bound of the time of all plans that fit.
         """
         self.bound = bound
         if self._formulation.min_input_bytes > memory_budget:
             return self._of_variables(Solution(SolveStatus.INFEASIBLE, None, np.inf, np.inf, 0.0))
-        rounds = Rounds(memory_budget, bound, quick=quick)
+        rounds = Rounds(memory_budget, bound, quick=quick, proves=proves)
         try:
             # The last solves may begin after the deadline, and so may the problems that they need.
             latest = time.perf_counter() + 2 * self.remaining + _LATE_SECONDS
@@ -138,9 +145,38 @@ class BudgetSearch(BudgetSolver):
             rounds.best = self._first_plan(unlimited, rounds)
         if rounds.best is not None:
             is_optimal = rounds.best.solution.status is SolveStatus.OPTIMAL
+            if rounds.proves and rounds.layouts is not None and not (self.is_late or is_optimal):
+                return self._bounded_within_budget(rounds.best, rounds)
             if rounds.quick or self.is_late or is_optimal:
                 return rounds.best
         return self._fit(rounds)
+
+    def _bounded_within_budget(self, outcome: Outcome, rounds: Rounds) -> Outcome:
+        """The first plan with a bound of all plans that fit, at good prices of memory."""
+        counted = self._prepared(rounds, rounds.bound, self._candidates(rounds))
+        limited = counted.problem.with_limit(float(rounds.budget))
+        solution = self.solve(limited, warm_start=counted.warm_start, proves=True, bounds_only=True)
+        rounds.bound = max(rounds.bound, solution.bound)
+        return self._bounded(outcome, rounds.bound)
+
+    def _prepared(
+        self, rounds: Rounds, unlimited: float, candidates: list[BoolArray]
+    ) -> CountedProblem:
+        """The problem that counts memory, with a start of its solver.
+
+        Args:
+            rounds: the state, which keeps it.
+            unlimited: lower bound of the plans with any memory.
+            candidates: masks of the strategies that the solver considers first.
+        """
+        counted = rounds.counted = self._counted(rounds)
+        warm_start = counted.warm_start
+        warm_start.unlimited_bound = unlimited if rounds.unlimited else None
+        warm_start.candidates = counted.nodes_with(candidates) if candidates else []
+        if rounds.common is not None:
+            start = counted.completed(rounds.common)
+            warm_start.known = [] if start is None else [start]
+        return counted
 
     def _first_plan(self, unlimited: Solution, rounds: Rounds) -> Outcome | None:
         """A plan that fits with the layouts of the best plan, or of one that is small.
@@ -160,7 +196,9 @@ class BudgetSearch(BudgetSolver):
         assert unlimited.choice is not None
         layouts = unlimited.choice
         peaks = tuple(self.peak_points(rounds.unlimited[1])) if rounds.unlimited else ()
-        given = self._with_layouts(layouts, memory_budget, points=peaks)
+        # Only a search that goes on needs the memory of all strategies.
+        is_last = rounds.quick and not rounds.proves
+        given = self._with_layouts(layouts, memory_budget, points=peaks, is_last=is_last)
         # All strategies of a problem that is not wide take little more time than these layouts.
         tried = self._unlimited.strategy_bounds
         # Whatever is recomputed, the layouts of the fastest plan may not fit. With a price on
@@ -171,7 +209,9 @@ class BudgetSearch(BudgetSolver):
             priced = self._priced(elasticity * unlimited.objective / memory_budget)
             if priced.choice is not None:
                 layouts = priced.choice
-                given = self._with_layouts(layouts, memory_budget, points=given.points)
+                given = self._with_layouts(
+                    layouts, memory_budget, points=given.points, is_last=is_last
+                )
         outcomes = [outcome for outcome in (same_layouts, given.best) if outcome is not None]
         if not outcomes:
             return None
@@ -195,7 +235,12 @@ class BudgetSearch(BudgetSolver):
         return self._of_variables(feasible, plan)
 
     def _with_layouts(
-        self, strategies: IntArray, memory_budget: int, *, points: Sequence[BackwardPoint] = ()
+        self,
+        strategies: IntArray,
+        memory_budget: int,
+        *,
+        points: Sequence[BackwardPoint] = (),
+        is_last: bool = False,
     ) -> Rounds:
         """The rounds of a search of a plan that fits with given strategies of all variables.
 
@@ -203,6 +248,7 @@ class BudgetSearch(BudgetSolver):
             strategies: strategy index of each variable.
             memory_budget: bytes per device.
             points: time points of backward at which memory is counted from the start.
+            is_last: True if no problem with other strategies is solved afterwards.
         """
         masks = self._only(strategies)
         # Rounds of their own: what these solves prove holds for plans with these layouts only.
@@ -210,7 +256,12 @@ class BudgetSearch(BudgetSolver):
         rounds.add_points(chain(points, self.block_points()))
         for _ in range(_FIRST_ROUNDS):
             if rounds.counted is None:
-                rounds.counted = self._counted(rounds).restricted(masks)
+                negligible = self.negligible(memory_budget)
+                rounds.counted = (
+                    self.count_given(strategies, negligible, rounds.points)
+                    if is_last
+                    else self.count(negligible, rounds.points).restricted(masks)
+                )
             solution = self._solve_round(
                 rounds,
                 gap=max(self._loose_gap, _FIRST_GAP),
@@ -250,7 +301,7 @@ class BudgetSearch(BudgetSolver):
         # A smaller limit, which makes up for what the problem does not count, also excludes plans
         # that fit, so it proves nothing.
         is_budget = limit == rounds.budget
-        limited = replace(counted.problem, usage_limit=limit)
+        limited = counted.problem.with_limit(limit)
         solution = self.solve(
             limited,
             gap=gap,
@@ -298,7 +349,7 @@ class BudgetSearch(BudgetSolver):
         least = self.least_usage(counted.problem)
         if not isfinite(least):
             return least, None
-        solution = self.solve(replace(counted.problem, usage_limit=least), gap=self._loose_gap)
+        solution = self.solve(counted.problem.with_limit(least), gap=self._loose_gap)
         if solution.choice is None:
             return least, None
         return least, self.build(counted.decisions(solution.choice))
@@ -332,13 +383,7 @@ class BudgetSearch(BudgetSolver):
                     # budget may fit.
                     pairs = zip(candidates, self._only(rounds.exceeding.layouts), strict=True)
                     candidates = [one | other for one, other in pairs]
-                rounds.counted = self._counted(rounds)
-                warm_start = rounds.counted.warm_start
-                warm_start.unlimited_bound = bound_of_unlimited if unlimited else None
-                warm_start.candidates = rounds.counted.nodes_with(candidates) if candidates else []
-                if rounds.common is not None:
-                    start = rounds.counted.completed(rounds.common)
-                    warm_start.known = [] if start is None else [start]
+                self._prepared(rounds, bound_of_unlimited, candidates)
             solution = self._solve_round(rounds, gap=self._loose_gap, proves=True)
             if solution is None or rounds.limits.is_over or self._is_over(rounds):
                 break

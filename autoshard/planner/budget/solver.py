@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
+from autoshard.base.arrays import IntArray
 from autoshard.base.collection import collection_paused
 from autoshard.base.limits import unlimited
 from autoshard.lowering.timeline import timeline
@@ -20,6 +21,7 @@ from autoshard.solve import (
     Problem,
     Progress,
     Solution,
+    SolverSettings,
     WarmStart,
     minimum_usage,
     solve_problem,
@@ -103,8 +105,12 @@ class BudgetSolver:
         warm_start: WarmStart | None = None,
         seconds: float | None = None,
         proves: bool = False,
+        bounds_only: bool = False,
     ) -> Solution:
-        """Solve a problem; `proves` if its bound is one of all plans that fit."""
+        """Solve a problem; `proves` if its bound is one of all plans that fit.
+
+        With `bounds_only`, prices of memory prove a bound, and no better choice is searched for.
+        """
 
         def report(progress: Progress) -> None:
             if proves:
@@ -122,6 +128,7 @@ class BudgetSolver:
             solver=self._options.solver.name,
             block_cache=self._block_cache,
             warm_start=warm_start,
+            settings=SolverSettings(bounds_only=bounds_only),
         )
         self.cut_short = self.cut_short or solution.reached_time_limit
         return solution
@@ -169,8 +176,28 @@ class BudgetSolver:
             self._last_counted = key, self._count(*key)
         return self._last_counted[1]
 
-    def _count(self, negligible: float, points: Sequence[BackwardPoint]) -> CountedProblem:
-        formulation, options = self._formulation, self._options
+    def count_given(
+        self, strategies: IntArray, negligible: float, points: Sequence[BackwardPoint]
+    ) -> CountedProblem:
+        """The problem that counts memory with given strategies of all variables only.
+
+        Args:
+            strategies: strategy index of each variable.
+            negligible: as for `count`.
+            points: as for `count`.
+        """
+        part = self._count(negligible, points, self._formulation.restricted(strategies))
+        return replace(
+            part, decisions=lambda choice: replace(part.decisions(choice), choice=strategies)
+        )
+
+    def _count(
+        self,
+        negligible: float,
+        points: Sequence[BackwardPoint],
+        formulation: Formulation | None = None,
+    ) -> CountedProblem:
+        formulation, options = formulation or self._formulation, self._options
         if not formulation.prices.training:
             problem = formulation.problem
             return CountedProblem(problem, Decisions, lambda v: v, num_common=len(problem.nodes))

@@ -11,6 +11,7 @@ c_v(s) its seconds, and p_e(i, j) the seconds of the resharding from layout i to
 
 from collections import Counter
 from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
 from functools import cached_property
 from itertools import groupby
@@ -115,6 +116,42 @@ class Formulation:
     def constrained(self, constraints: PlanConstraints) -> "Formulation":
         """The same problem under other constraints."""
         return Formulation(self.prices, constraints)
+
+    def restricted(self, choice: IntArray) -> "Formulation":
+        """The problem with one strategy of each variable only.
+
+        Args:
+            choice: strategy index of each variable.
+        """
+        # Equal variables go on sharing their arrays.
+        known: dict[tuple[int, ...], Variable] = {}
+        variables = []
+        for variable, s in zip(self.variables, choice.tolist(), strict=True):
+            key = (s, id(variable.strategies), id(variable.time), *map(id, variable.usage.values()))
+            if key not in known:
+                known[key] = replace(
+                    variable,
+                    strategies=(variable.strategies[s],),
+                    time=variable.time[[s]],
+                    usage={kind: nbytes[[s]] for kind, nbytes in variable.usage.items()},
+                )
+            own = known[key]
+            variables.append(
+                replace(variable, strategies=own.strategies, time=own.time, usage=own.usage)
+            )
+        ties = [
+            (target, source, rows[[choice[target]]], cols[[choice[source]]])
+            for target, source, rows, cols in self.ties
+        ]
+        part = copy(self)
+        for name in ("problem", "min_input_bytes"):
+            vars(part).pop(name, None)
+        # The memos are of the strategies.
+        memos: dict[str, object] = {
+            name: {} for name in ("_kinds", "_edge_costs", "_path_costs", "_compute")
+        }
+        vars(part).update(variables=variables, ties=ties, **memos)
+        return part
 
     @cached_property
     def problem(self) -> Problem:

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import isqrt
+from math import inf, isqrt
 
 from autoshard.errors import OptionError
 from autoshard.mesh import Mesh, Topology, default_axis_names, make_mesh, resolve_topology
@@ -26,18 +26,24 @@ class MeshCandidate:
             the search was stopped. None if the options do not fit this mesh, its plans are proven
             to be at most `relative_gap` faster than that of another mesh, or the process died.
         error: reason why `plan` is None; empty otherwise.
+        bound: proven lower bound of the seconds of its plans with these options; inf if there is
+            no plan, -inf if no bound is known.
+        was_stopped: True if the search was stopped before the mesh was planned: `plan` is then its
+            first plan, or None.
     """
 
     mesh: Mesh
     options: PlanOptions
     plan: Plan | None
     error: str = ""
+    bound: float = -inf
+    was_stopped: bool = False
 
     @property
     def objective(self) -> float:
         """Seconds of the plan; inf if there is none."""
         found = None if self.plan is None else self.plan.certificate.objective
-        return float("inf") if found is None else found
+        return inf if found is None else found
 
 
 def candidate_meshes(

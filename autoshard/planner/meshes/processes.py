@@ -15,6 +15,7 @@ from autoshard.base.outcome import SolveStatus
 from autoshard.mesh import Mesh, mesh_to_json
 from autoshard.plan.document import Plan
 from autoshard.plan.options import PlanOptions
+from autoshard.plan.sub_meshes import num_pipeline_ranks
 from autoshard.planner.meshes.candidates import MeshCandidate
 from autoshard.solve import KeyValueStore
 
@@ -28,7 +29,7 @@ class MeshTask(NamedTuple):
         mesh: the mesh.
         options: of its plan.
         best: seconds of the best plan so far; inf if there is none.
-        is_first: True if the first plan that fits memory is enough.
+        is_first: True if the first plan that fits memory is enough; of a pipeline, a bound.
     """
 
     mesh: Mesh
@@ -37,15 +38,8 @@ class MeshTask(NamedTuple):
     is_first: bool
 
 
-class MeshResult(NamedTuple):
-    """A candidate, and the proven lower bound of its plans in seconds; -inf if none is known."""
-
-    candidate: MeshCandidate
-    bound: float
-
-
 Tasks = queue.SimpleQueue[MeshTask | None]
-Results = queue.SimpleQueue[MeshResult]
+Results = queue.SimpleQueue[MeshCandidate]
 
 
 @contextmanager
@@ -98,7 +92,7 @@ class MeshWorker:
             self._results.put(self._plan(task))
         self._close()
 
-    def _plan(self, task: MeshTask) -> MeshResult:
+    def _plan(self, task: MeshTask) -> MeshCandidate:
         reply: dict[str, Any] | None = None
         mesh, options = task.mesh, task.options
         # A process that died does not reply; the error then has its exit status.
@@ -115,15 +109,17 @@ class MeshWorker:
             _write(process.stdin, message)
             reply = self._reply(process.stdin, process.stdout)
         if reply is None:
-            return MeshResult(MeshCandidate(mesh, options, None, self._close()), inf)
+            return MeshCandidate(mesh, options, None, self._close())
         if "plan" in reply:
             plan = Plan.from_json(reply["plan"])
-            return MeshResult(MeshCandidate(mesh, options, plan), _bound_of(plan))
-        if "bound" in reply:
-            reason = slower_reason(reply["bound"], task.best)
-            return MeshResult(MeshCandidate(mesh, options, None, reason), reply["bound"])
-        error = reply.get("error", "")
-        return MeshResult(MeshCandidate(mesh, options, None, error), inf if error else -inf)
+            return MeshCandidate(mesh, options, plan, bound=_bound_of(plan))
+        if "error" in reply:
+            bound = inf if reply["is_proof"] else -inf
+            return MeshCandidate(mesh, options, None, reply["error"], bound)
+        bound = -inf if reply["bound"] is None else reply["bound"]
+        is_excluded = (1 - options.solver.relative_gap) * task.best < bound
+        reason = slower_reason(bound, task.best) if is_excluded else ""
+        return MeshCandidate(mesh, options, None, reason, bound)
 
     def _reply(self, stdin: IO[str], stdout: IO[str]) -> dict[str, Any] | None:
         """The reply of the process, after its requests to the block cache; None if it ended."""
@@ -181,8 +177,13 @@ class MeshWorker:
 
 
 def _bound_of(plan: Plan) -> float:
-    """Proven lower bound of the plans of a mesh, seconds; inf if there is none."""
+    """Proven lower bound of the plans of a mesh, seconds; inf if there is none, -inf if unknown.
+
+    That of a pipeline is known before: the search for one compares most by estimates.
+    """
     certificate = plan.certificate
+    if num_pipeline_ranks(plan.mesh) is not None:
+        return -inf
     if certificate.status is SolveStatus.INFEASIBLE:
         return inf
     return -inf if certificate.bound is None else certificate.bound

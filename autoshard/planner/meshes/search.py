@@ -5,7 +5,7 @@ import queue
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from math import inf, log2
+from math import inf, isfinite, log2
 
 from autoshard.base.arguments import Count, check_arguments
 from autoshard.base.outcome import SolveStatus
@@ -18,7 +18,6 @@ from autoshard.plan.options import PlanOptions
 from autoshard.plan.sub_meshes import num_pipeline_ranks
 from autoshard.planner.meshes.candidates import MeshCandidate, candidate_meshes
 from autoshard.planner.meshes.processes import (
-    MeshResult,
     MeshTask,
     Results,
     Tasks,
@@ -32,7 +31,9 @@ _POLL_SECONDS = 0.1
 _MAX_ERRORS = 3
 """Maximum number of errors in a message."""
 _FIRST_AXES = 2
-"""Number of axes up to which the bound of a mesh is always computed; it needs little time."""
+"""Number of axes of a stage up to which a mesh gets a first plan and a bound, which need a fraction
+of the time of a plan; with more axes, they take most of it."""
+_NOT_TRIED = "not planned: the search was stopped before"
 _MESHES_AHEAD = 2
 """Number of meshes that are compared with each other only when both are planned. A mesh is compared
 with those that are further ahead, so that results depend on neither speed nor number of the
@@ -85,12 +86,12 @@ def search_meshes(
     ask for pipelines, the outermost axis `pp` of a mesh has the pipeline ranks; with `stages`
     'auto', meshes without it are planned as one stage.
 
-    The first plan of one stage that fits memory, and a bound of all, take little time; every mesh
-    has them before any mesh is planned in full. Those of one and two axes come first, then
-    those whose innermost axis has about the size of a node, which are often fastest. A mesh is
-    planned no further as soon as a bound proves that its plans of one stage are at most
-    `relative_gap` faster than one of the meshes before it, but for the last few; its error names
-    the bound. The most promising meshes are planned in full first.
+    A first plan that fits memory, and a bound of all that do, take a fraction of the time of a
+    plan; every mesh of one or two axes has them before any mesh is planned in full, a pipeline
+    whose stages have at most two axes a bound. Then the most promising meshes come first, those
+    with more axes last, among them those whose innermost axis has about the size of a node. A mesh
+    is planned no further as soon as a bound proves that its plans are at most `relative_gap` faster
+    than one of the meshes before it, but for the last few; its error names the bound.
 
     Args:
         graph: the program, as for `make_plan`.
@@ -104,7 +105,7 @@ def search_meshes(
         num_workers: number of processes that plan at the same time.
         on_progress: called after each plan, from the calling thread.
         cancel: an event; once it is set, the processes are killed and the results so far returned,
-            with the first plan of meshes that are not planned in full.
+            with the first plan of meshes that are not planned in full; see `was_stopped`.
         block_cache: a store of solved blocks, as for `make_plan`; used from several threads. A
             worker stops using it after it raises OSError.
         max_strategies: as for `make_plan`; a mesh with a larger problem has an error.
@@ -137,7 +138,7 @@ def search_meshes(
     with mesh_workers(request, min(num_workers, len(meshes)), block_cache) as (tasks, results):
         search = _Search(meshes, options, tasks, results, on_progress, cancel)
         found = search.run(max(num_workers, _MESHES_AHEAD))
-    if len(found) == len(meshes) and all(candidate.plan is None for candidate in found):
+    if all(candidate.plan is None and not candidate.was_stopped for candidate in found):
         errors = "; ".join(f"{mesh_text(c.mesh)}: {c.error}" for c in found[:_MAX_ERRORS])
         raise OptionError(f"no mesh of {num_devices} devices can be planned: {errors}")
     return tuple(sorted(found, key=lambda c: (c.objective, len(c.mesh.axes), c.mesh.axis_sizes)))
@@ -170,22 +171,44 @@ class _Search:
     bounds: dict[Mesh, float] = field(default_factory=dict)
 
     def run(self, ahead: int) -> list[MeshCandidate]:
-        """All candidates, or those so far if the search is cancelled.
+        """All candidates; those of a search that is cancelled have what was found so far.
 
         Args:
             ahead: number of meshes that are compared only when both are planned.
         """
-        self._plan(_order(self.meshes, ahead), is_first=True)
+        few = [mesh for mesh in self.meshes if _num_axes(mesh) <= _FIRST_AXES]
+        self._plan([(mesh, ()) for mesh in few], is_first=True)
         left = [mesh for mesh in self.meshes if mesh not in self.done]
         if not self._is_cancelled:
-            # The best plans first, as others may then be proven to be slower. Pipelines have no
-            # first plan, and no bound that another mesh could exceed.
-            left.sort(key=lambda mesh: (mesh in self.first, self._seconds(mesh)))
+            # The best plans first, as others may then be proven to be slower.
+            left.sort(key=self._rank)
             others = [mesh for mesh in self.meshes if mesh not in left]
             before = [(*others, *left[: max(i + 1 - ahead, 0)]) for i in range(len(left))]
             self._plan(list(zip(left, before, strict=True)), is_first=False)
-        stopped = (_stopped(c) for mesh, c in self.first.items() if mesh not in self.done)
-        return [*self.done.values(), *stopped]
+        missing = (mesh for mesh in self.meshes if mesh not in self.done)
+        return [*self.done.values(), *map(self._stopped, missing)]
+
+    def _rank(self, mesh: Mesh) -> tuple[float, float, float]:
+        """Order of a mesh that is to be planned: by first plan, by bound, by innermost axis."""
+        node = mesh.topology.levels[0].size or mesh.num_devices
+        distance = abs(log2(mesh.axis_sizes[-1] / min(node, mesh.num_devices)))
+        bound = self.bounds.get(mesh, inf)
+        return self._seconds(mesh), bound if isfinite(bound) else inf, distance
+
+    def _stopped(self, mesh: Mesh) -> MeshCandidate:
+        """A mesh that the search did not come to, with its first plan if it has one."""
+        bound = self.bounds.get(mesh, -inf)
+        first = self.first.get(mesh)
+        if first is None or first.plan is None:
+            options = _options_of(mesh, self.options)
+            return MeshCandidate(mesh, options, None, _NOT_TRIED, bound, was_stopped=True)
+        certificate = with_statement(
+            first.plan.certificate.model_copy(update={"status": SolveStatus.CANCELLED}),
+            first.options,
+            mesh,
+        )
+        plan = first.plan.model_copy(update={"certificate": certificate})
+        return replace(first, plan=plan, bound=bound, was_stopped=True)
 
     def _plan(self, order: Sequence[tuple[Mesh, Sequence[Mesh]]], *, is_first: bool) -> None:
         """Plan meshes, each once those before it are planned.
@@ -207,32 +230,30 @@ class _Search:
                 self._ask(MeshTask(mesh, _options_of(mesh, self.options), best, is_first))
                 asked += 1
             with suppress(queue.Empty):
-                candidate, bound = self.results.get(timeout=_POLL_SECONDS)
+                candidate = self.results.get(timeout=_POLL_SECONDS)
                 known.add(candidate.mesh)
-                self._record(candidate, bound, is_first=is_first)
+                self._record(candidate, is_first=is_first)
 
     def _ask(self, task: MeshTask) -> None:
         """Plan a mesh, unless its bound is known to be too high."""
         bound = self.bounds.get(task.mesh, -inf)
         if (1 - task.options.solver.relative_gap) * task.best < bound < inf:
-            candidate = MeshCandidate(
-                task.mesh, task.options, None, slower_reason(bound, task.best)
-            )
-            self.results.put(MeshResult(candidate, bound))
+            reason = slower_reason(bound, task.best)
+            self.results.put(MeshCandidate(task.mesh, task.options, None, reason, bound))
         else:
             self.tasks.put(task)
 
-    def _record(self, candidate: MeshCandidate, bound: float, *, is_first: bool) -> None:
+    def _record(self, candidate: MeshCandidate, *, is_first: bool) -> None:
         """Record a result, and report it."""
         mesh, plan = candidate.mesh, candidate.plan
-        self.bounds[mesh] = max(bound, self.bounds.get(mesh, -inf))
+        bound = self.bounds[mesh] = max(candidate.bound, self.bounds.get(mesh, -inf))
         if is_first and not candidate.error and not _is_final(plan, candidate.options):
             if plan is not None and plan.found:
                 self.first[mesh] = candidate
         else:
             first = self.first.get(mesh, candidate)
             is_faster = plan is not None and first.objective < candidate.objective
-            self.done[mesh] = first if is_faster else candidate
+            self.done[mesh] = replace(first if is_faster else candidate, bound=bound)
         if self.on_progress is not None and (mesh in self.done or mesh in self.first):
             seconds = min(map(self._seconds, self.meshes))
             least = min(self.bounds.get(other, -inf) for other in self.meshes)
@@ -256,34 +277,9 @@ def _is_final(plan: Plan | None, options: PlanOptions) -> bool:
     return is_optimal and not options.solver.comparisons
 
 
-def _stopped(candidate: MeshCandidate) -> MeshCandidate:
-    """The first plan of a mesh as the result of a search that was stopped."""
-    assert candidate.plan is not None
-    certificate = with_statement(
-        candidate.plan.certificate.model_copy(update={"status": SolveStatus.CANCELLED}),
-        candidate.options,
-        candidate.mesh,
-    )
-    plan = candidate.plan.model_copy(update={"certificate": certificate})
-    return replace(candidate, plan=plan)
-
-
-def _order(meshes: Sequence[Mesh], ahead: int) -> list[tuple[Mesh, Sequence[Mesh]]]:
-    """Meshes in the order of planning, each with those that have to be planned before it.
-
-    Args:
-        meshes: all meshes.
-        ahead: number of meshes of many axes that may be planned at the same time.
-    """
-
-    def distance(mesh: Mesh) -> float:
-        node = mesh.topology.levels[0].size or mesh.num_devices
-        return abs(log2(mesh.axis_sizes[-1] / min(node, mesh.num_devices)))
-
-    first = [mesh for mesh in meshes if len(mesh.axes) <= _FIRST_AXES]
-    others = sorted((mesh for mesh in meshes if len(mesh.axes) > _FIRST_AXES), key=distance)
-    before = [(*first, *others[: max(i + 1 - ahead, 0)]) for i in range(len(others))]
-    return [*((mesh, ()) for mesh in first), *zip(others, before, strict=True)]
+def _num_axes(mesh: Mesh) -> int:
+    """Number of axes of the mesh of a stage."""
+    return len(mesh.axes) - (num_pipeline_ranks(mesh) is not None)
 
 
 def _options_of(mesh: Mesh, options: PlanOptions) -> PlanOptions:

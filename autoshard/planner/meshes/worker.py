@@ -1,29 +1,34 @@
 """Worker process of a mesh search, which exchanges lines of JSON over stdin and stdout.
 
 The first line contains the graph, every further line a mesh, its options, the seconds of the best
-plan so far, and whether the first plan that fits is enough. The reply is a plan, a lower bound that
-excludes the mesh, an error, or nothing, if there is no first plan of a pipeline. While it plans,
-the worker may send requests to the block cache of its parent. It exits when its stdin is closed,
-even while it plans.
+plan so far, and whether the first plan that fits is enough. The reply is a plan, an error, or a
+lower bound, which excludes the mesh, or is what is known of a pipeline in place of a first plan.
+While it plans, the worker may send requests to the block cache of its parent. It exits when its
+stdin is closed, even while it plans.
 """
 
 import json
 import os
 import queue
 from base64 import b64decode, b64encode
-from math import inf
+from dataclasses import dataclass
+from math import inf, isfinite
 from threading import Thread
 from typing import Any, TextIO
 
-from autoshard.errors import InputError
+from autoshard.errors import InputError, TooManyStrategiesError
 from autoshard.graph import Graph, graph_from_json
 from autoshard.mesh import Mesh, mesh_from_json
 from autoshard.plan.options import PlanOptions
 from autoshard.plan.sub_meshes import num_pipeline_ranks
-from autoshard.planner.baselines import ComparisonLimits
-from autoshard.planner.pipeline.pipeline_planner import make_first_plan, make_plan
+from autoshard.planner.baselines import ComparisonLimits, Cutoff
+from autoshard.planner.pipeline.pipeline_planner import (
+    make_first_plan,
+    make_plan,
+    pipeline_bound,
+)
 from autoshard.planner.pipeline.policies import num_stages, stage_cutter
-from autoshard.solve import Progress
+from autoshard.solve import KeyValueStore
 
 
 class _RemoteBlockCache:
@@ -42,33 +47,6 @@ class _RemoteBlockCache:
         _write(self._replies, {"put": key, "body": b64encode(body).decode()})
 
 
-class _Cutoff:
-    """A cancel token that ends planning once a known plan is proven to be nearly as fast as any.
-
-    Args:
-        seconds: a step of the known plan; inf to make a plan in any case.
-        relative_gap: relative difference by which a plan that is not made may be faster.
-    """
-
-    def __init__(self, seconds: float, relative_gap: float) -> None:
-        self._seconds = seconds
-        self._least = (1 - relative_gap) * seconds
-        self._bound = -inf
-
-    def report(self, progress: Progress) -> None:
-        """Look at the progress of planning."""
-        self._bound = max(self._bound, progress.bound)
-
-    def is_set(self) -> bool:
-        """True if no plan is faster by more than the gap; an infinite bound: there is none."""
-        return self._least < self._bound < inf
-
-    @property
-    def bound(self) -> float:
-        """Proven lower bound of all plans, seconds."""
-        return self._bound
-
-
 def plans_one_stage(graph: Graph, mesh: Mesh, options: PlanOptions) -> bool:
     """True if plans of a program have one stage on a mesh.
 
@@ -78,6 +56,49 @@ def plans_one_stage(graph: Graph, mesh: Mesh, options: PlanOptions) -> bool:
     if num_pipeline_ranks(mesh) is not None:
         return False
     return options.pipeline.stages == 1 or num_stages(options, stage_cutter(graph, options)) == 1
+
+
+@dataclass(frozen=True)
+class _MeshPlanner:
+    """Plans one program for meshes.
+
+    Attributes:
+        graph: the program.
+        block_cache: as for `make_plan`.
+        max_strategies: as for `make_plan`.
+    """
+
+    graph: Graph
+    block_cache: KeyValueStore | None
+    max_strategies: int | None
+
+    def reply(self, question: dict[str, Any]) -> dict[str, Any]:
+        """A plan of a mesh, a lower bound of its plans, or an error."""
+        mesh = mesh_from_json(question["mesh"])
+        options = PlanOptions.model_validate(question["options"])
+        try:
+            is_one = plans_one_stage(self.graph, mesh, options)
+            has_bound = question["best"] is not None and is_one
+            cutoff = Cutoff(question["best"] if has_bound else inf, options.solver.relative_gap)
+            limits = ComparisonLimits(cutoff.report, cutoff, self.block_cache, self.max_strategies)
+            if question["first"] and not is_one:
+                bound = pipeline_bound(self.graph, mesh, options, limits)
+                return {"bound": bound if isfinite(bound) else None}
+            if question["first"]:
+                plan = make_first_plan(self.graph, mesh, options, limits)
+            else:
+                plan = make_plan(
+                    *(self.graph, mesh, options),
+                    on_progress=cutoff.report,
+                    cancel=cutoff,
+                    block_cache=self.block_cache,
+                    max_strategies=self.max_strategies,
+                )
+        except InputError as error:
+            # Of a problem that is too large for this process, plans may exist.
+            is_proof = not isinstance(error, TooManyStrategiesError)
+            return {"error": str(error), "is_proof": is_proof}
+        return {"bound": cutoff.bound} if cutoff.is_set() else {"plan": plan.to_json()}
 
 
 def main() -> None:
@@ -90,35 +111,9 @@ def main() -> None:
     request = json.loads(lines.get())
     graph = graph_from_json(request["graph"])
     block_cache = _RemoteBlockCache(lines, replies) if request["block_cache"] else None
-    max_strategies = request["max_strategies"]
+    planner = _MeshPlanner(graph, block_cache, request["max_strategies"])
     while True:
-        question = json.loads(lines.get())
-        mesh = mesh_from_json(question["mesh"])
-        options = PlanOptions.model_validate(question["options"])
-        try:
-            is_one = plans_one_stage(graph, mesh, options)
-            has_bound = question["best"] is not None and is_one
-            cutoff = _Cutoff(question["best"] if has_bound else inf, options.solver.relative_gap)
-            limits = ComparisonLimits(cutoff.report, cutoff, block_cache, max_strategies)
-            if question["first"] and not is_one:
-                _write(replies, {})
-                continue
-            if question["first"]:
-                plan = make_first_plan(graph, mesh, options, limits)
-            else:
-                plan = make_plan(
-                    *(graph, mesh, options),
-                    on_progress=cutoff.report,
-                    cancel=cutoff,
-                    block_cache=block_cache,
-                    max_strategies=max_strategies,
-                )
-            if cutoff.is_set():
-                _write(replies, {"bound": cutoff.bound})
-            else:
-                _write(replies, {"plan": plan.to_json()})
-        except InputError as error:
-            _write(replies, {"error": str(error)})
+        _write(replies, planner.reply(json.loads(lines.get())))
 
 
 def _write(replies: TextIO, message: dict[str, Any]) -> None:

@@ -22,6 +22,7 @@ from autoshard.plan.options.of_stages import on_sub_mesh, stage_options, with_pi
 from autoshard.plan.predictions import Certificate, Costs
 from autoshard.plan.sub_meshes import num_pipeline_ranks, sub_mesh
 from autoshard.planner.baselines import ComparisonLimits, with_comparisons
+from autoshard.planner.export_roles import chooses_export_roles, fastest_export
 from autoshard.planner.formulation.formulating import (
     check_checkpointing,
     check_runs,
@@ -142,6 +143,30 @@ def make_first_plan(
     return _with_performance(_plan(graph, mesh, options, limits, quick=True), graph)
 
 
+def pipeline_bound(
+    graph: Graph, mesh: Mesh, options: PlanOptions, limits: ComparisonLimits
+) -> float:
+    """Lower bound of the seconds of a step of a pipeline on a mesh whose outermost axis is `pp`.
+
+    The busiest rank has at least the mean work of all, whatever the stages; -inf if that is not
+    known: sub-meshes may differ, or the time is over.
+
+    Raises:
+        GraphError: the graph cannot be planned in this mode.
+        OptionError: an option is invalid, or the problem has too many strategies.
+    """
+    ranks = num_pipeline_ranks(mesh)
+    if ranks is None or options.pipeline.sub_meshes == "any":
+        return -inf
+    devices = sub_mesh(mesh, mesh.num_devices // ranks)
+    search = SearchLimits(options.solver.time_limit / 2, limits.cancel, limits.max_strategies)
+    try:
+        own = on_sub_mesh(options, devices, mesh)
+        return whole_bound(graph, devices, own, search, limits.block_cache) / ranks
+    except Stopped:
+        return -inf
+
+
 def _remade(graph: Graph, mesh: Mesh, limits: ComparisonLimits, options: PlanOptions) -> Plan:
     """A plan to compare with; its progress is not reported."""
     found = _plan(graph, mesh, options, replace(limits, on_progress=None))
@@ -168,7 +193,7 @@ def _plan(
     latest = start + _LATEST_SHARE * options.solver.time_limit + _LATEST_SECONDS
     try:
         with limited(Limits(latest, most=sys.maxsize)):
-            return _planned(graph, mesh, options, given, quick=quick)
+            return _planned(graph, mesh, options, given=given, quick=quick)
     except LimitReached as reached:
         status = reached.status or SolveStatus.TIMED_OUT
         seconds = {"search": time.perf_counter() - start}
@@ -178,7 +203,7 @@ def _plan(
 
 
 def _planned(
-    graph: Graph, mesh: Mesh, options: PlanOptions, given: ComparisonLimits, *, quick: bool
+    graph: Graph, mesh: Mesh, options: PlanOptions, *, given: ComparisonLimits, quick: bool
 ) -> Plan:
     """The plan of one stage or of a pipeline, by the least times of the steps of planning."""
     plan_stage = partial(
@@ -189,6 +214,12 @@ def _planned(
     )
     cutter = stage_cutter(graph, options)
     number = num_stages(options, cutter)
+    if chooses_export_roles(options):
+        devices = mesh if number == 1 else largest_sub_mesh(mesh, options, number)
+        made = fastest_export(
+            partial(_planned, graph, mesh, given=given, quick=quick), options, devices
+        )
+        return made.model_copy(update={"id": plan_id(graph, mesh, options)})
     if number == 1:
         return plan_stage(graph, mesh, options, on_progress=given.on_progress, quick=quick)
     check_runs(graph)

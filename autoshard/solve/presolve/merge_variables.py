@@ -99,7 +99,7 @@ def _normal_form(values: FloatArray) -> _NormalForm:
     # Adding zero turns -0.0 into 0.0, so that equal rows have equal bytes.
     values = values - col_shift + 0.0
     first_rows, row_class = _equal_rows(values)
-    first_cols, col_class = _equal_rows(np.ascontiguousarray(values.T))
+    first_cols, col_class = _equal_rows(np.ascontiguousarray(values[first_rows].T))
     if len(first_cols) == 1:
         row_shift, first_rows, row_class = row_shift + values[:, 0], [0], np.zeros_like(row_class)
     elif len(first_rows) == 1:
@@ -114,14 +114,14 @@ def _finite_or_zero(values: FloatArray) -> FloatArray:
 
 def _equal_rows(values: FloatArray) -> tuple[list[int], IntArray]:
     """First row of each class of equal rows, and the class of each row."""
-    classes: dict[bytes, int] = {}
-    first: list[int] = []
-    row_class = np.empty(len(values), dtype=np.intp)
-    for i, row in enumerate(values):
-        row_class[i] = classes.setdefault(row.tobytes(), len(first))
-        if row_class[i] == len(first):
-            first.append(i)
-    return first, row_class
+    data, width = values.tobytes(), values.shape[1] * values.itemsize
+    firsts: dict[bytes, int] = {}
+    row_class = [
+        firsts.setdefault(data[start : start + width], row)
+        for row, start in enumerate(range(0, len(data), width))
+    ]
+    first = list(firsts.values())
+    return first, np.searchsorted(first, row_class)
 
 
 class MergeTies:

@@ -88,6 +88,7 @@ def _solve_limited(
         return contracted.minimise(costs)
 
     best_choices = state.warm_start.best_choices
+    is_enough = state.settings.bounds_only and state.choice is not None
     lagrangian = UsageLagrangian(state, UsageWeights(state.problem, runs), minimise)
     for choice in best_choices:
         lagrangian.add_choice(choice)
@@ -97,15 +98,19 @@ def _solve_limited(
             return RunOutcome.SKIPPED
         if state.problem.fits(lagrangian.points[-1].choice):
             return RunOutcome.UPDATED
+    for choice in state.warm_start.known if is_enough else ():
+        lagrangian.add_choice(choice)
     try:
         # Also if a choice is known: groups of choices with little usage are combined, too.
-        exceeds = bool(lagrangian.usage_weights.weights)
+        exceeds = bool(lagrangian.usage_weights.weights) and not is_enough
         nudges = (0.0, _NUDGE)
         if exceeds and not lagrangian.can_fit(slack=_SLACK, mixtures=_MIXTURES, nudges=nudges):
             return RunOutcome.INFEASIBLE
         state.enter("price the usage of repeated groups")
         prices = lagrangian.maximise_bound()
         state.raise_bound(lagrangian.bound)
+        if is_enough:
+            return RunOutcome.UPDATED
         state.enter("combine repeated groups")
         master = GroupMaster(state)
         _combine_groups(lagrangian, prices, master)

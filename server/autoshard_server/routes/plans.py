@@ -339,7 +339,7 @@ async def trace_plan(
         *(ProblemType.NOT_FOUND, ProblemType.REQUEST, ProblemType.LIMIT),
         headers=("If-None-Match",),
         answers={
-            200: ("The summary: at most 30 lines.", "ETag", "Cache-Control"),
+            200: ("The summary: about 40 lines.", "ETag", "Cache-Control"),
             304: ("The caller has this summary.",),
         },
         content={_TEXT: {"schema": {"type": "string"}}},
@@ -358,6 +358,20 @@ async def summarise_plan(
     # The plan never changes, but another release may summarise it differently.
     tag = hashlib.sha256(text).hexdigest()
     return tagged_response(request, text, tag, _TEXT, cache=REVALIDATE)
+
+
+@router.get("/plans/{plan_id:segment}", include_in_schema=False)
+async def get_plan_page(
+    plan_id: PlanId, request: Request, service: ServiceParameter, caller: Reader
+) -> Response:
+    """The page of a plan, for browsers; its own policy allows nothing but its script and style."""
+    plan = await _cached_plan(service, caller, plan_id)
+    text = await service.parse(caller.project, "page", {}, plan)
+    # The plan never changes, but another release may show it differently.
+    tag = hashlib.sha256(text).hexdigest()
+    answer = tagged_response(request, text, tag, "text/html; charset=utf-8", cache=REVALIDATE)
+    answer.headers["Content-Security-Policy"] = "frame-ancestors 'none'"
+    return answer
 
 
 async def _query(

@@ -17,6 +17,7 @@ from autoshard.mesh import topology_from_json
 from autoshard.plan import Plan
 from autoshard.planner import identity_of
 from autoshard.report import PlanDifference
+from autoshard.report.page import plan_page
 from autoshard.requests.running import load_request_graph
 from autoshard_server.problems import ProblemType, limit_error
 from autoshard_server.requests import (
@@ -80,12 +81,21 @@ def _summarise(_request: Mapping[str, Any], plan: bytes, _settings: Settings) ->
     return f"{report.summarise(Plan.from_json(plan), width=80)}\n".encode()
 
 
+def _page(_request: Mapping[str, Any], plan: bytes, _settings: Settings) -> bytes:
+    """The page of a plan, for browsers; its commands name the plan by its id."""
+    made = Plan.from_json(plan)
+    codes = exports.code_exports(made) if made.found else ()
+    return plan_page(made, exports=codes, source=made.id).encode()
+
+
 def _trace(_request: Mapping[str, Any], plan: bytes, _settings: Settings) -> bytes:
     """The trace of a step under a plan."""
     return report.plan_trace(Plan.from_json(plan)).encode()
 
 
-ParserTask = Literal["describe_graph", "check_search", "compare", "export", "summarise", "trace"]
+ParserTask = Literal[
+    "describe_graph", "check_search", "compare", "export", "page", "summarise", "trace"
+]
 """Task of a parser process."""
 
 _TASKS: Mapping[ParserTask, Callable[[Mapping[str, Any], bytes, Settings], bytes]] = {
@@ -93,6 +103,7 @@ _TASKS: Mapping[ParserTask, Callable[[Mapping[str, Any], bytes, Settings], bytes
     "check_search": _check_search,
     "compare": _compare,
     "export": _export,
+    "page": _page,
     "summarise": _summarise,
     "trace": _trace,
 }

@@ -125,7 +125,7 @@ def the_first_rank_says_in_a_line_what_was_planned() -> None:
     lines = [line for line in written.getvalue().splitlines() if line.startswith("autoshard: ")]
     assert len(lines) == (dist.get_rank() == 0)
     for line in lines:
-        assert line.startswith("autoshard: mesh axis0=2 x axis1=2. ")
+        assert line.startswith("autoshard: mesh axis0=2 x axis1=2: ")
         assert "Predicted step: " in line
         assert "per device" in line
         assert "autoshard show" not in line, "the plan is not kept"

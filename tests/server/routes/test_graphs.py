@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 
 from autoshard import Client
+from autoshard.exports import code_exports
 from autoshard.graph import load_graph
 from autoshard.mesh import make_mesh
 from autoshard.plan import Plan, PlanOptions
 from autoshard.planner import candidate_meshes, make_plan, problem_size
 from autoshard.pricing import chrome_trace, simulate
 from autoshard.report import summarise
+from autoshard.report.page import plan_page
 from autoshard_server import ThreadExecutor
 from autoshard_server.solvers.solving import solve
 
@@ -287,6 +289,17 @@ def test_a_plan_is_summarised(service: Any, digest: str, plan: Plan) -> None:
         assert client.summarise(plan.id) == client.summarise(plan) == answer.text
     none = ask(service, digest, wait=60, mesh={"shape": [2]}, options={"memory": {"budget": 1}})
     assert "No plan: " in service.http.get(f"/v1/plans/{none.json()['id']}/summary").text
+
+
+def test_a_plan_has_a_page(service: Any, plan: Plan) -> None:
+    path = f"/plans/{plan.id}"
+    answer = service.http.get(path)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"].startswith("text/html")
+    assert answer.text == plan_page(plan, exports=code_exports(plan), source=plan.id)
+    known = {"If-None-Match": answer.headers["ETag"]}
+    assert service.http.get(path, headers=known).status_code == 304
+    assert service.http.get(f"/plans/{'0' * 64}").status_code == 404
 
 
 def test_a_plan_is_traced(service: Any, plan: Plan) -> None:

@@ -1,0 +1,1 @@
+"""The modules and the style sheet of the plan page."""

@@ -1,0 +1,1 @@
+"""Libraries of the plan page, as their npm packages have them."""
