@@ -13,6 +13,7 @@ from autoshard.graph import (
     to_graph,
 )
 from autoshard.plan import Mode
+from autoshard.requests.model_configs import BatchShape
 
 _LEAST_DYNAMIC = 2
 """The least batch size that an export with a dynamic one supports: PyTorch treats 1 as special."""
@@ -107,7 +108,7 @@ class ResizableModel:
 
     def _exported(self, sizes: Sizes, *, any_batch_size: bool) -> Graph:
         # torch is imported only for a model that is exported here.
-        from autoshard.integrations.model_files import BatchShape, export_named  # noqa: PLC0415
+        from autoshard.requests.model_files import export_named  # noqa: PLC0415
 
         given = {"batch_size": sizes.batch_size, "seq_length": sizes.seq_length}
         shape = {name: size for name, size in given.items() if size is not None}

@@ -11,10 +11,11 @@ from support.configs import write_config
 from autoshard.errors import OptionError
 from autoshard.exports import read_like
 from autoshard.graph import Graph, load_graph
-from autoshard.integrations.model_files import BatchShape, export_named
 from autoshard.mesh import make_mesh
 from autoshard.plan import Plan
 from autoshard.planner import make_plan
+from autoshard.requests.model_configs import BatchShape
+from autoshard.requests.model_files import export_named
 from autoshard.sizing import find_largest, fit_model, size_model
 from autoshard.sizing.models import ResizableModel, Sizes
 

@@ -3,9 +3,11 @@
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import torch
@@ -15,32 +17,37 @@ from autoshard.base.extras import from_extra
 from autoshard.errors import ArgumentTypeError, OptionError
 from autoshard.graph import MixedPrecision, export_model
 from autoshard.plan import Mode
+from autoshard.requests.model_configs import BatchShape, ElementType
 from autoshard.runtime import init_empty_weights
 
-_TOKENS = 4096
-"""Tokens of a sequence, unless the request or the model says fewer."""
 _FALLBACK = "name a function that returns a model and a batch instead: FILE.py:FUNCTION"
 
+_TOKENS = "input_ids"
+"""Name of the argument of a model of text."""
 
-@dataclass(frozen=True, kw_only=True)
-class BatchShape:
-    """The batch of one step.
+_MAX_REASON = 300
+"""Largest number of characters of another library's message in one of ours."""
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A config of transformers.
 
     Attributes:
-        batch_size: number of sequences, or of other samples, of all devices together.
-        seq_length: tokens of each sequence; by default 4,096, or as many as the model has.
-
-    Raises:
-        OptionError: a number is out of its range.
+        path: file, folder, or name in the Hugging Face cache.
+        name: in messages.
+        instead: another way to give the model, in messages.
     """
 
-    batch_size: int = 8
-    seq_length: int | None = None
+    path: str
+    name: str
+    instead: str = _FALLBACK
 
-    def __post_init__(self) -> None:
-        for name, value in (("batch_size", self.batch_size), ("seq_length", self.seq_length)):
-            if value is not None and value < 1:
-                raise OptionError(f"{name} is {value}, not 1 or more")
+    def unusable(self, reason: object) -> OptionError:
+        """The error of a config of which no model can be made."""
+        first = (str(reason).splitlines() or [type(reason).__name__])[0].rstrip(".:")
+        text = f"{self.name} is no config of transformers: {first[:_MAX_REASON]}; {self.instead}"
+        return OptionError(text)
 
 
 def export_named(
@@ -48,6 +55,7 @@ def export_named(
     batch: BatchShape | None = None,
     *,
     mode: Mode = "training",
+    dtype: ElementType | None = None,
     mixed_precision: MixedPrecision | None = None,
     any_batch_size: bool = False,
 ) -> bytes:
@@ -58,10 +66,10 @@ def export_named(
             the Hugging Face cache of this machine, or `FILE.py:FUNCTION`: a function without
             arguments that returns a module and its batch, a tensor, a tuple or a dict of keyword
             arguments. The file is run.
-        batch: of a config; by default 8 sequences of 4,096 tokens, or fewer if the model has fewer.
-            A function brings its own.
+        batch: of a config, 8 sequences by default; a function brings its own.
         mode: for a config, whether a loss is part of the graph; a function's module stays in the
             mode it is in.
+        dtype: element type of a config's weights, if it is not the config's own.
         mixed_precision: policy under which the model is exported; None for none.
         any_batch_size: True to leave dim 0 of all tensors of the batch dynamic, as one size.
 
@@ -76,11 +84,13 @@ def export_named(
     """
     file, colon, function = source.rpartition(":")
     if colon and file.endswith(".py"):
-        if batch is not None:
-            raise OptionError(f"{source} returns its own batch; leave --batch-size and others out")
+        if batch is not None or dtype is not None:
+            raise OptionError(
+                f"{source} returns its own model and batch; leave --batch-size and others out"
+            )
         model, args, kwargs = _of_function(Path(file), function)
     else:
-        model, args, kwargs = _of_config(source, batch, is_trained=mode == "training")
+        model, args, kwargs = _of_config(_Source(source, source), batch, mode, dtype)
     return export_model(
         model,
         args,
@@ -100,6 +110,35 @@ def _batch_dims(
         name: {0: size} if isinstance(given, torch.Tensor) and given.dim() else None
         for name, given in named.items()
     }
+
+
+@contextmanager
+def config_file(config: bytes) -> Iterator[str]:
+    """The path of a config, for transformers, which reads configs from files.
+
+    The file has no name, so that a process that is killed leaves none.
+    """
+    with TemporaryFile() as file:
+        file.write(config)
+        file.flush()
+        yield f"/dev/fd/{file.fileno()}"
+
+
+def export_config(
+    path: str,
+    batch: BatchShape | None = None,
+    *,
+    mode: Mode = "training",
+    dtype: ElementType | None = None,
+) -> bytes:
+    """Export the model of a `config_file`; as `export_named`.
+
+    Raises:
+        OptionError: it is no config of a model of the installed transformers.
+        GraphError: the model cannot be exported.
+    """
+    source = _Source(path, "the config", "give a graph instead")
+    return export_model(*_of_config(source, batch, mode, dtype))
 
 
 def _of_function(file: Path, name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
@@ -125,72 +164,71 @@ def _of_function(file: Path, name: str) -> tuple[nn.Module, tuple[Any, ...], dic
 
 
 def _of_config(
-    source: str, batch: BatchShape | None, *, is_trained: bool
+    source: _Source, batch: BatchShape | None, mode: Mode, dtype: ElementType | None
 ) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    batch, is_trained = batch or BatchShape(), mode == "training"
     with from_extra("transformers"):
         import transformers  # noqa: PLC0415  an extra, and slow to import
 
-    path = Path(source)
-    if path.suffix == ".json" and not path.is_file():
-        raise OptionError(f"there is no file {path}")
     try:
         config = transformers.AutoConfig.from_pretrained(
-            source, local_files_only=True, trust_remote_code=False
+            source.path, local_files_only=True, trust_remote_code=False
         )
     except Exception as error:  # noqa: BLE001  configs have checks of their own
-        raise _unusable(source, error) from None
+        raise source.unusable(error) from None
     if hasattr(config, "use_cache"):
         config.use_cache = False
-    make = _maker_of(config)
+    make = _maker_of(config, source)
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    num_tokens = batch.num_tokens(positions, source.name)
+    element_type = getattr(torch, dtype) if dtype else getattr(config, "dtype", None)
     try:
         with init_empty_weights():
-            model = make(config).to(getattr(config, "dtype", None) or torch.bfloat16)
+            model = make(config).to(element_type or torch.bfloat16)
     except Exception as error:  # noqa: BLE001  and so have the classes of models
-        raise _unusable(source, error) from None
-    inputs = _batch_of(model, config, source, batch)
-    if not is_trained:
-        inputs.pop("labels", None)
+        raise source.unusable(error) from None
+    if getattr(model, "main_input_name", _TOKENS) != _TOKENS:
+        raise _not_of_text(source)
+    inputs = _inputs_of(model, config, (batch.batch_size, num_tokens), is_trained=is_trained)
     return model.train(is_trained), (), inputs
 
 
-def _unusable(source: str, error: Exception) -> OptionError:
-    reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".:")
-    return OptionError(f"{source} is no config of transformers: {reason}; {_FALLBACK}")
-
-
-def _maker_of(config: Any) -> Callable[[Any], nn.Module]:
+def _maker_of(config: Any, source: _Source) -> Callable[[Any], nn.Module]:
     """Maker of a config's model: the class that it names, or that of a language model."""
     import transformers  # noqa: PLC0415  imported by the caller
 
+    if hasattr(config, "vision_config"):
+        raise _not_of_text(source)
     for name in config.architectures or ():
-        found = getattr(transformers, name, None)
-        if inspect.isclass(found) and issubclass(found, nn.Module):
-            return found
+        found: Any = getattr(transformers, str(name), None)
+        if found is None and str(name).endswith("ForCausalLM"):
+            break
+        is_model = inspect.isclass(found) and issubclass(found, transformers.PreTrainedModel)
+        if not is_model:
+            raise source.unusable(f"transformers has no model {name!r} (architectures)")
+        if not isinstance(config, found.config_class or ()):
+            raise source.unusable(f"{name} is no model of the type {config.model_type!r}")
+        if found.main_input_name != _TOKENS:
+            raise _not_of_text(source)
+        named: Callable[[Any], nn.Module] = found
+        return named
     make: Callable[[Any], nn.Module] = transformers.AutoModelForCausalLM.from_config
     return make
 
 
-def _batch_of(
-    model: nn.Module, config: Any, source: str, given: BatchShape | None
+def _not_of_text(source: _Source) -> OptionError:
+    return OptionError(
+        f"{source.name}: only models of text get a batch from a config; {source.instead}"
+    )
+
+
+def _inputs_of(
+    model: nn.Module, config: Any, size: tuple[int, int], *, is_trained: bool
 ) -> dict[str, torch.Tensor]:
     """Keyword arguments of the shape of a batch, without values."""
-    parameters = inspect.signature(model.forward).parameters
-    name = getattr(model, "main_input_name", "input_ids")
-    text = config.get_text_config()
-    longest = getattr(text, "max_position_embeddings", None)
-    batch = given or BatchShape()
-    tokens = batch.seq_length or min(_TOKENS, longest or _TOKENS)
-    if name != "input_ids" or hasattr(config, "vision_config"):
-        raise OptionError(f"{source}: only models of text get a batch from a config; {_FALLBACK}")
-    if longest is not None and tokens > longest:
-        raise OptionError(
-            f"--seq-length {tokens}: {source} has {longest} positions at most "
-            "(max_position_embeddings)"
-        )
-    size = (batch.batch_size, tokens)
     ids = torch.empty(size, dtype=torch.int64, device="meta")
-    found = {"input_ids": ids}
-    if "labels" in parameters:
+    found = {_TOKENS: ids}
+    if is_trained and "labels" in inspect.signature(model.forward).parameters:
         is_per_token = not any("Classification" in kind for kind in config.architectures or ())
         found["labels"] = ids if is_per_token else ids.new_empty(size[:1])
     return found
