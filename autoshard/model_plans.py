@@ -152,7 +152,7 @@ def model_graph(
     if given or dtype is not None:
         name = model if isinstance(model, str | Path) else "the model"
         raise OptionError(
-            f"{name} has the batch that it was exported with: batch_size, seq_length and dtype are "
+            f"{name} has the batch that it was exported with: batch_size, seq_length and others are "
             "for a config.json"
         )
     torch = sys.modules.get("torch")

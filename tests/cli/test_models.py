@@ -231,7 +231,7 @@ def test_the_first_digits_of_an_id_stand_for_a_plan_of_this_machine(
 def test_a_graph_has_the_batch_that_it_was_exported_with(tmp_path: Path) -> None:
     planned = autoshard("plan", str(tmp_path / "model.pt2"), *MESH, "--batch-size", "4")
     assert planned.exit_code == 1
-    assert "--batch-size, --seq-length and --dtype are for a config.json" in planned.output
+    assert "--batch-size, --seq-length and others are for a config.json" in planned.output
 
 
 @pytest.mark.parametrize(
