@@ -152,8 +152,8 @@ def model_graph(
     if given or dtype is not None:
         name = model if isinstance(model, str | Path) else "the model"
         raise OptionError(
-            f"{name} has the batch that it was exported with: batch_size, seq_length and others are "
-            "for a config.json"
+            f"{name} has the batch that it was exported with: batch_size, seq_length and others "
+            "are for a config.json"
         )
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(model, torch.nn.Module):
