@@ -63,7 +63,7 @@ def plan_model(
         batch_size: samples of a step of a config, of all devices together (the global batch); 8 if
             None.
         seq_length: tokens of each sample of a config; 4,096, or as many as the model has, if None.
-        dtype: element type of the weights of a config; its own, or bfloat16, if None.
+        dtype: element type of a config's weights; if None, the config's own, or bfloat16.
         options: of planning.
         server: URL of a planning service; by default that of the environment variable
             AUTOSHARD_SERVER. Without one, or if False, the plan is made in this process.
@@ -143,16 +143,16 @@ def model_graph(
     given = {name: value for name, value in sizes.items() if value is not None}
     is_named = isinstance(model, str | Path) and not is_graph_file(str(model))
     if is_named:
-        # torch is imported only for a model that is exported here.
         batch = BatchShape(**given)
         check_named_config(str(model), batch)
+        # torch is imported only for a model that is exported here.
         from autoshard.requests.model_files import export_named  # noqa: PLC0415
 
         return export_named(str(model), batch if given else None, mode=mode, dtype=dtype)
-    if given or dtype is not None:
+    if given or dtype:
         name = model if isinstance(model, str | Path) else "the model"
         raise OptionError(
-            f"{name} has the batch that it was exported with: batch_size, seq_length and others "
+            f"{name} has the batch that it was exported with: batch_size, seq_length and `dtype` "
             "are for a config.json"
         )
     torch = sys.modules.get("torch")

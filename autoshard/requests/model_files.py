@@ -15,7 +15,7 @@ from torch import nn
 
 from autoshard.base.extras import from_extra
 from autoshard.errors import ArgumentTypeError, OptionError
-from autoshard.graph import export_model
+from autoshard.graph import MixedPrecision, export_model
 from autoshard.plan import Mode
 from autoshard.requests.model_configs import BatchShape, ElementType
 from autoshard.runtime import init_empty_weights
@@ -56,6 +56,8 @@ def export_named(
     *,
     mode: Mode = "training",
     dtype: ElementType | None = None,
+    mixed_precision: MixedPrecision | None = None,
+    any_batch_size: bool = False,
 ) -> bytes:
     """Export the model that a text names.
 
@@ -68,6 +70,8 @@ def export_named(
         mode: for a config, whether a loss is part of the graph; a function's module stays in the
             mode it is in.
         dtype: element type of a config's weights, if it is not the config's own.
+        mixed_precision: policy under which the model is exported; None for none.
+        any_batch_size: True to leave dim 0 of all tensors of the batch dynamic, as one size.
 
     Returns:
         A `.pt2` archive.
@@ -84,8 +88,28 @@ def export_named(
             raise OptionError(
                 f"{source} returns its own model and batch; leave --batch-size and others out"
             )
-        return export_model(*_of_function(Path(file), function))
-    return _export(_Source(source, source), batch, mode, dtype)
+        model, args, kwargs = _of_function(Path(file), function)
+    else:
+        model, args, kwargs = _of_config(_Source(source, source), batch, mode, dtype)
+    return export_model(
+        model,
+        args,
+        kwargs,
+        mixed_precision=mixed_precision,
+        dynamic_shapes=_batch_dims(model, args, kwargs) if any_batch_size else None,
+    )
+
+
+def _batch_dims(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, dict[int, Any] | None]:
+    """The dynamic shapes of a batch whose size is dim 0 of its tensors, by argument of forward."""
+    named = {**dict(zip(inspect.signature(model.forward).parameters, args, strict=False)), **kwargs}
+    size = torch.export.Dim("batch", min=2)
+    return {
+        name: {0: size} if isinstance(given, torch.Tensor) and given.dim() else None
+        for name, given in named.items()
+    }
 
 
 @contextmanager
@@ -113,15 +137,8 @@ def export_config(
         OptionError: it is no config of a model of the installed transformers.
         GraphError: the model cannot be exported.
     """
-    return _export(_Source(path, "the config", "give a graph instead"), batch, mode, dtype)
-
-
-def _export(
-    source: _Source, batch: BatchShape | None, mode: Mode, dtype: ElementType | None
-) -> bytes:
-    is_trained = mode == "training"
-    model, inputs = _of_config(source, batch or BatchShape(), dtype, is_trained=is_trained)
-    return export_model(model, (), inputs)
+    source = _Source(path, "the config", "give a graph instead")
+    return export_model(*_of_config(source, batch, mode, dtype))
 
 
 def _of_function(file: Path, name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
@@ -147,8 +164,9 @@ def _of_function(file: Path, name: str) -> tuple[nn.Module, tuple[Any, ...], dic
 
 
 def _of_config(
-    source: _Source, batch: BatchShape, dtype: ElementType | None, *, is_trained: bool
-) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    source: _Source, batch: BatchShape | None, mode: Mode, dtype: ElementType | None
+) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    batch, is_trained = batch or BatchShape(), mode == "training"
     with from_extra("transformers"):
         import transformers  # noqa: PLC0415  an extra, and slow to import
 
@@ -172,7 +190,7 @@ def _of_config(
     if getattr(model, "main_input_name", _TOKENS) != _TOKENS:
         raise _not_of_text(source)
     inputs = _inputs_of(model, config, (batch.batch_size, num_tokens), is_trained=is_trained)
-    return model.train(is_trained), inputs
+    return model.train(is_trained), (), inputs
 
 
 def _maker_of(config: Any, source: _Source) -> Callable[[Any], nn.Module]:

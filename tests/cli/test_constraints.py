@@ -267,4 +267,4 @@ def test_the_layout_of_another_framework_arrives_in_the_plan(archive: Path) -> N
         True,
     )
     wrong = autoshard("plan", archive, "--mesh", "8", "--like", "megatron tp=3")
-    assert "8 ranks cannot be divided by 3" in words(wrong)
+    assert "TP 3 = 3 ranks do not divide 8 devices" in words(wrong)

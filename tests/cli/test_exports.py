@@ -9,6 +9,7 @@ from torch.distributed.tensor import Replicate, Shard
 from autoshard.exports import EXPORT_TARGETS, export_plan
 from autoshard.graph import export_model
 from autoshard.plan import Plan
+from autoshard.plan.predictions import three_digits
 
 
 @pytest.fixture(scope="module")
@@ -31,10 +32,41 @@ def plan(archive: Path) -> Path:
 @pytest.mark.parametrize("target", EXPORT_TARGETS)
 def test_an_export_is_printed_or_written(plan: Path, tmp_path: Path, target: str) -> None:
     expected = export_plan(Plan.from_json(plan.read_text()), target, min_expressed=0)
-    assert autoshard("export", plan, "--to", target, "--min-expressed", "0").output == expected
+    command = ("export", plan, "--to", target, "--min-expressed", "0", "--no-price")
+    assert autoshard(*command).output == expected
     path = tmp_path / "exported"
-    assert not autoshard("export", plan, "--to", target, "--min-expressed", "0", "-o", path).output
+    assert not autoshard(*command, "-o", path).output
     assert path.read_text() == expected
+
+
+def test_an_export_has_a_price_or_says_why_not(plan: Path) -> None:
+    made = Plan.from_json(plan.read_text())
+    priced = autoshard("export", plan, "--to", "megatron")
+    assert priced.exit_code == 0, priced.output
+    words = " ".join(priced.stdout.replace("\n# ", " ").split())
+    assert f"the plan {three_digits(made.costs.total)}; a peak" in words
+    assert "100 % of collectives the same." in words
+    refused = autoshard("export", plan, "--to", "torchtitan", "--min-expressed", "0")
+    assert refused.exit_code == 0, refused.output
+    assert refused.stdout == export_plan(made, "torchtitan", min_expressed=0)
+    assert "torchtitan does not combine DDP with TP" in refused.stderr
+
+
+def test_a_recipe_is_read_compared_and_improved(archive: Path, tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text("[parallelism]\ntensor_parallel_degree = 2\n[float8]\nenable = true\n")
+    command = ("plan", archive, "--mesh", "4", "--no-cache", "--time-limit", "30")
+    done = autoshard(*command, "--layout-from", path)
+    assert done.exit_code == 0, done.output
+    assert "mesh dp_shard=2 x tp=2" in done.stdout
+    assert "float8.enable: it is not modelled" in done.stderr
+    assert "that were planned" in done.stderr
+    path.write_text("[parallelism]\ntensor_parallel_degree = 8\n")
+    wrong = autoshard(*command, "--layout-from", path)
+    assert wrong.exit_code == 1
+    assert "TP 8 = 8 ranks do not divide 4 devices; TP 8 does not divide 4 heads" in " ".join(
+        wrong.stderr.split()
+    )
 
 
 def test_an_unknown_target_is_named(plan: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.command_line import autoshard
+from support.configs import write_config
 
 from autoshard import plan_model
 from autoshard.errors import OptionError
@@ -20,18 +21,6 @@ from autoshard.requests.kept_plans import OfflinePlans
 from autoshard.requests.model_configs import BatchShape
 from autoshard.requests.model_files import export_named
 
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 256,
-    "max_position_embeddings": 128,
-    "dtype": "bfloat16",
-}
 MESH = ("--mesh", "2x2", "--no-comparisons", "--quiet")
 
 
@@ -40,10 +29,9 @@ def config(tmp_path: Path) -> Any:
     """Write a config with other fields, and return its path."""
 
     def write(**fields: object) -> str:
-        path = tmp_path / "model" / "config.json"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(json.dumps(LLAMA | fields))
-        return str(path)
+        folder = tmp_path / "model"
+        folder.mkdir(exist_ok=True)
+        return write_config(folder, **fields)
 
     return write
 
@@ -231,7 +219,7 @@ def test_the_first_digits_of_an_id_stand_for_a_plan_of_this_machine(
 def test_a_graph_has_the_batch_that_it_was_exported_with(tmp_path: Path) -> None:
     planned = autoshard("plan", str(tmp_path / "model.pt2"), *MESH, "--batch-size", "4")
     assert planned.exit_code == 1
-    assert "--batch-size, --seq-length and others are for a config.json" in planned.output
+    assert "--batch-size, --seq-length and --dtype are for a config.json" in planned.output
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,7 @@ from torch.nn import functional
 
 from autoshard.checker import check_plan
 from autoshard.errors import OptionError, PlanError
-from autoshard.exports import EXPORT_TARGETS, export_plan, expressed_share, read_like, read_megatron
-from autoshard.mesh import make_mesh
+from autoshard.exports import EXPORT_TARGETS, export_plan, expressed_share, read_megatron
 from autoshard.plan import Plan, PlanOptions
 from autoshard.planner import make_plan
 
@@ -265,29 +264,6 @@ def test_megatron_gets_the_degrees_of_the_plan(
     assert "--sequence-parallel" not in arguments
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        "megatron tp=4 sp zero1",
-        "megatron tp=2 sp fsdp",
-        "megatron cp=2 zero1",
-        "megatron cp=2 fsdp",
-        "megatron tp=2 cp=2",
-        "megatron",
-    ],
-)
-def test_a_layout_of_megatron_comes_back_as_it_was(layout: str) -> None:
-    found = read_like(layout, num_ranks=8)
-    graph = graph_of(meta(llama, batch=8))
-    plan = make_plan(graph, slow_devices(**dict(found.axes)), found.options)
-    back = read_megatron(megatron_arguments(plan), num_ranks=8)
-    assert back.axes == found.axes
-    for name in ("algo", "distributed_optimizer", "reshard_after_forward", "regather_activations"):
-        assert back.options.value(name) == found.options.value(name), name
-    again = make_plan(graph, slow_devices(**dict(back.axes)), back.options)
-    assert (again.costs, again.memory) == (plan.costs, plan.memory)
-
-
 def test_megatron_is_told_of_sequences_and_recomputation() -> None:
     options = {
         "pins": {"inputs": {"*": "R"}, "nodes": {"*add*": "S(1)"}},
@@ -507,41 +483,6 @@ def test_plans_made_for_a_target_are_expressed(
     assert plan.certificate.bound is not None
     assert free.certificate.objective <= plan.certificate.objective
     assert f"exportable_to {target!r}" in plan.certificate.statement
-
-
-@pytest.mark.parametrize(("target", "axes"), [("torchtitan", (2, 2)), ("fsdp2", (2, 2))])
-def test_no_plan_that_is_exported_whole_is_faster_than_those_made_for_it(
-    target: str, axes: tuple[int, ...]
-) -> None:
-    graph, mesh = small_graph(llama), make_mesh(axes)
-    made = make_plan(graph, mesh, PlanOptions(exportable_to=target))
-    assert made.found, made.reason
-    assert not check_plan(made, graph)
-    whole = []
-    for algo in ("ddp", "fsdp2", "hsdp", "megatron", "megatron-sp", "optimal"):
-        plan = make_plan(graph, mesh, PlanOptions(algo=algo))
-        try:
-            share = expressed_share(plan, target)
-        except PlanError:
-            continue
-        if share is not None and share.share == 1:
-            whole.append(algo)
-            assert made.certificate.objective <= plan.certificate.objective * (1 + 1e-9), algo
-    assert "hsdp" in whole
-
-
-def test_axes_have_the_roles_that_are_asked_for() -> None:
-    graph, mesh = small_graph(llama), make_mesh((2, 2))
-    sharded = ("shard", "tensor")
-    options = PlanOptions(exportable_to="torchtitan", export_roles=sharded)
-    plan = make_plan(graph, mesh, options)
-    settings = tomllib.loads(export_plan(plan, "torchtitan", min_expressed=1))["parallelism"]
-    assert settings["tensor_parallel_degree"] == settings["data_parallel_shard_degree"] == 2
-    free = make_plan(graph, mesh, options.with_values(export_roles=None))
-    assert free.costs.total < plan.costs.total
-    assert free.options.constraints.export_roles != sharded
-    with pytest.raises(OptionError, match=r"tensor, shard are not possible .* possible are shard"):
-        make_plan(graph, mesh, options.with_values(export_roles=("tensor", "shard")))
 
 
 def test_plans_for_torchtitan_are_sequence_parallel_between_sharded_layers() -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -49,7 +49,7 @@ from autoshard.exports import (
     recipe_problems,
 )
 from autoshard.graph import Graph, is_graph_file, load_graph
-from autoshard.mesh import Mesh, make_mesh
+from autoshard.mesh import Axis, Mesh, make_mesh
 from autoshard.plan import Plan, PlanOptions
 from autoshard.report.answer import WITHIN
 from autoshard.requests.models import (
@@ -59,7 +59,6 @@ from autoshard.requests.models import (
     SearchArguments,
     read_model,
 )
-from autoshard.requests.recipe_changes import change_sentence, recipe_changes, recipe_mesh
 from autoshard.requests.results import MeshSearch
 from autoshard.requests.running import plan_coverage
 
@@ -305,7 +304,7 @@ class _Recipe:
         size = given.batch_size
         if size is None and num_ranks % recipe.on(num_ranks).model_ranks == 0:
             size = program_batch(recipe, num_ranks)
-        return ConfigBatch(batch_size=size, seq_length=given.seq_length or recipe.seq_length)
+        return replace(given, batch_size=size, seq_length=given.seq_length or recipe.seq_length)
 
     def laid_out(self, graph: Graph) -> tuple[Mesh, PlanOptions]:
         """The mesh and options of the recipe, with the other options given.
@@ -321,11 +320,18 @@ class _Recipe:
         for text in found.chosen:
             line = marked(f"{self.recipe.framework}:", text, style="bold")
             errors.print(line, highlight=False, soft_wrap=True)
-        mesh = recipe_mesh(self.recipe, self.devices, facts)
+        axes = tuple(Axis(name, size) for name, size in found.axes)
+        mesh = Mesh(axes, self.devices.topology)
         return mesh, self.options.with_values(**found.options.given)
 
     def print_changes(self, plan: Plan, graph: Graph, *, quiet: bool) -> None:
         """Print the one change of the recipe that helps most, to stderr, after its plan."""
+        # The planner is loaded only where it plans.
+        from autoshard.requests.recipe_changes import (  # noqa: PLC0415
+            change_sentence,
+            recipe_changes,
+        )
+
         with followed(quiet=quiet, can_stop=False) as run:
             run.report(JobProgress(phase="changing one setting of the recipe", elapsed=0.0))
             seconds = self.options.solver.time_limit / 2

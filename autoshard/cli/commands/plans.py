@@ -40,19 +40,20 @@ from autoshard.cli.rendering.render import (
 )
 from autoshard.cli.rendering.render_plan import SECTIONS, plan_report
 from autoshard.client import JobProgress
-from autoshard.errors import PlanError
+from autoshard.errors import OptionError, PlanError
 from autoshard.exports import EXPORT_TARGETS, export_plan
 from autoshard.graph import load_graph
 from autoshard.plan import Plan
 from autoshard.plan.options import MIN_EXPRESSED
-from autoshard.planner import OptimalityCheck, check_optimality
+from autoshard.planner import Explanation, OptimalityCheck, check_optimality
 from autoshard.report import compare_plans
 from autoshard.report.answer import WITHIN
 from autoshard.report.choices import find_choices
 from autoshard.requests import running
-from autoshard.requests.export_results import export_result
 from autoshard.requests.models import read_model
 from autoshard.requests.running import load_planned_graph
+
+_EXPLAIN_SECONDS = 60.0
 
 mase = typer.Typer(
     no_args_is_help=True,
@@ -88,6 +89,16 @@ def show(
     *,
     sections: Sections,
     page: PageOptions,
+    why: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--why",
+            metavar="NAME",
+            help="Parameter or operator whose alternatives the page shows, as `autoshard explain` "
+            "prices them; repeatable.",
+            rich_help_panel=PageOptions.panel,
+        ),
+    ] = None,
     notation: Notated = "dtensor",
     within: Within = WITHIN,
     output: OutputOptions,
@@ -95,8 +106,12 @@ def show(
 ) -> None:
     """Show the summary of a plan, its tables, or a page to look into."""
     made = connection.read_plan(plan)
+    if why and not page.wanted:
+        raise OptionError("--why is for a page: give --html FILE or --open too")
     if page.wanted:
-        page.write(made, plan)
+        with followed(quiet=not why, can_stop=False):
+            found = [_explanation(connection, plan, made, name) for name in why or ()]
+        page.write(made, plan, explanations=found, within=within)
         return
     if not made.found or not (sections.chosen or output.chosen != "table"):
         print_summary(made, source=plan, within=within)
@@ -162,7 +177,7 @@ def explain(
     time_limit: Annotated[
         float,
         duration(help="Seconds for alternatives that must be planned anew.", unit="seconds"),
-    ] = 60.0,
+    ] = _EXPLAIN_SECONDS,
     quiet: Quiet = False,
     notation: Notated = "dtensor",
     output: OutputOptions,
@@ -179,14 +194,26 @@ def explain(
         return
     with followed(quiet=quiet, can_stop=False) as run:
         run.report(JobProgress(phase=f"pricing the alternatives of {name}", elapsed=0.0))
-        if connection.server:
-            with connection.open() as client:
-                source = connection.plan_or_id(plan)
-                explanation = client.explain(source, name, value=value, time_limit=time_limit)
-        else:
-            explanation = running.explain(made, name, value=value, time_limit=time_limit)[0]
+        explanation = _explanation(connection, plan, made, name, value=value, time_limit=time_limit)
     report = explanation_report(explanation, made.performance, limit=limit, notation=notation)
     print_output(report, output.chosen)
+
+
+def _explanation(
+    connection: Connection,
+    source: str,
+    made: Plan,
+    name: str,
+    *,
+    value: bool = False,
+    time_limit: float = _EXPLAIN_SECONDS,
+) -> Explanation:
+    """Price the alternatives of one choice, at the service or here."""
+    if not connection.server:
+        return running.explain(made, name, value=value, time_limit=time_limit)[0]
+    with connection.open() as client:
+        plan = connection.plan_or_id(source)
+        return client.explain(plan, name, value=value, time_limit=time_limit)
 
 
 def compare(
@@ -269,6 +296,9 @@ def export(
 
 def _priced(plan: Plan, target: str, text: str, min_expressed: float) -> str:
     """The exported text with the price of its result; if it has none, stderr says why."""
+    # The planner is loaded only where it plans.
+    from autoshard.requests.export_results import export_result  # noqa: PLC0415
+
     try:
         result = export_result(plan, target)
     except PlanError as error:

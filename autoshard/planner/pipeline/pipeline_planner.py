@@ -29,6 +29,7 @@ from autoshard.planner.formulation.formulating import (
     check_trainable,
 )
 from autoshard.planner.memory.least_memory import LeastMemory
+from autoshard.planner.pipeline.bounds import GIVEN_CUTS, ProvenBound, all_cuts, mean_work
 from autoshard.planner.pipeline.equal_stages import LEAST_TIME_LIMIT, EqualStages
 from autoshard.planner.pipeline.limits import SearchLimits, Stopped
 from autoshard.planner.pipeline.policies import (
@@ -384,7 +385,7 @@ class _Request:
         }
         return plan.model_copy(update=update)
 
-    def _bound(self, candidate: PipelineCandidate, stages: Sequence[PlannedStage]) -> "_Bound":
+    def _bound(self, candidate: PipelineCandidate, stages: Sequence[PlannedStage]) -> ProvenBound:
         """A lower bound of the step time, with the pipelines for which it holds.
 
         If the search has none, it is the work of the busiest rank for given cuts, otherwise the
@@ -392,19 +393,19 @@ class _Request:
         """
         schedule = candidate.schedule
         if candidate.bound > 0:
-            return _Bound(candidate.bound, _all_cuts(candidate))
+            return ProvenBound(candidate.bound, all_cuts(candidate))
         known = [one.bound for one in stages if one.bound is not None]
         if self.cuts is not None and len(known) == len(stages):
             work = max(sum(known[stage] for stage in held) for held in schedule.ranks)
-            return _Bound(max(work, 0.0), _GIVEN_CUTS)
+            return ProvenBound(max(work, 0.0), GIVEN_CUTS)
         devices = sub_mesh(self.mesh, candidate.stages[0].devices)
-        proof = _mean_work(candidate)
+        proof = mean_work(candidate)
         try:
             options = on_sub_mesh(self.options, devices, self.mesh)
             work = whole_bound(self.cutter.graph, devices, options, self.limits, self.block_cache)
         except Stopped:
-            return _Bound(0.0, proof)
-        return _Bound(max(work, 0.0) / schedule.num_ranks, proof)
+            return ProvenBound(0.0, proof)
+        return ProvenBound(max(work, 0.0) / schedule.num_ranks, proof)
 
     def _best(self, search: PipelineSearch, number: int | None) -> PipelineCandidate | None:
         options, best = self.options, None
@@ -530,7 +531,7 @@ class _DocumentBuilder:
         return self.options.memory.budget or self.mesh.topology.device.memory
 
     def with_stages(
-        self, schedule: Schedule, stages: Sequence[PlannedStage], proven: "_Bound"
+        self, schedule: Schedule, stages: Sequence[PlannedStage], proven: ProvenBound
     ) -> Plan:
         proof = proven.proof
         pipeline, simulation = pipeline_document(self.graph, self.mesh, schedule, stages, proof)
@@ -570,45 +571,6 @@ class _DocumentBuilder:
             status=status,
             seconds=self.seconds,
         )
-
-
-_COMPARED = "other numbers of ranks, and schedules, were compared by estimated times"
-_GIVEN_CUTS = (
-    "no pipeline with these cuts under this schedule, whose stages exchange activations in these "
-    "layouts, takes less than the bound, the work of the busiest rank"
-)
-
-
-class _Bound(NamedTuple):
-    """A lower bound of the seconds of a step, and among which plans it holds."""
-
-    seconds: float
-    proof: str
-
-
-def _mean_work(candidate: PipelineCandidate) -> str:
-    """Among which plans the mean work of a rank is a bound."""
-    return (
-        f"no pipeline with {candidate.schedule.num_ranks} ranks on {_shape(candidate)} takes less "
-        f"than the bound, the mean work of a rank in the fastest plan of the whole program on a "
-        f"sub-mesh; {_COMPARED}"
-    )
-
-
-def _all_cuts(candidate: PipelineCandidate) -> str:
-    """Among which plans the bound of the search holds."""
-    schedule = candidate.schedule
-    return (
-        f"bound over all ways to cut the program at {candidate.num_points} places into "
-        f"{schedule.num_stages} stages on {_shape(candidate)} under {schedule.name}, for stages "
-        f"whose operators cost what they cost in the fastest plan of the whole program on a "
-        f"sub-mesh; {_COMPARED}"
-    )
-
-
-def _shape(candidate: PipelineCandidate) -> str:
-    sizes = {stage.devices for stage in candidate.stages}
-    return "equal sub-meshes" if len(sizes) == 1 else "aligned sub-meshes"
 
 
 def _costs(

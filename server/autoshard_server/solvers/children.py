@@ -32,7 +32,7 @@ _LOST = 1
 _FORK_SERVER = (sys.executable, "-X", "faulthandler", "-m", "autoshard_server.solvers.fork_server")
 
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
-"""Environment in which transformers fetches nothing; it is read when transformers is imported."""
+"""Environment in which transformers asks no server; it is read when transformers is imported."""
 
 
 class Child(Protocol):

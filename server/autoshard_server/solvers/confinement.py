@@ -1,8 +1,8 @@
 """Confinement of a process that makes models from configs of strangers.
 
-The classes of transformers can load further files, fetch some and start programs when a config says
-so. What they read of the installation is allowed; the rest is an error, whichever option asks for
-it. It is no substitute for the limits of a container: native code is not stopped.
+The classes of transformers can load further files, ask a server and start programs when a config
+says so. What they read of the installation is allowed; the rest is an error, whichever option asks
+for it. It is no substitute for the limits of a container: native code is not stopped.
 """
 
 import os
