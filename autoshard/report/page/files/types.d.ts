@@ -356,10 +356,3 @@ export interface Row {
   members: Module[];
   totals: Totals;
 }
-
-/** A mesh axis on the devices of one stage. */
-export interface Slice {
-  dim: number;
-  begin: number;
-  end: number;
-}
