@@ -22,8 +22,10 @@ from autoshard.plan import Plan
 from autoshard.planner import make_plan
 from autoshard.requests.export_results import export_result
 from benchmarks.tables import rows
-from benchmarks.zoo.decoders import DECODERS
+from benchmarks.zoo.decoders import DECODERS, EXPERTS
 
+LANGUAGE = {**DECODERS, **EXPERTS}
+"""Language models of the zoo."""
 PAGE = Path(__file__).parent.parent / "docs" / "exports.md"
 MEGATRON = {"algo": "megatron-sp", "distributed_optimizer": True, "regather_activations": True}
 TARGETS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
@@ -99,13 +101,13 @@ def slow_mesh(shape: str) -> Mesh:
 
 def small_graph(name: str) -> Graph:
     """The program of a small language model of the zoo."""
-    model, inputs = DECODERS[name].build_small()
+    model, inputs = LANGUAGE[name].build_small()
     return load_graph(export_model(model, (), inputs))
 
 
 def main(names: list[str]) -> Iterator[tuple[str, list[RoundTrip]]]:
     """A row per model: its name, and the round trip to each target."""
-    for name in names or DECODERS:
+    for name in names or LANGUAGE:
         graph = small_graph(name)
         yield name, [round_trip(graph, target) for target in TARGETS]
 

@@ -57,7 +57,7 @@ def tensor_like(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 @dataclass(frozen=True)
-class Call:
+class DescribedCall:
     """A call of a module.
 
     Attributes:
@@ -81,7 +81,7 @@ class Call:
     @classmethod
     def of(
         cls, trace: LiveTrace, module: nn.Module, path: Path, args: Any, kwargs: Mapping[str, Any]
-    ) -> "Call":
+    ) -> "DescribedCall":
         """Describe a call that is about to be made.
 
         Raises:
@@ -137,7 +137,7 @@ def _callers() -> Iterator[tuple[int, int]]:
 
 
 @dataclass(frozen=True)
-class Results:
+class LayerResults:
     """What a call returns.
 
     Attributes:
@@ -178,17 +178,19 @@ class TracedCall:
         form: equal for calls whose traces are alike.
     """
 
-    call: Call
+    call: DescribedCall
     names: tuple[str, ...]
     bases: tuple[str, ...]
     items: dict[int, tuple[int, int]]
     functions: tuple[Any, ...]
     calls: dict[Any, int]
-    results: Results
+    results: LayerResults
     form: tuple[Any, ...]
 
     @classmethod
-    def of(cls, trace: LiveTrace, since: TraceState, call: Call, result: Any) -> "TracedCall":
+    def of(
+        cls, trace: LiveTrace, since: TraceState, call: DescribedCall, result: Any
+    ) -> "TracedCall":
         """Describe what was added since a state.
 
         Raises:
@@ -220,7 +222,7 @@ class TracedCall:
         )
 
 
-def _check_node(node: Node, call: Call) -> None:
+def _check_node(node: Node, call: DescribedCall) -> None:
     if node.target is getitem:
         return
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
@@ -259,8 +261,8 @@ def _function(trace: LiveTrace, node: Node, since: TraceState) -> Any:
 
 
 def _results(
-    trace: LiveTrace, call: Call, result: Any, place: Mapping[Node, tuple[str, int]]
-) -> Results:
+    trace: LiveTrace, call: DescribedCall, result: Any, place: Mapping[Node, tuple[str, int]]
+) -> LayerResults:
     leaves, spec = pytree.tree_flatten(result)
     given = {id(x): i for i, x in reversed(list(enumerate(call.given)))}
     made: list[torch.Tensor] = []
@@ -283,7 +285,7 @@ def _results(
         raise UnsuitedError("it returns no tensor of its own")
     likes = tuple(map(tensor_like, made))
     mode = getattr(made[0], "fake_mode", None)
-    return Results(spec, tuple(found), tuple(nodes), likes, mode)
+    return LayerResults(spec, tuple(found), tuple(nodes), likes, mode)
 
 
 def _place_of(

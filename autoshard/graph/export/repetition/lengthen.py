@@ -15,7 +15,7 @@ NAME = "autoshard_repeated_call"
 _TARGET = "torch.ops.autoshard.repeated_call.default"
 _RESULT = re.compile(rf'"{NAME}_(\d+)_(\d+)"')
 _CHECK = "torch.ops.aten._assert_tensor_metadata.default"
-"""The operator that the export adds before conversions, and numbers in order."""
+"""The operator that the export adds before casts, and numbers in order."""
 _CHECK_NAME = "_assert_tensor_metadata_default"
 _NUMBERED = re.compile(r"\\u0000c0\\u0000")
 _MARK = re.compile(r"\\u0000(\w)(\d+)\\u0000")
@@ -119,7 +119,7 @@ class _Calls:
         self._results = set().union(*outputs.values())
         templates = {one.template.number: one.template for one in repeated}
         self._bodies = {
-            number: _Body(graph, template, self._given[-1 - number])
+            number: _TemplateBody(graph, template, self._given[-1 - number])
             for number, template in templates.items()
         }
         for body in self._bodies.values():
@@ -216,7 +216,7 @@ def _mark_checks(nodes: Sequence[Any]) -> None:
         node["name"] = _CHECK_MARK
 
 
-class _Body:
+class _TemplateBody:
     """The JSON of the nodes of a template, in pieces between names.
 
     Args:

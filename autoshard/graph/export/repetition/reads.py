@@ -33,7 +33,7 @@ _ABSENT = object()
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class _ReadValue:
     """A value as it was.
 
     Attributes:
@@ -45,7 +45,7 @@ class _Kept:
     contents: Value
 
     @classmethod
-    def of(cls, value: Any) -> "_Kept":
+    def of(cls, value: Any) -> "_ReadValue":
         """Keep a value."""
         changes = isinstance(value, (*CONTAINERS, ContextVar))
         return cls(value, describe(value) if changes else None)
@@ -73,12 +73,12 @@ class Reads:
         self.paths: set[Path] = set()
         self.unsuited = ""
         self._recorder, self._path = recorder, path
-        self._read: dict[Part, tuple[Any, _Kept]] = {}
+        self._read: dict[Part, tuple[Any, _ReadValue]] = {}
         self._all_of: set[int] = set()
         self._objects = [(x, _state_of(x)) for x in _objects(recorder)]
         self._new: list[Any] = []
         self._before = set(recorder.reads)
-        self._outside: list[tuple[PythonPlace, _Kept]] = []
+        self._outside: list[tuple[PythonPlace, _ReadValue]] = []
         self._recorded: frozenset[Path] = frozenset()
 
     def note(self, holder: Any, path: Path, name: str) -> None:
@@ -101,7 +101,7 @@ class Reads:
                 self.unsuited = f"it reads {path_text((*path, name))}, which may change unseen"
             self._new.append(value)  # watched from now on
             self._objects.append((value, _state_of(value)))
-        self._read[identity(holder), name] = holder, _Kept.of(value)
+        self._read[identity(holder), name] = holder, _ReadValue.of(value)
 
     def _is_seen(self, value: Any) -> bool:
         """True if a value, and what it holds, is watched or cannot change."""
@@ -124,7 +124,7 @@ class Reads:
             self.unsuited = "it reads an object that cannot be watched"
         if any(path[: len(self._path)] == self._path for path in recorder.unwatched):
             self.unsuited = "it has an object of a class that cannot be watched"
-        self._outside = [(place, _Kept.of(place.value)) for place in _outside(recorder)]
+        self._outside = [(place, _ReadValue.of(place.value)) for place in _outside(recorder)]
         self._recorded = frozenset(
             path
             for path in recorder.reads

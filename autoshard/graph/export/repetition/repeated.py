@@ -13,7 +13,7 @@ from autoshard.graph.export.python_state.recording.recorder import Recorder
 from autoshard.graph.export.python_state.user_code.holders import identity
 from autoshard.graph.export.repetition.alike import Correspondence, NotAlikeError
 from autoshard.graph.export.repetition.calls import (
-    Call,
+    DescribedCall,
     TracedCall,
     UnsuitedError,
     own_attributes,
@@ -74,7 +74,7 @@ class _Begun:
 
     trace: LiveTrace
     since: TraceState | None
-    call: Call
+    call: DescribedCall
     known: _Known | None
 
 
@@ -150,7 +150,7 @@ class Repetition:
             self._note(path, "the model has a module under several names")
             return None
         try:
-            call = Call.of(trace, module, path, args, kwargs)
+            call = DescribedCall.of(trace, module, path, args, kwargs)
         except UnsuitedError as error:
             self._note(path, str(error))
             return None
@@ -160,7 +160,7 @@ class Repetition:
     def _note(self, path: Path, reason: str) -> None:
         self.reason = self.reason or f"{path_text(path)}: {reason}"
 
-    def _alike(self, call: Call) -> _Known | None:
+    def _alike(self, call: DescribedCall) -> _Known | None:
         """The latest traced call that a call would repeat."""
         for known in reversed(self._known[call.key][-_MOST_KINDS:]):
             first = known.traced.call
@@ -199,7 +199,7 @@ class Repetition:
                 raise UnsuitedError(changed or "two alike calls were traced differently")
         self._known[call.key].append(_Known(traced, reads, is_confirmed=known is not None))
 
-    def _repeat(self, trace: LiveTrace, known: _Known, call: Call) -> Any:
+    def _repeat(self, trace: LiveTrace, known: _Known, call: DescribedCall) -> Any:
         traced, self.is_used = known.traced, True
         if known.template is None:
             known.template = Template(len(self.templates), traced)
