@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from shlex import split
 
 import pytest
 from support.command_line import autoshard
@@ -35,11 +36,21 @@ def test_a_plan_has_the_nodes_that_were_asked_for(archive: Path) -> None:
     assert [(link.size, link.bandwidth) for link in levels] == [(2, 450e9), (None, 50e9)]
 
 
-def test_every_mesh_of_a_search_has_the_nodes(archive: Path, tmp_path: Path) -> None:
+def test_every_mesh_of_a_search_has_the_nodes(
+    archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "best.json"
     nodes = ("--devices", "4", "--max-axes", "1", "--nodes", "2", "--topology", "h100")
-    assert autoshard("search", archive, *nodes, "-o", path).exit_code == 0
-    assert Plan.from_json(path.read_bytes()).mesh.num_nodes == 2
+    searched = autoshard("search", archive, *nodes, "-o", path)
+    assert searched.exit_code == 0
+    best = Plan.from_json(path.read_bytes()).mesh
+    assert best.num_nodes == 2
+    # The command under Next plans this mesh.
+    monkeypatch.chdir(tmp_path)
+    (command,) = searched.output.partition("Next:\n")[2].splitlines()
+    program, *arguments = split(command)
+    assert (program, autoshard(*arguments).exit_code) == ("autoshard", 0)
+    assert Plan.load("plan.json").mesh == best
 
 
 @pytest.mark.parametrize(

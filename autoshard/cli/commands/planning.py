@@ -34,7 +34,7 @@ from autoshard.cli.rendering.output import (
     print_output,
     write_stdout,
 )
-from autoshard.cli.rendering.plan_output import print_summary
+from autoshard.cli.rendering.plan_output import print_next_of_search, print_summary
 from autoshard.cli.rendering.render import coverage_report, search_report
 from autoshard.cli.rendering.render_plan import plan_report
 from autoshard.cli.rendering.tables import print_report
@@ -344,6 +344,7 @@ def _refused(recipe: Recipe, problems: Sequence[str]) -> str:
 
 
 def search(
+    context: typer.Context,
     model: ModelSource,
     *,
     devices: Annotated[int, count(help="Number of devices of the mesh.")],
@@ -384,6 +385,8 @@ def search(
     if best is not None:
         _write(best, output)
     print_output(search_report(found, plans), output_format.chosen)
+    if best is not None and best.found and output_format.chosen == "table":
+        print_next_of_search(best, context)
     _end(best, is_stopped=is_stopped)
 
 

@@ -18,12 +18,14 @@ from autoshard.report.answer import WITHIN
 _EXPORTS = {"fsdp2": "fsdp2", "hsdp": "fsdp2", "megatron": "megatron", "megatron-sp": "megatron"}
 """The export that has the code or settings of each family; DDP needs none."""
 
-_OF_ONE_PLAN = frozenset(
-    {"shape", "gpus", "axes", "output", "stored_as", "skip_fully_replicated_on", "stages"}
-    | {"format", "json", "quiet", "comparisons", "within", *FREE}
+_NOT_REPEATED = frozenset(
+    {"shape", "gpus", "devices", "axes", "max_axes", "workers", "output", "format", "json", "quiet"}
 )
-"""Options of `plan` that are not repeated for another layout of the same request: restrictions,
-and those of the mesh and the output."""
+"""Options that another command for the same request does not repeat: of the mesh and the output."""
+_OF_ONE_LAYOUT = frozenset(
+    {"stored_as", "skip_fully_replicated_on", "stages", "comparisons", "within", *FREE}
+)
+"""Options of `plan` that are not repeated for another layout: restrictions."""
 
 
 def print_summary(
@@ -55,6 +57,13 @@ def print_summary(
     console.print(Text(in_flags(text)), soft_wrap=True)
 
 
+def print_next_of_search(best: Plan, context: typer.Context) -> None:
+    """Print the command that plans the best mesh of a search beside the usual layouts."""
+    mesh = ",".join(f"{axis.name}={axis.size}" for axis in best.mesh.axes)
+    command = ["autoshard", "plan", *_repeated(context), "--mesh", mesh, "-o", "plan.json"]
+    console.print(Text(f"\nNext:\n  {join(command)}"), soft_wrap=True)
+
+
 def _next_commands(plan: Plan, graph: Path | None, source: str | None) -> tuple[str, ...]:
     if not plan.found:
         return ()
@@ -78,15 +87,17 @@ def _simplest_commands(simplest: LayoutRow, devices: Mesh, context: typer.Contex
     if context.params.get("intra_bandwidth") is not None:
         # The last axis would be the node.
         own += ["--nodes", str(devices.num_nodes or 1)]
-    yield join(["autoshard", "plan", *_repeated(context), *own])
+    yield join(["autoshard", "plan", *_repeated(context, _OF_ONE_LAYOUT), *own])
     yield f"autoshard export {file} --to {target}"
 
 
-def _repeated(context: typer.Context) -> Iterator[str]:
+def _repeated(context: typer.Context, left_out: frozenset[str] = frozenset()) -> Iterator[str]:
     """The arguments of a command that describe its request, as they were given."""
     for parameter in context.command.params:
         source = context.get_parameter_source(parameter.name or "")
-        if source is None or source.name != "COMMANDLINE" or parameter.name in _OF_ONE_PLAN:
+        if source is None or source.name != "COMMANDLINE":
+            continue
+        if parameter.name in _NOT_REPEATED | left_out:
             continue
         if parameter.name == "nodes" and context.params.get("intra_bandwidth") is not None:
             continue

@@ -200,7 +200,9 @@ def search_report(search: MeshSearch, plans: Sequence[Plan | None]) -> Report:
         if plan is None or plan.costs is None or plan.memory is None:
             reason = _no_plan_reason(mesh) if plan is None else plan.reason
             missing = [None] * (len(kinds) + len(rates) + 1)
-            table.add(name, *missing, "no plan", *pipeline)
+            # Of a mesh whose bound excludes it, plans may exist.
+            is_excluded = plan is None and mesh.bound is not None
+            table.add(name, *missing, "excluded" if is_excluded else "no plan", *pipeline)
             reasons.append(Sentence(f"{name}: {in_flags(reason)}", "red"))
             continue
         gap = plan.certificate.gap
