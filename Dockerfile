@@ -14,6 +14,11 @@ ARG TORCH=
 RUN if [ -n "${TORCH}" ]; then \
         /opt/autoshard/bin/python -m pip install --constraint constraints.txt "${TORCH}"; \
     fi
+# With torch and transformers it also makes the models of configs.
+ARG CONFIGS=
+RUN if [ -n "${CONFIGS}" ]; then \
+        /opt/autoshard/bin/python -m pip install --constraint constraints.txt --group configs; \
+    fi
 COPY README.md LICENSE ./
 COPY autoshard autoshard
 COPY server server

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
         rng_step,
         shard_loader,
     )
+    from autoshard.sizing import find_largest, fit_model, size_model
     from autoshard.version import __version__
 else:
     __getattr__, __dir__ = lazy_names(__name__)
@@ -79,6 +80,8 @@ __all__ = [
     "explain",
     "export_model",
     "export_plan",
+    "find_largest",
+    "fit_model",
     "full_tensor",
     "get_context",
     "get_topology",
@@ -100,4 +103,5 @@ __all__ = [
     "search_meshes",
     "shard_loader",
     "simulate",
+    "size_model",
 ]

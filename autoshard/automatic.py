@@ -17,7 +17,15 @@ from autoshard.client import Client
 from autoshard.client.variables import SERVER_VARIABLE
 from autoshard.errors import AutoshardError, MeshError
 from autoshard.graph import MixedPrecision, OpaqueModule, export_model
-from autoshard.mesh import Topology, default_axis_names, mesh_sizes, parse_shape, to_mesh
+from autoshard.launching.context import PLAN_VARIABLE, get_context
+from autoshard.mesh import (
+    Topology,
+    default_axis_names,
+    mesh_sizes,
+    mesh_text,
+    parse_shape,
+    to_mesh,
+)
 from autoshard.plan import Plan, PlanOptions
 from autoshard.plan.options import to_options
 from autoshard.report.answer import headline
@@ -61,8 +69,10 @@ def auto_parallelize(
     """Export a model, plan it for a mesh, and apply the plan; on every rank of the mesh.
 
     The first rank of the mesh exports and plans, and the others receive the plan. If it fails, all
-    ranks raise its error. The model is changed in place, as by `parallelize`. The first rank then
-    writes a line to stderr: mesh, parallelism, predicted step and memory, and the plan's id.
+    ranks raise its error. In a program that `autoshard launch --plan` has started, that plan is
+    used, with its mesh and its options, and nothing is exported. The model is changed in place, as
+    by `parallelize`. The first rank then writes a line to stderr: mesh, parallelism, predicted step
+    and memory, and the plan's id.
 
     Args:
         model: a model with the full weights on every rank, or on the meta device if
@@ -71,7 +81,7 @@ def auto_parallelize(
         kwargs: example keyword arguments of forward.
         mesh: the devices: a `DeviceMesh`, or the size of each axis, `"dp=2,tp=4"`, `(2, 4)` or 8,
             for which the process group is initialised if it is not yet. By default one axis of all
-            ranks.
+            ranks, or the mesh of the plan that was launched.
         device_type: of a mesh that is given by sizes: "cuda" or "cpu"; "cuda" by default if it is
             available.
         memory: limit of the memory per device, such as "70GB"; the device's memory by default.
@@ -106,7 +116,8 @@ def auto_parallelize(
     if memory is not None:
         single_options["memory_budget"] = memory
     merged = to_options(options, single_options)
-    device_mesh = _device_mesh(mesh, device_type)
+    launched = _launched_plan()
+    device_mesh = _device_mesh(mesh, device_type, launched)
 
     def make_plan() -> Plan:
         archive = export_model(
@@ -125,7 +136,7 @@ def auto_parallelize(
                 archive, mesh=to_mesh(device_mesh, topology=topology), options=merged
             )
 
-    plan = _plan_on_first_rank(make_plan, device_mesh)
+    plan = launched or _plan_on_first_rank(make_plan, device_mesh)
     with raised_on_all_ranks(device_mesh):
         parallelize(
             model,
@@ -138,8 +149,33 @@ def auto_parallelize(
             ignore_state=ignore_state,
         )
     if _is_first_rank(device_mesh):
-        sys.stderr.write(f"autoshard: {headline(plan)}. Plan {plan.id[:_SHOWN_DIGITS]}\n")
+        origin = ", given to `autoshard launch`, with its options" if launched else ""
+        sys.stderr.write(f"autoshard: {headline(plan)}. Plan {plan.id[:_SHOWN_DIGITS]}{origin}\n")
     return model
+
+
+def _launched_plan() -> Plan | None:
+    """The plan that the program was launched with, if any.
+
+    Raises:
+        PlanError: its file has none, or the ranks do not fit it.
+    """
+    return get_context().plan if os.environ.get(PLAN_VARIABLE) else None
+
+
+def _check_same_mesh(mesh: DeviceMesh | str | int | Sequence[int] | None, launched: Plan) -> None:
+    if mesh is None:
+        return
+    if isinstance(mesh, DeviceMesh):
+        sizes: Sequence[int] = mesh.mesh.shape
+    else:
+        sizes = parse_shape(mesh)[0] if isinstance(mesh, str) else mesh_sizes(mesh)
+    if tuple(sizes) != launched.mesh.axis_sizes:
+        raise MeshError(
+            f"the program asks for the mesh {'x'.join(map(str, sizes))}, but was launched with a "
+            f"plan for {mesh_text(launched.mesh)}: leave mesh= out, or launch it with a plan for "
+            "that mesh, or with torchrun to make one"
+        )
 
 
 def _is_first_rank(device_mesh: DeviceMesh) -> bool:
@@ -183,13 +219,20 @@ def _error_of(name: str, message: str) -> AutoshardError:
 
 
 def _device_mesh(
-    mesh: DeviceMesh | str | int | Sequence[int] | None, device_type: str | None
+    mesh: DeviceMesh | str | int | Sequence[int] | None,
+    device_type: str | None,
+    launched: Plan | None,
 ) -> DeviceMesh:
     """The mesh of the ranks, with names of its axes.
 
     Raises:
-        MeshError: there is no process group, or the mesh has another number of ranks.
+        MeshError: there is no process group, or the mesh has another number of ranks, or is not
+            that of the plan that was launched.
     """
+    if launched is not None:
+        _check_same_mesh(mesh, launched)
+        if not isinstance(mesh, DeviceMesh):
+            return get_context().device_mesh
     if isinstance(mesh, DeviceMesh):
         if mesh.mesh_dim_names is not None:
             return mesh

@@ -14,6 +14,7 @@ from autoshard.graph import is_graph_file
 from autoshard.mesh import Mesh, Topology, make_mesh
 from autoshard.plan import Mode, Plan, PlanOptions
 from autoshard.plan.options import to_options
+from autoshard.requests.model_configs import BatchShape, ElementType, check_named_config
 from autoshard.requests.results import OnProgress
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ def plan_model(
     gpus_per_node: Count | None = None,
     batch_size: Count | None = None,
     seq_length: Count | None = None,
+    dtype: ElementType | None = None,
     options: PlanOptions | None = None,
     server: str | Literal[False] | None = None,
     cache: bool | str | Path = True,
@@ -61,6 +63,7 @@ def plan_model(
         batch_size: samples of a step of a config, of all devices together (the global batch); 8 if
             None.
         seq_length: tokens of each sample of a config; 4,096, or as many as the model has, if None.
+        dtype: element type of a config's weights; if None, the config's own, or bfloat16.
         options: of planning.
         server: URL of a planning service; by default that of the environment variable
             AUTOSHARD_SERVER. Without one, or if False, the plan is made in this process.
@@ -86,7 +89,13 @@ def plan_model(
         raise OptionError("give one of gpus and mesh; with gpus=8 the mesh is chosen")
     merged = to_options(options, {"comparisons": True, **single_options})
     graph = model_graph(
-        model, args, kwargs, mode=merged.mode, batch_size=batch_size, seq_length=seq_length
+        model,
+        args,
+        kwargs,
+        mode=merged.mode,
+        batch_size=batch_size,
+        seq_length=seq_length,
+        dtype=dtype,
     )
     devices: dict[str, Any] = {"topology": topology, "nodes": nodes, "gpus_per_node": gpus_per_node}
     url = os.environ.get(SERVER_VARIABLE) if server is None else server
@@ -113,6 +122,7 @@ def model_graph(
     mode: Mode,
     batch_size: int | None = None,
     seq_length: int | None = None,
+    dtype: ElementType | None = None,
 ) -> "ModelLike":
     """The graph of a model, as requests take it: a file, or a model that is exported here.
 
@@ -123,6 +133,7 @@ def model_graph(
         mode: for a config, whether its graph is of training.
         batch_size: as in `plan_model`.
         seq_length: as in `plan_model`.
+        dtype: as in `plan_model`.
 
     Raises:
         OptionError: there is no such model, or a size is given that is not for it.
@@ -132,15 +143,17 @@ def model_graph(
     given = {name: value for name, value in sizes.items() if value is not None}
     is_named = isinstance(model, str | Path) and not is_graph_file(str(model))
     if is_named:
+        batch = BatchShape(**given)
+        check_named_config(str(model), batch)
         # torch is imported only for a model that is exported here.
-        from autoshard.integrations.model_files import BatchShape, export_named  # noqa: PLC0415
+        from autoshard.requests.model_files import export_named  # noqa: PLC0415
 
-        return export_named(str(model), BatchShape(**given) if given else None, mode=mode)
-    if given:
+        return export_named(str(model), batch if given else None, mode=mode, dtype=dtype)
+    if given or dtype:
         name = model if isinstance(model, str | Path) else "the model"
         raise OptionError(
-            f"{name} has the batch that it was exported with: batch_size and seq_length are for a "
-            "config.json"
+            f"{name} has the batch that it was exported with: batch_size, seq_length and `dtype` "
+            "are for a config.json"
         )
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(model, torch.nn.Module):

@@ -228,7 +228,12 @@ def test_the_container_has_what_the_service_needs() -> None:
     for extra in ("server", "otel", "postgres"):
         needed = needed + document["project"]["optional-dependencies"][extra]
     expected = {n: s for n, s in named(needed).items() if n not in NOT_IN_THE_IMAGE}
-    assert named(document["dependency-groups"]["service"]) == expected
+    groups = document["dependency-groups"]
+    assert named(groups["service"]) == expected
+    extra = document["project"]["optional-dependencies"]["configs"]
+    needed = {**named(document["project"]["dependencies"]), **named(extra)}
+    assert named(groups["configs"]).items() <= needed.items()
+    assert {"torch", "transformers"} <= named(groups["configs"]).keys()
 
 
 @pytest.mark.thorough

@@ -35,6 +35,8 @@ PUBLIC = [
     "explain",
     "export_model",
     "export_plan",
+    "find_largest",
+    "fit_model",
     "full_tensor",
     "get_context",
     "get_topology",
@@ -56,6 +58,7 @@ PUBLIC = [
     "search_meshes",
     "shard_loader",
     "simulate",
+    "size_model",
 ]
 
 

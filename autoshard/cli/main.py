@@ -35,6 +35,29 @@ COMMANDS = {
         PLANNING,
         first_options=("--devices", "--output", *_FIRST_OPTIONS),
     ),
+    "fit": Deferred(
+        "autoshard.cli.commands.sizing:fit",
+        "Show whether a model fits some devices, and what takes their memory.",
+        PLANNING,
+        first_options=(
+            "--gpus",
+            "--layout",
+            "--vary",
+            "--largest",
+            "--offload",
+            "--wrap",
+            *_FIRST_OPTIONS,
+        ),
+    ),
+    "size": Deferred(
+        "autoshard.cli.commands.sizing:size",
+        "Find the fewest devices that reach a throughput, and the cheapest.",
+        PLANNING,
+        first_options=(
+            *("--tokens-per-second", "--tokens", "--days", "--price", "--layout", "--max-gpus"),
+            *_FIRST_OPTIONS,
+        ),
+    ),
     "coverage": Deferred(
         "autoshard.cli.commands.planning:coverage",
         "List the operators of a graph, those that cannot be sharded and why, and their cost.",

@@ -9,6 +9,7 @@ import typer
 from autoshard.cli.rendering.numbers import count
 from autoshard.model_plans import model_graph
 from autoshard.plan import Mode
+from autoshard.requests.model_configs import ElementType
 
 ModelSource = Annotated[
     str,
@@ -38,6 +39,10 @@ class ConfigBatch:
         int | None,
         count(help="Tokens of each sample; by default 4096, or as many as the model has."),
     ] = None
+    dtype: Annotated[
+        ElementType | None,
+        typer.Option(help="Element type of the weights; the config's by default, or bfloat16."),
+    ] = None
 
     def graph(self, source: str, mode: Mode) -> Path | bytes:
         """The file of a graph, or the graph of a model that is exported here.
@@ -51,7 +56,11 @@ class ConfigBatch:
             GraphError: it cannot be exported.
         """
         found = model_graph(
-            source, mode=mode, batch_size=self.batch_size, seq_length=self.seq_length
+            source,
+            mode=mode,
+            batch_size=self.batch_size,
+            seq_length=self.seq_length,
+            dtype=self.dtype,
         )
         assert isinstance(found, Path | bytes), "a source is a text"
         return found

@@ -20,7 +20,7 @@ import typer
 from httpx2 import codes
 
 from autoshard.base.files import explain_topology_error, read_file
-from autoshard.cli.rendering.numbers import count
+from autoshard.cli.rendering.numbers import count, share
 from autoshard.cli.rendering.output import check_output
 from autoshard.cli.rendering.tables import Format
 from autoshard.client import Client
@@ -70,10 +70,8 @@ GpusPerNode = Annotated[
 ]
 Within = Annotated[
     float,
-    typer.Option(
-        min=0,
-        max=10,
-        metavar="SHARE",
+    share(
+        most=10,
         help="Share by which the simplest layout of the verdict may be slower than the fastest.",
     ),
 ]

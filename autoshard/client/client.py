@@ -9,13 +9,14 @@ from autoshard.base.arguments import Count, Seconds, Share, check_methods
 from autoshard.client.base import ClientBase
 from autoshard.client.remote import PLANS
 from autoshard.client.transport import AsyncTransport, BlockingTransport, get, post, run_blocking
-from autoshard.errors import ServiceError
+from autoshard.errors import OptionError, ServiceError
 from autoshard.mesh import Topology
 from autoshard.plan import Plan
 from autoshard.plan.options import MIN_EXPRESSED
 from autoshard.requests import running
 from autoshard.requests.kept_plans import Offline
 from autoshard.requests.models import (
+    ConfigArguments,
     MeshLike,
     MeshSearchRequest,
     ModelLike,
@@ -52,7 +53,7 @@ class AsyncClient(ClientBase):
 
     async def plan(
         self,
-        model: ModelLike,
+        model: "ModelLike | None" = None,
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
         *,
@@ -63,10 +64,16 @@ class AsyncClient(ClientBase):
         """Plan a model for a mesh, and wait for the plan.
 
             plan = client.plan("gpt2.pt2", mesh=(2, 4), memory_budget="40GB")
+            plan = client.plan(config="config.json", seq_length=4096, mesh=(2, 4))
 
         Args:
             model: a module, which is exported on the meta device; or the path or bytes of a
                 `.pt2` archive or of its model.json.
+            config: in place of a model, the config of a text model of transformers, or the path
+                of its file. The service makes the model, which needs its extra `configs`.
+            batch_size: of a config: sequences of a step, of all devices together; by default 8.
+            seq_length: of a config: tokens of each sequence; by default at most 4,096.
+            dtype: of a config: element type of the weights; by default its own, or bfloat16.
             args: example arguments of the module's forward.
             kwargs: example keyword arguments of the module's forward.
             mesh: size of each axis, such as `(2, 4)` or `"2x4"`, or the arguments of `make_mesh` as
@@ -82,7 +89,7 @@ class AsyncClient(ClientBase):
                 `request_plan` returns the source of the plan as well.
 
         Returns:
-            The plan; if there is none, a document whose `reason` is not empty.
+            The plan. Ask `plan.found` first: if there is none, `plan.reason` says why.
 
         Raises:
             GraphError: the model cannot be exported, or the file cannot be read.
@@ -98,7 +105,7 @@ class AsyncClient(ClientBase):
 
     async def request_plan(
         self,
-        model: ModelLike,
+        model: "ModelLike | None" = None,
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
         *,
@@ -120,7 +127,7 @@ class AsyncClient(ClientBase):
 
     async def search(
         self,
-        model: ModelLike,
+        model: "ModelLike | None" = None,
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
         *,
@@ -164,7 +171,7 @@ class AsyncClient(ClientBase):
 
     async def request_search(
         self,
-        model: ModelLike,
+        model: "ModelLike | None" = None,
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
         *,
@@ -185,7 +192,7 @@ class AsyncClient(ClientBase):
 
     async def validate(
         self,
-        model: ModelLike,
+        model: "ModelLike | None" = None,
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
         **request: Unpack[PlanArguments],
@@ -210,13 +217,14 @@ class AsyncClient(ClientBase):
 
     async def coverage(
         self,
-        model: ModelLike,
+        model: "ModelLike | None" = None,
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
         *,
         mesh: "MeshLike | None" = None,
         plan: Plan | None = None,
         discover: bool = True,
+        **of_config: Unpack[ConfigArguments],
     ) -> "report.Coverage":
         """List the operators of a model that can be sharded; as `autoshard.operator_coverage`.
 
@@ -228,6 +236,7 @@ class AsyncClient(ClientBase):
             plan: a plan of the model, for the time that each operator takes under it. The
                 coverage is then computed in this process, with the rules of the plan.
             discover: as in `plan`.
+            config: as in `plan`, with `batch_size`, `seq_length` and `dtype`.
 
         Raises:
             GraphError: the model cannot be exported, or the file cannot be read.
@@ -235,11 +244,15 @@ class AsyncClient(ClientBase):
             ServiceUnavailableError: the service does not answer, or is too busy.
         """
         if plan is not None:
+            if model is None:
+                raise OptionError("plan= needs the model that was planned, not config=")
             return await self._transport.run(
                 lambda: running.plan_coverage(read_model(model, args, kwargs), plan)
             )
         request = await self._transport.run(
-            lambda: OperatorCoverageRequest(model, args, kwargs, mesh, discover=discover)
+            lambda: OperatorCoverageRequest(
+                model, args, kwargs, mesh, discover=discover, **of_config
+            )
         )
         return await self._backend.coverage(request)
 

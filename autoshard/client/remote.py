@@ -64,6 +64,9 @@ _PAGE_SIZE = 100
 _PREFER_WAIT = 10
 """Seconds that the service may keep a request open until its job is done, to save polling."""
 
+_EXPORT_WAIT = 180
+"""Seconds that the service may take in addition to make the graph of a config."""
+
 _MAX_LOST_JOBS = 2
 """Number of times that a job which the service has forgotten is requested again."""
 
@@ -312,9 +315,9 @@ class Remote:
 
     async def _lookup(self, request: PlanRequest) -> PlanResult | None:
         """Return the plan of an earlier request that was the same; the graph is not sent."""
-        document = {**request.document, "graph_sha256": request.graph_sha256}
         try:
-            found = read_json(await self._transport.send(post(f"{PLANS}:lookup", document)))
+            lookup = post(f"{PLANS}:lookup", request.named_document)
+            found = read_json(await self._transport.send(lookup))
             plan = await self.get_plan(str(found["id"]), offline="never")
         except RequestRejectedError as error:
             if error.status not in _NOT_THERE:
@@ -354,7 +357,7 @@ class Remote:
             RequestRejectedError: the service refused, or the job failed or was cancelled.
             ServiceUnavailableError: it cannot be reached, or is too busy.
         """
-        document = {**request.document, **(more or {})}
+        document = {**request.named_document, **(more or {})}
         # With a progress listener, the service responds immediately, so that progress is reported.
         wait_seconds = _PREFER_WAIT if wait and on_progress is None else 0
         lost = 0
@@ -387,13 +390,13 @@ class Remote:
         waiting: bool,
     ) -> httpx2.Response:
         """Send a document that names its graph by digest; upload the graph if it is unknown."""
-        named = {**document, "graph_sha256": request.graph_sha256}
         headers = {"Prefer": f"wait={wait_seconds}", "Idempotency-Key": uuid4().hex}
-        submission = post(path, named, headers=headers, extra_timeout=wait_seconds)
+        extra = wait_seconds + (_EXPORT_WAIT if request.of_config else 0)
+        submission = post(path, document, headers=headers, extra_timeout=extra)
         try:
             return await self._transport.send(submission, waiting=waiting)
         except RequestRejectedError as error:
-            if error.status != codes.NOT_FOUND:
+            if error.status != codes.NOT_FOUND or request.of_config:
                 raise
         await self._upload(request, waiting=waiting)
         return await self._transport.send(submission, waiting=waiting)

@@ -37,7 +37,7 @@ counted for all micro-batches.
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from functools import cached_property
 
 import numpy as np
@@ -88,6 +88,17 @@ class Phase(StrEnum):
     OPTIMIZER = "optimizer"
 
 
+class Role(IntEnum):
+    """Role of something in memory towards the operation, or the input, that it is counted for."""
+
+    VALUE = 0
+    """What it makes, or saves inside."""
+    GRADIENT = 1
+    """The gradient of what it makes."""
+    WORKING = 2
+    """Memory that it uses while it runs."""
+
+
 Moment = tuple[Phase, str]
 """The phase of the step, and the name of the node that runs or of the value that is resharded;
 the name is empty if there is no operation."""
@@ -98,23 +109,32 @@ class Timeline:
     """Live bytes at each of M moments.
 
     Attributes:
-        lowering: the instructions of the step.
+        memory: the operations of the step.
         moments: the moments in order.
         instructions: number of the lowered instruction of each moment; -1 if there is none.
         nbytes: bytes by kind, each of shape [M].
+        lives: everything that is in memory, shape [L, 6]: number of its kind in `KINDS`, first and
+            last moment, bytes, number of the operation that it is counted for or -1 - that of the
+            input, and `Role`. Micro-batches that wait for their backward are not among it.
         per_micro_batch: activations that a micro-batch keeps between its forward and its backward;
             None in inference.
         unneeded: reshardings with `regather` whose results backward does not need.
         regathered: for each other resharding with `regather`, the moment at which it runs again.
     """
 
-    lowering: Lowering
+    memory: StageMemory
     moments: tuple[Moment, ...]
     instructions: tuple[int, ...]
     nbytes: Mapping[str, NDArray[np.int64]]
+    lives: NDArray[np.int64]
     per_micro_batch: int | None = None
     unneeded: frozenset[Use] = frozenset()
     regathered: Mapping[Use, int] = field(default_factory=dict)
+
+    @property
+    def lowering(self) -> Lowering:
+        """The instructions of the step."""
+        return self.memory.lowering
 
     @cached_property
     def total(self) -> NDArray[np.int64]:
@@ -264,7 +284,7 @@ class _Lifetimes:
         self._memory = memory
         self._schedule = schedule
         self._end = len(schedule.moments) - 1
-        self._lives = array("q")  # kind, first and last moment, bytes; kind, ...
+        self._lives = array("q")  # rows of `Timeline.lives`, one after the other
         self._nbytes = memory.storage_bytes
         self._saved: dict[int, int] = {}  # last moment of each storage that backward needs
         self._narrow: dict[int, int] = {}  # last moment of each copy in float8 that it needs
@@ -273,7 +293,7 @@ class _Lifetimes:
 
     def timeline(self, in_flight: int) -> Timeline:
         """Sum the bytes of all lifetimes, and of the micro-batches that wait."""
-        lives = np.frombuffer(self._lives, dtype=np.int64).reshape(-1, 4)
+        lives = np.frombuffer(self._lives, dtype=np.int64).reshape(-1, 6)
         # A tensor is a change before its first moment and one after its last; sums over time are
         # then linear in tensors plus moments, however long they live.
         changes = np.zeros((len(KINDS), self._end + 2), dtype=np.int64)
@@ -288,10 +308,11 @@ class _Lifetimes:
             activations[:-1] += (in_flight - 1) * kept
         regathered = {use: self._regathered.get(storage) for use, storage in self._regathers()}
         return Timeline(
-            self._memory.lowering,
+            self._memory,
             tuple(self._schedule.moments),
             tuple(self._schedule.instructions),
             dict(zip(KINDS, alive, strict=True)),
+            lives,
             kept,
             frozenset(use for use, life in regathered.items() if life is None),
             {use: life[0] for use, life in regathered.items() if life is not None},
@@ -310,18 +331,20 @@ class _Lifetimes:
                     if use in planned:
                         yield use, self._memory.storages[tensor]
 
-    def _add(self, kind: str, first: int, last: int, nbytes: int) -> None:
+    def _add(
+        self, kind: str, first: int, last: int, nbytes: int, of: int, *, role: Role = Role.VALUE
+    ) -> None:
         if nbytes:
-            self._lives.extend((_NUMBER[kind], first, last, nbytes))
+            self._lives.extend((_NUMBER[kind], first, last, nbytes, of, role))
 
     def add_inputs(self, stage: Stage, optimizer: OptimizerSpec | None) -> None:
         """Add the inputs of the stage, and the optimizer's state."""
-        for placed, tensor in zip(stage.inputs, self._memory.tensors, strict=False):
+        for i, (placed, tensor) in enumerate(zip(stage.inputs, self._memory.tensors, strict=False)):
             times = inputs_held(InputKind(placed.kind), stage.micro_batches, stage.in_flight)
-            self._add(_KIND_OF_INPUT[placed.kind], 0, self._end, times * tensor.nbytes)
+            self._add(_KIND_OF_INPUT[placed.kind], 0, self._end, times * tensor.nbytes, ~i)
             if optimizer and placed.kind == "parameter" and tensor.requires_grad:
                 nbytes = parameter_bytes(tensor.shape, DType(placed.dtype), optimizer)
-                self._add("optimizer", 0, self._end, nbytes.optimizer)
+                self._add("optimizer", 0, self._end, nbytes.optimizer, ~i)
 
     def add_forward(self) -> None:
         """Results of operations, until their last use or as long as autograd saves them."""
@@ -330,26 +353,26 @@ class _Lifetimes:
         for i, op in enumerate(ops):
             for tensor in op.reads:
                 last[storages[tensor]] = i
-            self._add("temporaries", i, i, op.working)
+            self._add("temporaries", i, i, op.working, i, role=Role.WORKING)
         returned = {storages[tensor] for tensor in self._memory.outputs}
         inference = not self._schedule.backward
         for storage, maker in enumerate(made_by):
             if maker < 0:
                 continue
             if storage in self._memory.gathered_once:
-                self._add("temporaries", 0, self._end - 1, self._nbytes[storage])
+                self._add("temporaries", 0, self._end - 1, self._nbytes[storage], maker)
                 continue
             saved = self._saved.get(storage)
             if storage in self._narrow:
                 half = self._nbytes[storage] // 2  # of an element of 16 bits
-                self._add("activations", maker, self._narrow[storage], half)
+                self._add("activations", maker, self._narrow[storage], half, maker)
             if storage in returned:
-                self._add("activations", maker, self._end, self._nbytes[storage])
+                self._add("activations", maker, self._end, self._nbytes[storage], maker)
             elif saved is not None or (inference and not ops[maker].uses):
                 until = max(last[storage], saved or 0)
-                self._add("activations", maker, until, self._nbytes[storage])
+                self._add("activations", maker, until, self._nbytes[storage], maker)
             else:
-                self._add("temporaries", maker, last[storage], self._nbytes[storage])
+                self._add("temporaries", maker, last[storage], self._nbytes[storage], maker)
 
     def add_saved(self) -> None:
         """Add tensors that autograd saves, and those that are re-gathered or recomputed instead."""
@@ -359,12 +382,12 @@ class _Lifetimes:
             for storage, in_float8 in self._memory.saved_by(op):
                 self._save(storage, until, op.checkpoint, in_float8=in_float8)
             if again is None:
-                self._add("activations", i, until, op.saved_bytes)
+                self._add("activations", i, until, op.saved_bytes, i)
                 continue
             for tensor in op.reads:
                 self._save(storages[tensor], again, op.checkpoint)
-            self._add("temporaries", again, again, op.working)
-            self._add("temporaries", again, until, op.saved_bytes)
+            self._add("temporaries", again, again, op.working, i, role=Role.WORKING)
+            self._add("temporaries", again, until, op.saved_bytes, i)
         self._regather_buckets()
         self._add_regathered()
         self._add_recomputed()
@@ -399,10 +422,12 @@ class _Lifetimes:
     def _add_regathered(self) -> None:
         running: dict[int, int] = {}  # when each resharding runs; those of a bucket run once
         for storage, (first, last) in self._regathered.items():
-            self._add("temporaries", first, last, self._nbytes[storage])
-            running[self._memory.made_by[storage]] = first
+            maker = self._memory.made_by[storage]
+            self._add("temporaries", first, last, self._nbytes[storage], maker)
+            running[maker] = first
         for maker, first in running.items():
-            self._add("temporaries", first, first, self._memory.ops[maker].working)
+            working = self._memory.ops[maker].working
+            self._add("temporaries", first, first, working, maker, role=Role.WORKING)
 
     def _add_recomputed(self) -> None:
         """Add the tensors that checkpoints recompute."""
@@ -417,7 +442,7 @@ class _Lifetimes:
             start = self._schedule.recompute.get(maker)
             if start is not None:
                 ends = (start, last_reads.get(storage, 0), self._copies.get(storage, 0))
-                self._add("temporaries", start, max(ends), self._nbytes[storage])
+                self._add("temporaries", start, max(ends), self._nbytes[storage], maker)
 
     def add_gradients(self, entries: Iterable[int], stage: Stage) -> None:
         """Add gradients of activations, and of parameters from when they are complete.
@@ -426,21 +451,22 @@ class _Lifetimes:
         """
         gradients = _GradientLiveness(self._memory, self._schedule.backward)
         gradients.run(entries)
-        for first, last, nbytes in gradients.lives:
-            self._add("temporaries", first, last, nbytes)
+        for first, last, nbytes, of, role in gradients.lives:
+            self._add("temporaries", first, last, nbytes, of, role=Role(role))
         full = self._full_gradients() if stage.micro_batches > 1 else {}
         for tensor, complete in gradients.complete.items():
             reduced = self._memory.tensors[tensor].nbytes
             if stage.inputs[tensor].kind == "received":
                 # It is sent to the previous stage when backward ends.
-                self._add("temporaries", complete + 1, self._end - 1, reduced)
+                last = self._end - 1
+                self._add("temporaries", complete + 1, last, reduced, ~tensor, role=Role.GRADIENT)
                 continue
             if stage.micro_batches == 1:
-                self._add("gradients", complete + 1, self._end, reduced)
+                self._add("gradients", complete + 1, self._end, reduced, ~tensor)
                 continue
             summed = self._sum_bytes(stage, tensor, full.get(tensor))
-            self._add("gradients", 0, self._end - 1, summed)
-            self._add("gradients", self._end, self._end, reduced)
+            self._add("gradients", 0, self._end - 1, summed, ~tensor)
+            self._add("gradients", self._end, self._end, reduced, ~tensor)
 
     def _sum_bytes(self, stage: Stage, tensor: int, full: int | None) -> int:
         """Bytes of the sum of a parameter's gradients over micro-batches.
@@ -485,7 +511,8 @@ class _GradientLiveness:
         backward: the moment of each operation's backward.
 
     Attributes:
-        lives: first moment, last moment and bytes of each gradient.
+        lives: of each gradient and its working memory, the first moment, the last one, bytes, and
+            what they are counted for, as in `Timeline.lives`.
         complete: for each input with a gradient, the moment when the gradient is complete.
     """
 
@@ -509,14 +536,14 @@ class _GradientLiveness:
             op = self._memory.ops[i]
             present = [tensor for tensor in op.targets if tensor in self._of]
             if present:
-                self._step(op, present, self._backward[i])
+                self._step(i, op, present)
 
-    def _step(self, op: MemoryOp, present: list[int], moment: int) -> None:
-        source = self._of[present[0]]
+    def _step(self, number: int, op: MemoryOp, present: list[int]) -> None:
+        source, moment = self._of[present[0]], self._backward[number]
         for tensor in present:
             self._extend(self._of[tensor], moment)
         if op.working_backward:
-            self._allocate(moment, moment, op.working_backward)
+            self._allocate(moment, moment, op.working_backward, number, Role.WORKING)
         for tensor, passes in zip(op.reads, op.passes_gradient, strict=True):
             if not self._memory.tensors[tensor].requires_grad:
                 continue
@@ -545,10 +572,14 @@ class _GradientLiveness:
         life[1] = max(life[1], moment)
 
     def _new(self, tensor: int, first: int, last: int) -> int:
-        return self._allocate(first, last, self._memory.tensors[tensor].nbytes)
+        storage = self._memory.storages[tensor]
+        maker = self._memory.made_by[storage]
+        # The first storages are those of the inputs.
+        of = ~storage if maker < 0 else maker
+        return self._allocate(first, last, self._memory.tensors[tensor].nbytes, of, Role.GRADIENT)
 
-    def _allocate(self, first: int, last: int, nbytes: int) -> int:
-        self.lives.append([first, last, nbytes])
+    def _allocate(self, first: int, last: int, nbytes: int, of: int, role: Role) -> int:
+        self.lives.append([first, last, nbytes, of, role])
         self._num_tensors.append(0)
         return len(self.lives) - 1
 

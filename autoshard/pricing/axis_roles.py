@@ -366,11 +366,14 @@ class _RolesInStage:
         kinds = parameter_kinds(self._graph, self._kinds)
         used = self._used_in_shards()
         for placed in self._stage.parameters:
-            layout = Layout.parse(placed.layout)
+            layout, kind = Layout.parse(placed.layout), kinds.get(placed.name)
             storages = [
                 (
                     axis,
-                    Storage(layout.types[number].dim, (placed.name, number) not in used)
+                    Storage(
+                        layout.types[number].dim,
+                        used.isdisjoint((placed.name, number, one) for one in (kind, None)),
+                    )
                     if layout.types[number].is_shard
                     else Storage(),
                 )
@@ -378,11 +381,14 @@ class _RolesInStage:
                 if axis[1] > 1
             ]
             nbytes = self._graph.values[placed.name].nbytes
-            yield placed.name, kinds.get(placed.name), nbytes, storages
+            yield placed.name, kind, nbytes, storages
 
-    def _used_in_shards(self) -> set[tuple[str, int]]:
-        """Parameters and axes for which an operator reads shards of the parameter."""
-        found: set[tuple[str, int]] = set()
+    def _used_in_shards(self) -> set[tuple[str, int, Subject]]:
+        """Parameters, axes and kinds of layers whose operators read shards of the parameter.
+
+        A tied parameter may be read in shards by one kind, and gathered for another.
+        """
+        found: set[tuple[str, int, Subject]] = set()
         for node, placed in zip(self._graph.nodes, self._stage.nodes, strict=True):
             if all(value in self._weights for value in node.inputs):
                 continue
@@ -390,7 +396,8 @@ class _RolesInStage:
                 if value in self._weights:
                     types = Layout.parse(text).types
                     sharded = (a for a, t in enumerate(types) if t.is_shard)
-                    found.update((self._weights[value], axis) for axis in sharded)
+                    kind = self._kinds.get(node.name)
+                    found.update((self._weights[value], axis, kind) for axis in sharded)
         return found
 
 

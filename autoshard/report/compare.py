@@ -1,12 +1,13 @@
 """The difference of two plans of one program."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from autoshard.errors import PlanError
 from autoshard.lowering.timeline import KINDS
 from autoshard.mesh import mesh_text
+from autoshard.mesh.nodes import describe_devices
 from autoshard.plan.document import Plan
 from autoshard.plan.modules import stage_modules
 from autoshard.plan.predictions import CollectiveCount, Costs, Performance
@@ -77,6 +78,7 @@ class PlanDifference:
 
     Attributes:
         meshes: axes of both, such as ("dp=2 x tp=4", "tp=8").
+        settings: devices, nodes and links, and options, that differ; the batch is of the program.
         inputs: parameters, buffers and user inputs with different layouts.
         nodes: operators with different layouts of inputs or outputs.
         outputs: outputs with different layouts.
@@ -96,6 +98,7 @@ class PlanDifference:
     costs: tuple[Figure, ...]
     memory: tuple[Figure, ...]
     pipeline: tuple[Change, ...] = ()
+    settings: tuple[Change, ...] = ()
     performance: tuple[Performance | None, Performance | None] = (None, None)
 
     @property
@@ -125,10 +128,29 @@ def compare_plans(before: Plan, after: Plan) -> PlanDifference:
         outputs=_changes(_outputs(before), _outputs(after)),
         collectives=tuple(collective_changes(before.collectives, after.collectives)),
         pipeline=_changes(_pipeline(before), _pipeline(after)),
+        settings=_setting_changes(before, after),
         performance=(before.performance, after.performance),
         costs=_costs(before.costs, after.costs),
         memory=_figures(_MEMORY, before.memory, after.memory),
     )
+
+
+def _setting_changes(before: Plan, after: Plan) -> tuple[Change, ...]:
+    found = _changes(_settings(before), _settings(after))
+    ours, theirs = before.mesh.topology, after.mesh.topology
+    if ours != theirs and found[:1] and found[0].name in {"devices", "topology"}:
+        return found
+    same = () if ours == theirs else (Change("topology", ours.name, "the same with other figures"),)
+    return (*same, *found)
+
+
+def _settings(plan: Plan) -> dict[str, str]:
+    """Devices, nodes and links in words, and the options by keyword."""
+    # That it was assumed makes no difference.
+    topology = replace(plan.mesh.topology, assumed=None)
+    devices = describe_devices(topology, plan.mesh.num_devices)
+    options = {name: str(plan.options.value(name)) for name in plan.options.keywords()}
+    return {"devices": devices, "topology": topology.name, **options}
 
 
 def _inputs(plan: Plan) -> dict[str, str]:

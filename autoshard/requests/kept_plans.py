@@ -105,7 +105,8 @@ class OfflinePlans:
             mesh = request.mesh({})
             plan = self._at(_key(request.graph_sha256, request, mesh))
             # Reading the graph takes longer, and finds the plan of another export.
-            plan = plan or self._at(_key(graph_digest(request.program), request, mesh))
+            if plan is None and not request.of_config:
+                plan = self._at(_key(graph_digest(request.program), request, mesh))
         except (AutoshardError, OSError) as error:
             _log.warning("plans kept on this machine cannot be looked up: %s", error)
             return None
@@ -135,7 +136,7 @@ def require_plan(kept: OfflinePlans | None, request: PlanRequest) -> PlanResult:
     return PlanResult(plan, cached=True, source="offline")
 
 
-def _key(graph: str, request: PlanRequest, mesh: Mesh) -> str:
+def _key(graph: str | None, request: PlanRequest, mesh: Mesh) -> str:
     document = {**request.document, "mesh": json.loads(mesh_to_json(mesh))}
     text = json.dumps([PLAN_VERSION, graph, document], sort_keys=True)
     return f"request:{hashlib.sha256(text.encode()).hexdigest()}"

@@ -7,10 +7,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NotRequired, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Any, NotRequired, TypeAlias, TypedDict, Unpack
 
 from autoshard.base.files import read_graph_file
-from autoshard.errors import ArgumentTypeError, GraphError, MeshError
+from autoshard.errors import ArgumentTypeError, GraphError, MeshError, OptionError
 from autoshard.graph import (
     ArchiveLimits,
     Graph,
@@ -33,6 +33,12 @@ from autoshard.mesh import (
 from autoshard.mesh.sources import MeshLike as PlainMeshLike
 from autoshard.plan import Mode, PlanOptions
 from autoshard.plan.options import to_options
+from autoshard.requests.model_configs import (
+    BatchShape,
+    ElementType,
+    num_positions,
+    read_config,
+)
 from autoshard.requests.running import load_request_graph
 
 if TYPE_CHECKING:
@@ -50,7 +56,16 @@ _MAX_DEFLATE_RATIO = 1032
 _log = logging.getLogger(__name__)
 
 
-class _ModelArguments(TypedDict, total=False):
+class ConfigArguments(TypedDict, total=False):
+    """Keyword arguments of a request about the model of a config, in place of a model."""
+
+    config: Mapping[str, Any] | str | Path | None
+    batch_size: int | None
+    seq_length: int | None
+    dtype: ElementType | None
+
+
+class _ModelArguments(ConfigArguments, total=False):
     """Keyword arguments of every request for plans."""
 
     options: PlanOptions | None
@@ -76,40 +91,70 @@ class SearchArguments(_ModelArguments):
 
 
 class GraphRequest:
-    """A request about a graph.
+    """A request about a graph, or about a config of which the graph is made where it runs.
 
     Args:
-        model: as in `Client.plan`.
+        model: as in `Client.plan`; None for a config.
         args: as in `Client.plan`.
         kwargs: as in `Client.plan`.
         members: of the JSON document of the request, without the rules.
         discover: run the model's own operators on small tensors to find their sharding rules.
+        mode: that a config is exported in.
+        given: `ConfigArguments`.
 
     Attributes:
-        graph: bytes of an archive or of its model.json.
-        document: the JSON document of the request, without the graph.
+        document: the JSON document of the request, without a graph.
 
     Raises:
         GraphError: the module cannot be exported, or the file cannot be read.
+        OptionError: there is a model and a config, or neither, or the batch of none.
     """
 
     def __init__(
         self,
-        model: ModelLike,
+        model: "ModelLike | None",
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any] | None,
         members: dict[str, Any],
         *,
         discover: bool,
+        mode: Mode = "training",
+        given: Mapping[str, Any],
     ) -> None:
-        self.graph = read_model(model, args, kwargs)
-        self.rules = _custom_rules(self.graph) if discover else []
-        self.document = members | ({"rules": self.rules} if self.rules else {})
+        self._mode = mode
+        self.of_config = _config_members(model, given)
+        self.rules: list[dict[str, Any]] = []
+        if model is not None:
+            self.graph = read_model(model, args, kwargs)
+            self.rules = _custom_rules(self.graph) if discover else []
+        self.document = members | self.of_config | ({"rules": self.rules} if self.rules else {})
 
     @cached_property
-    def graph_sha256(self) -> str:
-        """Digest of the graph's bytes."""
-        return hashlib.sha256(self.graph).hexdigest()
+    def graph(self) -> bytes:
+        """Bytes of an archive or of its model.json; that of a config is made here when it is used.
+
+        Raises:
+            OptionError: it is no config of a model of the installed transformers.
+            GraphError: the model cannot be exported.
+            MissingPackageError: transformers is not installed.
+        """
+        # torch is slow to import.
+        from autoshard.requests.model_files import config_file, export_config  # noqa: PLC0415
+
+        given = dict(self.of_config)
+        config, dtype = given.pop("config"), given.pop("dtype", None)
+        with config_file(json.dumps(config).encode()) as path:
+            return export_config(path, BatchShape(**given), mode=self._mode, dtype=dtype)
+
+    @cached_property
+    def graph_sha256(self) -> str | None:
+        """Digest of the graph's bytes; None for a config."""
+        return None if self.of_config else hashlib.sha256(self.graph).hexdigest()
+
+    @property
+    def named_document(self) -> dict[str, Any]:
+        """The JSON document of the request, which names a graph by its digest."""
+        return self.document | ({} if self.of_config else {"graph_sha256": self.graph_sha256})
 
     @cached_property
     def program(self) -> Graph:
@@ -126,7 +171,7 @@ class PlanRequest(GraphRequest):
 
     def __init__(
         self,
-        model: ModelLike,
+        model: "ModelLike | None" = None,
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
         *,
@@ -134,9 +179,11 @@ class PlanRequest(GraphRequest):
         discover: bool = True,
         **options: Any,
     ) -> None:
+        given = _config_arguments(options)
         self.options = _merge_options(**options)
         members = {"mesh": _mesh_document(mesh), "options": self.options.model_dump(mode="json")}
-        super().__init__(model, args, kwargs, members, discover=discover)
+        how: dict[str, Any] = {"discover": discover, "mode": self.options.mode, "given": given}
+        super().__init__(model, args, kwargs, members, **how)
 
     def mesh(self, topologies: Mapping[str, Topology]) -> Mesh:
         """Build the mesh.
@@ -155,7 +202,7 @@ class MeshSearchRequest(GraphRequest):
 
     def __init__(
         self,
-        model: ModelLike,
+        model: "ModelLike | None" = None,
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
         *,
@@ -169,6 +216,7 @@ class MeshSearchRequest(GraphRequest):
     ) -> None:
         self.num_devices, self.topology, self.max_axes = num_devices, topology, max_axes
         self.nodes, self.gpus_per_node = nodes, gpus_per_node
+        given = _config_arguments(options)
         self.options = _merge_options(**options)
         members = {
             "num_devices": num_devices,
@@ -178,7 +226,8 @@ class MeshSearchRequest(GraphRequest):
             "max_axes": max_axes,
             "options": self.options.model_dump(mode="json"),
         }
-        super().__init__(model, args, kwargs, members, discover=discover)
+        how: dict[str, Any] = {"discover": discover, "mode": self.options.mode, "given": given}
+        super().__init__(model, args, kwargs, members, **how)
 
 
 class OperatorCoverageRequest(GraphRequest):
@@ -186,15 +235,16 @@ class OperatorCoverageRequest(GraphRequest):
 
     def __init__(
         self,
-        model: ModelLike,
+        model: "ModelLike | None" = None,
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
         mesh: "MeshLike | None" = None,
         *,
         discover: bool = True,
+        **given: Unpack[ConfigArguments],
     ) -> None:
         members = {} if mesh is None else {"mesh": _mesh_document(mesh)}
-        super().__init__(model, args, kwargs, members, discover=discover)
+        super().__init__(model, args, kwargs, members, discover=discover, given=given)
 
     def axis_sizes(self, topologies: Mapping[str, Topology]) -> frozenset[int]:
         """Sizes of the mesh axes; empty for any size.
@@ -227,6 +277,32 @@ def read_model(
         return export_model(model, args, dict(kwargs or {}))
     source = graph_source(model)
     return source if isinstance(source, bytes) else read_graph_file(Path(source))
+
+
+def _config_arguments(options: dict[str, Any]) -> dict[str, Any]:
+    """Take the arguments about a config out of those of a request."""
+    return {name: options.pop(name) for name in ConfigArguments.__annotations__ if name in options}
+
+
+def _config_members(model: "ModelLike | None", given: Mapping[str, Any]) -> dict[str, Any]:
+    """Members of the document of a request about a config; none for a model.
+
+    Raises:
+        OptionError: both are given, or none, or a number is out of its range.
+    """
+    members = {name: value for name, value in given.items() if value is not None}
+    if (model is None) == ("config" not in members):
+        raise OptionError("give one of a model and config=")
+    if model is not None and members:
+        raise OptionError(f"{next(iter(members))} is for config=, not for a model")
+    if not members:
+        return {}
+    config = members["config"]
+    if not isinstance(config, Mapping):
+        config = members["config"] = read_config(config)
+    shape = {name: members[name] for name in ("batch_size", "seq_length") if name in members}
+    BatchShape(**shape).num_tokens(num_positions(config), "the config")
+    return members
 
 
 def _merge_options(options: PlanOptions | None = None, **given: Any) -> PlanOptions:

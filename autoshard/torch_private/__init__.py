@@ -49,6 +49,15 @@ if TYPE_CHECKING:
         strided_shard,
         take_shard,
     )
+    from autoshard.torch_private.live_traces import (
+        LiveTrace,
+        TraceState,
+        names_after,
+        outside_of_trace,
+        with_record,
+        without_canonical_form,
+        without_torch_functions,
+    )
     from autoshard.torch_private.pipelining import StageBase, num_micro_batches, without_set_up
     from autoshard.torch_private.tensors import (
         BatchNormBase,
@@ -101,10 +110,12 @@ __all__ = [
     "DropoutBase",
     "FakeTensorMode",
     "HigherOrderOperator",
+    "LiveTrace",
     "OpOverload",
     "OpOverloadPacket",
     "StageBase",
     "TorchDispatchMode",
+    "TraceState",
     "accumulates",
     "assert_on_device",
     "backward_pass",
@@ -126,6 +137,7 @@ __all__ = [
     "is_transformed",
     "leave_backward_uncompiled",
     "mesh_of_other_ranks",
+    "names_after",
     "never_compiled",
     "not_compiled",
     "not_traced",
@@ -133,6 +145,7 @@ __all__ = [
     "num_micro_batches",
     "operator_handlers",
     "operator_names",
+    "outside_of_trace",
     "overload_name",
     "own_buffers",
     "own_parameters",
@@ -157,8 +170,11 @@ __all__ = [
     "torch_optimizer_state_dict",
     "torch_total_norm",
     "version_counter",
+    "with_record",
+    "without_canonical_form",
     "without_checkpoints",
     "without_compiler",
     "without_set_up",
     "without_torch_function",
+    "without_torch_functions",
 ]

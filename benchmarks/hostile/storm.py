@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from functools import partial
 from typing import Any
 
 import httpx2
@@ -170,6 +171,32 @@ def large_numbers(attacked: Target) -> Outcome:
     return Outcome(text, not any(name.split()[1].startswith("5") for name in found))
 
 
+def configs(attacked: Target) -> Outcome:
+    """Configs with a million layers, sizes of 10^9, code to load, deep lists; then a good one."""
+    good = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 256}
+    nested: Any = 10**6
+    for _ in range(100):
+        nested = [nested]
+    bad: tuple[dict[str, Any], ...] = (
+        *({"n_layer": 10**6}, {"n_embd": 10**9}, {"num_labels": 10**9}, {"vocab_size": -1}),
+        *({"auto_map": {"AutoConfig": "a--b.c"}}, {"attn_implementation": "a/b"}),
+        *({"layers": nested}, {"layer_types": ["x"] * 90_000, "n_layer": 10**4000}),
+    )
+    mesh = {"mesh": {"shape": [2]}, "seq_length": 32}
+    slow = ({"architectures": ["Trainer"]}, {"activation_function": "no"}, {"n_embd": 63})
+    with attacked.http(ATTACKER) as http:
+        asked = [{"config": good | fields, **mesh} for fields in bad]
+        refused = [timed(partial(http.post, "/v1/plans", json=one)) for one in asked]
+        asked = [{"config": good | fields, **mesh} for fields in slow]
+        made = [http.post("/v1/plans", json=one) for one in asked]
+        last = http.post("/v1/plans", json={"config": good, **mesh})
+    statuses = Counter(response.status_code for _, response in refused)
+    statuses.update(response.status_code for response in made)
+    taken = max(seconds for seconds, _ in refused)
+    text = f"{_counts(statuses)}, by arithmetic within {taken:.2f} s; then {last.status_code}"
+    return Outcome(text, _are_refused(statuses) and last.status_code < _CLIENT_ERROR)
+
+
 ATTACKS: tuple[Callable[[Target], Outcome], ...] = (
     many_axes,
     empty_objects,
@@ -179,6 +206,7 @@ ATTACKS: tuple[Callable[[Target], Outcome], ...] = (
     many_dims,
     crowd,
     large_numbers,
+    configs,
     *FLOODS,
 )
 """Attacks, all at the same time."""

@@ -25,7 +25,8 @@ _BY_KIND: Mapping[Limited, str] = {
     Limited.REQUEST: "max_header_bytes max_headers header_timeout transfer_timeout max_body_bytes "
     "max_model_bytes max_model_values max_compression_ratio max_nodes max_edges max_mesh_axes "
     "max_devices max_search_meshes max_request_bytes max_request_values max_topology_bytes "
-    "max_time_limit max_parse_seconds max_parse_bytes",
+    "max_time_limit max_parse_seconds max_parse_bytes max_config_layers max_config_count "
+    "max_config_number max_export_seconds max_export_bytes",
     Limited.CALLER: "max_caller_jobs max_project_jobs max_caller_job_bytes max_project_records "
     "max_caller_streams max_caller_waits max_address_connections max_invalid_keys "
     "max_project_parses max_project_parse_bytes max_topologies",

@@ -57,6 +57,14 @@ class ProblemType(Enum):
         "Invalid options",
         "Planning options contradict each other, the graph or a limit of this service.",
     )
+    CONFIG = (
+        422,
+        "The config cannot be used",
+        (
+            "The member 'config' is not the config.json of a text model of the installed "
+            "transformers, names code or kernels to run, or has fewer positions than the request."
+        ),
+    )
     INPUT = (422, "Invalid input", "Another part of the input cannot be used.")
     REQUEST = (
         422,
@@ -222,6 +230,11 @@ class ProblemType(Enum):
             "The disk of the service's database is full, and nothing was written; retry after its "
             "operator has freed space."
         ),
+    )
+    NOT_INSTALLED = (
+        501,
+        "A package is not installed",
+        "The service has been installed without an extra; 'detail' names it, and another way.",
     )
     INTERNAL = (
         500,

@@ -1,13 +1,11 @@
 """Requests: their JSON, their limits, and the ids of their results."""
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
-from importlib.metadata import version
+from functools import cached_property
 from math import prod
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import (
     BaseModel,
@@ -17,11 +15,12 @@ from pydantic import (
     RootModel,
     Tag,
     field_validator,
+    model_validator,
 )
 
 from autoshard.base.quantities import Bandwidth
 from autoshard.errors import OptionError
-from autoshard.graph import MAX_RULES, RULES_VERSION, rules_from_json, rules_to_json
+from autoshard.graph import MAX_RULES, rules_from_json, rules_to_json
 from autoshard.mesh import (
     Mesh,
     Topology,
@@ -31,8 +30,11 @@ from autoshard.mesh import (
     topology_from_json,
     topology_to_json,
 )
-from autoshard.plan import PLAN_VERSION, PlanOptions
-from autoshard.planner import GraphIdentity, candidate_meshes, plan_id, torch_version
+from autoshard.plan import PlanOptions
+from autoshard.planner import GraphIdentity, candidate_meshes, plan_id
+from autoshard.requests.model_configs import BatchShape, ElementType
+from autoshard_server.configs import ConfigExport
+from autoshard_server.digests import digest, versions
 from autoshard_server.problems import ProblemType, limit_error
 from autoshard_server.settings import Settings
 from autoshard_server.store.jobs import JobKind
@@ -54,6 +56,7 @@ _MOST_AXES = 16
 _MAX_NAME = 255
 """Largest number of characters of a name."""
 
+Length = Annotated[int, Field(ge=1, le=_LARGEST)]
 AxisSize = Annotated[int, Field(le=_LARGEST)]
 AxisName = Annotated[str, Field(max_length=_MAX_NAME)]
 Nodes = Annotated[
@@ -192,6 +195,59 @@ class GraphRequestBody(BaseModel):
         return rules
 
 
+class ModelRequestBody(GraphRequestBody):
+    """The model of a request: a stored graph, or a config of transformers and its batch."""
+
+    graph_sha256: GraphField | None = None
+    config: dict[str, Any] | None = Field(
+        default=None,
+        description="the config.json of a text model of transformers, in place of a graph: the "
+        "service makes the model without weights, and exports it.",
+        examples=[{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_layer": 2}],
+    )
+    batch_size: Length | None = Field(
+        default=None,
+        description="of a config: sequences of a step, of all devices together; 8 if null.",
+    )
+    seq_length: Length | None = Field(
+        default=None,
+        description="of a config: tokens of each sequence; 4096, or as many as it has, if null.",
+    )
+    dtype: ElementType | None = Field(
+        default=None,
+        description="of a config: element type of the weights; its own, or bfloat16, if null.",
+    )
+
+    @model_validator(mode="after")
+    def _check_model(self) -> Self:
+        if (self.graph_sha256 is None) == (self.config is None):
+            raise ValueError("give one of graph_sha256 and config")
+        named = [name for name in _OF_CONFIGS if getattr(self, name) is not None]
+        if self.config is None and named:
+            raise ValueError(f"{named[0]} is for a config; a graph has the batch of its export")
+        return self
+
+    def of_graph(self, sha256: str) -> Self:
+        """The same request about a stored graph."""
+        values = dict.fromkeys(("config", *_OF_CONFIGS))
+        return self.model_copy(update={**values, "graph_sha256": sha256})
+
+    def export(self, settings: Settings) -> ConfigExport:
+        """The export of the config, in the mode of the options; of training without options.
+
+        Raises:
+            ServerError: CONFIG or LIMIT, for a config that arithmetic refuses.
+        """
+        assert self.config is not None, "a graph is given otherwise"
+        options = getattr(self, "options", PlanOptions())
+        batch = BatchShape(batch_size=self.batch_size or 8, seq_length=self.seq_length)
+        return ConfigExport(self.config, batch, self.dtype, options.mode, settings)
+
+
+_OF_CONFIGS = ("batch_size", "seq_length", "dtype")
+"""Members about the model of a config."""
+
+
 class TopologyDocument(RootModel[dict[str, Any]]):
     """A complete topology, as `topology_to_json` writes it."""
 
@@ -212,22 +268,17 @@ class CreatePlanRequest(PlanRequestBody):
     )
 
 
-class CreatePlanOfGraphRequest(CreatePlanRequest):
-    """A mesh and options to plan for, and a stored graph."""
-
-    graph_sha256: GraphField
+class CreatePlanOfModelRequest(CreatePlanRequest, ModelRequestBody):
+    """A mesh and options to plan for, and a model."""
 
 
-class LookUpPlanRequest(PlanRequestBody):
-    """A mesh and options of an earlier request, and its graph."""
-
-    graph_sha256: GraphField
+class LookUpPlanRequest(PlanRequestBody, ModelRequestBody):
+    """A mesh and options of an earlier request, and its model."""
 
 
-class SearchRequest(GraphRequestBody):
-    """A number of devices to find the best mesh for, and a stored graph."""
+class SearchRequest(ModelRequestBody):
+    """A number of devices to find the best mesh for, and a model."""
 
-    graph_sha256: GraphField
     num_devices: int = Field(ge=1, le=_LARGEST, description="devices of each mesh", examples=[8])
     topology: TopologyName | TopologyDocument | None = Field(
         default=None,
@@ -242,10 +293,9 @@ class SearchRequest(GraphRequestBody):
     )
 
 
-class CoverageRequest(GraphRequestBody):
-    """A stored graph, and optionally a mesh."""
+class CoverageRequest(ModelRequestBody):
+    """A model, and optionally a mesh."""
 
-    graph_sha256: GraphField
     mesh: MeshField | None = Field(
         default=None,
         description="an operator counts as sharded if an axis of this mesh can shard it; an axis "
@@ -314,7 +364,7 @@ class GraphDescription(BaseModel):
         """
         limits = {**settings.archive_limits, "values": settings.max_model_values}
         limits["edges"] = settings.max_edges
-        return _digest(*_versions(), sha256, rules, limits)
+        return digest(*versions(), sha256, rules, limits)
 
 
 class PlanQuery:
@@ -354,7 +404,7 @@ class PlanQuery:
 
         Two exports of the same program can have different digests and the same plan id.
         """
-        return _digest(*_versions(), self.graph_sha256, *self.fields.values())
+        return digest(*versions(), self.graph_sha256, *self.fields.values())
 
     def plan_id(self, identity: GraphIdentity) -> str:
         """The id of the plan of a graph."""
@@ -370,7 +420,7 @@ class PlanQuery:
             **self.fields,
             "limits": self._settings.archive_limits,
         }
-        result_id = _digest(kind, plan_id) if validate_only else plan_id
+        result_id = digest(kind, plan_id) if validate_only else plan_id
         return Task(kind, result_id, request, graph, self.graph_sha256)
 
     @cached_property
@@ -457,7 +507,7 @@ def explanation_task(plan_id: str, plan: bytes, settings: Settings, **fields: An
     _check_time_limit(fields["time_limit"], settings)
     kind = JobKind.EXPLANATION
     request = {"kind": kind, **fields}
-    return Task(kind, _digest(kind, *_versions(), plan_id, fields), request, plan)
+    return Task(kind, digest(kind, *versions(), plan_id, fields), request, plan)
 
 
 def check_limit(setting: str, number: int, unit: str, settings: Settings) -> None:
@@ -507,20 +557,9 @@ def _check_time_limit(seconds: float, settings: Settings) -> None:
         )
 
 
-def _graph_task(kind: JobKind, sha256: str, fields: dict[str, Any], settings: Settings) -> Task:
+def _graph_task(
+    kind: JobKind, sha256: str | None, fields: dict[str, Any], settings: Settings
+) -> Task:
+    assert sha256 is not None, "a config is exported first"
     request = {"kind": kind, **fields, "limits": settings.archive_limits}
-    return Task(kind, _digest(kind, *_versions(), sha256, fields), request, None, sha256)
-
-
-def _versions() -> tuple[Any, ...]:
-    return *_installed_versions(), PLAN_VERSION, RULES_VERSION
-
-
-@cache
-def _installed_versions() -> tuple[str, str | None]:
-    # Memoised: reading them takes longer than the rest of a request whose result is cached.
-    return version("autoshard"), torch_version()
-
-
-def _digest(*parts: Any) -> str:
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+    return Task(kind, digest(kind, *versions(), sha256, fields), request, None, sha256)

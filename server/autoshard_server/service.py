@@ -1,19 +1,17 @@
 """The service behind the routes: it returns results from the cache, or submits a job."""
 
 import json
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
-from threading import Event, Lock
+from threading import Event
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
 import anyio.to_thread
 import structlog
-from cachetools import TTLCache
 from pydantic import ValidationError
 
 from autoshard.errors import MeshError
@@ -26,13 +24,22 @@ from autoshard.mesh import (
 )
 from autoshard.plan import PLAN_VERSION
 from autoshard_server.callers import Caller
+from autoshard_server.configs import ConfigExport
+from autoshard_server.digests import transformers_version
 from autoshard_server.disconnection import unless_gone
 from autoshard_server.job_watcher import JobWatcher, OpenRequests
+from autoshard_server.lru_cache import LruCache
 from autoshard_server.phases import WorkPhase, phase
 from autoshard_server.problems import ProblemType, ServerError
 from autoshard_server.projects import stored_namespace
 from autoshard_server.rate_limits import Quota, rate_limit_headers
-from autoshard_server.requests import GraphDescription, PlanQuery, SearchRequest, Task
+from autoshard_server.requests import (
+    GraphDescription,
+    ModelRequestBody,
+    PlanQuery,
+    SearchRequest,
+    Task,
+)
 from autoshard_server.settings import Settings
 from autoshard_server.solvers.executor import Executor
 from autoshard_server.solvers.parse_queue import RESERVE, ParseQueue
@@ -42,7 +49,7 @@ from autoshard_server.store.audit import AuditAction
 from autoshard_server.store.database import Stores, check_schema, check_writable
 from autoshard_server.store.jobs import Job, JobKind, known_kind
 from autoshard_server.telemetry import trace_context
-from autoshard_solver_cache import StoreUnavailableError
+from autoshard_solver_cache import EntryInfo, StoreUnavailableError
 
 if TYPE_CHECKING:
     from autoshard_server.solvers.parsing import ParserTask
@@ -57,21 +64,21 @@ _QUERIES = "questions"
 _DESCRIPTIONS = "descriptions"
 """Namespace of descriptions of graphs in the cache."""
 
+_CONFIGS = "configs"
+"""Namespace of digests of graphs in the cache, by the digest of the config and its batch."""
+
+_NO_CONFIGS = (
+    "this service has no transformers, which makes the models of configs: send a graph, which "
+    "`autoshard plan CONFIG` exports; or install the service with "
+    "pip install 'autoshard[configs]', its image with --build-arg CONFIGS=1"
+)
+
 _READY_SECONDS = 3.0
 """Time in which the database must be read and written for the service to be ready."""
 
 _MAX_CHECKS = 2
 """Requests checked in threads at once: checking blocks the interpreter lock, and other routes must
 respond."""
-
-_LRU_SECONDS = 1800.0
-"""Seconds that an entry stays in memory, so that the cache's time of last use stays current."""
-
-_LRU_OVERHEAD = 200
-"""Approximate bytes of an entry in addition to its body."""
-
-_LRU_FRESH = 2.0
-"""Seconds for which an entry in memory is used without looking whether it was deleted meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +117,7 @@ class Service:
         self.stores = Stores(settings)
         self.cache = self.stores.cache
         self.jobs = self.stores.jobs
-        self._lru = _LruCache(settings.memory_cache_bytes)
+        self._lru = LruCache(settings.memory_cache_bytes)
         self._workers = Workers(self.stores, executor, settings)
         self.watcher = JobWatcher(self.jobs, lambda: self.draining)
         streams, waits = ProblemType.TOO_MANY_STREAMS, ProblemType.TOO_MANY_WAITS
@@ -119,6 +126,9 @@ class Service:
         self._parsers = Parsers(settings)
         self._parse_queue = ParseQueue(settings)
         self._parser_threads = anyio.CapacityLimiter(settings.num_parsers + RESERVE)
+        self._exporters = Parsers(settings, "export")
+        self._export_queue = ParseQueue(settings, settings.num_exporters)
+        self._exporter_threads = anyio.CapacityLimiter(settings.num_exporters + RESERVE)
         self._checks = anyio.CapacityLimiter(_MAX_CHECKS)
 
     def start(self) -> None:
@@ -136,6 +146,7 @@ class Service:
         self.drain()
         self._workers.stop()
         self._parsers.close()
+        self._exporters.close()
         self.stores.close()
 
     async def look_up(self, project: str, query: PlanQuery) -> str:
@@ -148,7 +159,7 @@ class Service:
         if known is None:
             raise ServerError(
                 ProblemType.NOT_FOUND,
-                "there was no such request before; send the graph with POST /v1/plans",
+                "there was no such request before; send it with POST /v1/plans",
             )
         return known
 
@@ -180,6 +191,49 @@ class Service:
             known = await self.in_thread(partial(query.plan_id, described.identity))
             await self._write(project, _QUERIES, query.digest, known.encode())
         return await self.run(query.task(known, graph, validate_only=validate_only), caller)
+
+    async def known_graph(self, project: str, model: ModelRequestBody) -> str | None:
+        """The digest of a request's graph; None for a config that was not exported before.
+
+        Raises:
+            ServerError: CONFIG or LIMIT, for a config that arithmetic refuses.
+        """
+        if model.config is None:
+            return model.graph_sha256
+        export = await self.in_thread(partial(model.export, self.settings))
+        return await self._exported(project, export)
+
+    async def with_graph(
+        self, caller: Caller, model: ModelRequestBody, use: Callable[[str], Awaitable[T]]
+    ) -> T:
+        """Run a request that needs a stored graph; a config is exported at its first use.
+
+        Args:
+            caller: for whose project the graph of a config is stored.
+            model: the graph or config of the request.
+            use: runs the request, given the digest of the graph.
+
+        Raises:
+            ServerError: CONFIG, LIMIT or NOT_INSTALLED, for a config; or of `use`.
+        """
+        known = await self.known_graph(caller.project, model)
+        if known is not None:
+            try:
+                return await use(known)
+            except ServerError as error:
+                # The graph of a config may have been evicted.
+                if model.config is None or error.kind is not ProblemType.GRAPH_UNKNOWN:
+                    raise
+        export = await self.in_thread(partial(model.export, self.settings))
+        return await use(await self._export(caller, export))
+
+    async def put_graph(self, caller: Caller, body: bytes) -> tuple[EntryInfo, bool]:
+        """Store a graph, which was described; return its metadata, and true if it is new."""
+        put = partial(self.stores.graphs.put, caller.project, body)
+        info, is_new = await anyio.to_thread.run_sync(put)
+        if is_new:
+            await self.record(caller, AuditAction.CREATE, f"/v1/graphs/{info.key}")
+        return info, is_new
 
     async def describe(
         self,
@@ -279,7 +333,10 @@ class Service:
         body = submitted.model_dump_json().encode()
         found = await self.parse(caller.project, "check_search", request, body)
         return Task(
-            JobKind.SEARCH, payload=None, graph_sha256=submitted.graph_sha256, **json.loads(found)
+            JobKind.SEARCH,
+            payload=None,
+            graph_sha256=submitted.graph_sha256 or "",
+            **json.loads(found),
         )
 
     async def parse(
@@ -306,6 +363,42 @@ class Service:
 
         with phase(WorkPhase.PARSE):
             return await unless_gone(work)
+
+    async def _exported(self, project: str, export: ConfigExport) -> str | None:
+        known = await self._read(project, _CONFIGS, export.digest)
+        return None if known is None else known.decode()
+
+    async def _export(self, caller: Caller, export: ConfigExport) -> str:
+        """Export a config, when it is the project's turn, and store its graph; return the digest.
+
+        Raises:
+            ServerError: NOT_INSTALLED, or the problem of the config.
+            CallerGoneError: the caller has hung up.
+        """
+        if transformers_version() is None:
+            raise ServerError(ProblemType.NOT_INSTALLED, _NO_CONFIGS)
+        await self.check_records(caller)
+        project = caller.project
+
+        async def work(gone: Event) -> str:
+            async with self._export_queue.turn(project, len(export.payload)):
+                known = await self._exported(project, export)
+                if known is not None and await self._is_stored(project, known):
+                    return known  # an equal request had the turn before
+                run = partial(
+                    self._exporters.run, "export_config", export.fields, export.payload, gone
+                )
+                graph = await anyio.to_thread.run_sync(run, limiter=self._exporter_threads)
+                info, _ = await self.put_graph(caller, graph)
+                await self._write(project, _CONFIGS, export.digest, info.key.encode())
+                return info.key
+
+        with phase(WorkPhase.PARSE):
+            return await unless_gone(work)
+
+    async def _is_stored(self, project: str, sha256: str) -> bool:
+        info = await anyio.to_thread.run_sync(self.stores.graphs.info, project, sha256)
+        return info is not None
 
     async def delete_result(self, caller: Caller, kind: JobKind, result_id: str) -> bool:
         """Delete a result of the caller's project; False if there is none.
@@ -479,52 +572,6 @@ class Service:
         )
         self._workers.wake()
         return job
-
-
-class _LruCache:
-    """Recently read entries in this process's memory; safe to share between threads."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self._max_entry = max_bytes // 4
-        self._entries: TTLCache[tuple[str, str], _Recent] = TTLCache(
-            max_bytes, _LRU_SECONDS, getsizeof=lambda entry: len(entry.body) + _LRU_OVERHEAD
-        )
-        self._lock = Lock()
-
-    def get(self, namespace: str, key: str) -> bytes | None:
-        with self._lock:
-            entry = self._entries.get((namespace, key))
-        return None if entry is None else entry.body
-
-    def put(self, namespace: str, key: str, body: bytes) -> None:
-        """Add an entry, unless it would evict most of the others."""
-        if len(body) + _LRU_OVERHEAD <= self._max_entry:
-            with self._lock:
-                self._entries[namespace, key] = _Recent(body, time.monotonic())
-
-    def drop(self, namespace: str, key: str) -> None:
-        """Remove an entry, if it is there."""
-        with self._lock:
-            self._entries.pop((namespace, key), None)
-
-    def must_check(self, namespace: str, key: str) -> bool:
-        """True for an entry that may have been deleted from the cache since it was checked."""
-        with self._lock:
-            entry = self._entries.get((namespace, key))
-        return entry is not None and time.monotonic() - entry.checked_at > _LRU_FRESH
-
-    def checked(self, namespace: str, key: str) -> None:
-        """Record that an entry is still in the cache."""
-        with self._lock:
-            entry = self._entries.get((namespace, key))
-            if entry is not None:
-                entry.checked_at = time.monotonic()
-
-
-@dataclass(slots=True)
-class _Recent:
-    body: bytes
-    checked_at: float
 
 
 def versions() -> dict[str, str]:

@@ -250,6 +250,41 @@ class Settings(BaseSettings):
         default=512 * _MIB,
         description="Largest resident memory of such a process; beyond it, the same.",
     )
+    num_exporters: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="Models of configs that are built and exported at once, each in a process of "
+        "its own; one more for a project of which none is built. Those that wait have the limits "
+        "of graphs that wait.",
+    )
+    max_config_layers: int = Field(
+        default=512,
+        ge=1,
+        description="Layers of a config: its numbers whose names end in layers, blocks or depth.",
+    )
+    max_config_count: int = Field(
+        default=1 << 16,
+        ge=1,
+        description="Largest other number of a config whose name starts with num, such as heads, "
+        "experts or labels.",
+    )
+    max_config_number: int = Field(
+        default=1 << 24,
+        ge=1,
+        description="Largest other integer of a config, such as hidden_size or vocab_size, but for "
+        "the base of rotary positions.",
+    )
+    max_export_seconds: float = Field(
+        default=120.0,
+        gt=0,
+        description="Largest time to build and export the model of a config; beyond it, the "
+        "process is stopped, and the status is 422.",
+    )
+    max_export_bytes: ByteCount = Field(
+        default=4096 * _MIB,
+        description="Largest resident memory of such a process; beyond it, the same.",
+    )
     max_nodes: int = Field(
         default=200_000, gt=0, description="Operator calls in a program, including sub-graphs."
     )

@@ -1,6 +1,7 @@
 """Models of commands that are no graphs: a config of transformers, a function of a file."""
 
 import json
+import sys
 from pathlib import Path
 from shlex import split
 from typing import Any
@@ -8,28 +9,18 @@ from typing import Any
 import pytest
 import torch
 from support.command_line import autoshard
+from support.configs import write_config
 
 from autoshard import plan_model
 from autoshard.errors import OptionError
 from autoshard.graph import InputKind, is_graph_file, load_graph
-from autoshard.integrations.model_files import BatchShape, export_named
 from autoshard.plan import Plan
 from autoshard.plan.predictions import step_time
 from autoshard.report import answer_of
 from autoshard.requests.kept_plans import OfflinePlans
+from autoshard.requests.model_configs import BatchShape
+from autoshard.requests.model_files import export_named
 
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 256,
-    "max_position_embeddings": 128,
-    "dtype": "bfloat16",
-}
 MESH = ("--mesh", "2x2", "--no-comparisons", "--quiet")
 
 
@@ -38,10 +29,9 @@ def config(tmp_path: Path) -> Any:
     """Write a config with other fields, and return its path."""
 
     def write(**fields: object) -> str:
-        path = tmp_path / "model" / "config.json"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(json.dumps(LLAMA | fields))
-        return str(path)
+        folder = tmp_path / "model"
+        folder.mkdir(exist_ok=True)
+        return write_config(folder, **fields)
 
     return write
 
@@ -68,6 +58,17 @@ def test_the_batch_of_a_config_has_as_many_tokens_as_it_can(config: Any) -> None
     assert batch_of(export_named(config())) == [(8, 128), (8, 128)]
     shape = BatchShape(batch_size=3, seq_length=128)
     assert batch_of(export_named(config(), shape, mode="inference")) == [(3, 128)]
+    longer = config(max_position_embeddings=8192)
+    assert batch_of(export_named(longer, BatchShape(batch_size=2))) == [(2, 4096), (2, 4096)]
+
+
+def test_weights_have_the_element_type_that_is_asked_for(config: Any) -> None:
+    def types(**options: Any) -> set[str]:
+        graph = load_graph(export_named(config(), BatchShape(seq_length=8), **options))
+        return {str(graph.values[one.name].dtype) for one in graph.parameters}
+
+    assert types() == {"bfloat16"}
+    assert types(dtype="float32") == {"float32"}
 
 
 def test_a_class_without_tokens_as_labels_gets_one_label_a_sequence(config: Any) -> None:
@@ -75,8 +76,11 @@ def test_a_class_without_tokens_as_labels_gets_one_label_a_sequence(config: Any)
     assert batch_of(export_named(path, BatchShape(batch_size=4, seq_length=16))) == [(4,), (4, 16)]
 
 
-def test_a_config_without_the_name_of_a_class_is_a_language_model(config: Any) -> None:
-    graph = load_graph(export_named(config(architectures=None)))
+@pytest.mark.parametrize("architectures", [None, ["OtherNameForCausalLM"]])
+def test_a_config_without_the_name_of_a_class_is_a_language_model(
+    config: Any, architectures: Any
+) -> None:
+    graph = load_graph(export_named(config(architectures=architectures)))
     assert any(one.target == "lm_head.weight" for one in graph.inputs)
 
 
@@ -154,7 +158,10 @@ def test_what_is_no_model_is_named(
     ("fields", "message"),
     [
         ({"architectures": ["NobodyForCausalLM"], "model_type": "nobody"}, "no config of"),
-        ({"max_position_embeddings": 16}, "has 16 positions at most"),
+        ({"architectures": ["Trainer"]}, "transformers has no model 'Trainer'"),
+        ({"architectures": ["NobodyForTokenClassification"]}, "transformers has no model 'Nobody"),
+        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is no model of the type 'llama'"),
+        ({"architectures": ["ViTModel"], "model_type": "vit"}, "only models of text get a batch"),
         ({"num_attention_heads": "four"}, "no config of transformers"),
     ],
 )
@@ -164,6 +171,23 @@ def test_a_config_that_cannot_be_used_is_an_error(
     planned = autoshard("plan", config(**fields), *MESH, "--seq-length", "32")
     assert planned.exit_code == 1
     assert message in " ".join(planned.output.split())
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"max_position_embeddings": 16},
+        {"max_position_embeddings": None, "text_config": {"max_position_embeddings": 16}},
+        {"max_position_embeddings": None, "n_embd": 64, "n_positions": 16},
+    ],
+)
+def test_a_sequence_that_is_too_long_is_named_before_torch_is_imported(
+    config: Any, fields: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "autoshard.requests.model_files", None)
+    planned = autoshard("plan", config(**fields), *MESH, "--seq-length", "32")
+    assert planned.exit_code == 1
+    assert "has 16 positions at most" in " ".join(planned.output.split())
 
 
 def test_the_first_digits_of_an_id_stand_for_a_plan_of_this_machine(
@@ -195,7 +219,7 @@ def test_the_first_digits_of_an_id_stand_for_a_plan_of_this_machine(
 def test_a_graph_has_the_batch_that_it_was_exported_with(tmp_path: Path) -> None:
     planned = autoshard("plan", str(tmp_path / "model.pt2"), *MESH, "--batch-size", "4")
     assert planned.exit_code == 1
-    assert "--batch-size and --seq-length are for a config.json" in planned.output
+    assert "--batch-size, --seq-length and --dtype are for a config.json" in planned.output
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, Page, expect
+from pydantic_core import to_jsonable_python
 from support.meshes import slow_devices
 from support.models import Planner, llama, small_graph
 
 from autoshard.exports import code_exports
 from autoshard.layouts import Layout
 from autoshard.plan import Plan
+from autoshard.planner import explain
 from autoshard.report.answer import answer_of
 from autoshard.report.page import plan_page
 from autoshard.report.page.content import page_report
@@ -165,15 +167,25 @@ def test_devices_and_their_slices(opened: Callable[..., Page], plan: Plan) -> No
             assert f"{parts[0].start}:{parts[0].stop}" in texts
 
 
-def test_why_names_the_collectives_and_the_command(opened: Callable[..., Page], plan: Plan) -> None:
-    page = opened(plan_page(plan, source="my plan.json"))
-    why = page.locator("#why")
+def test_why_has_collectives_alternatives_and_the_command(
+    opened: Callable[..., Page], plan: Plan
+) -> None:
     name = "model.layers.0.mlp.down_proj.weight"
-    why.get_by_role("combobox").fill(name)
+    explanation = explain(None, plan, name)
+    given = [to_jsonable_python(explanation)]
+    page = opened(plan_page(plan, explanations=given, source="my plan.json"))
+    why = page.locator("#why")
+    # What the page can explain is shown first.
+    expect(why.get_by_role("combobox")).to_have_value(name)
     expect(why).to_contain_text(f"autoshard explain 'my plan.json' {name}")
     value = next(i.name for i in plan.stages[0].parameters if i.target == name)
     moved = [r for r in plan.stages[0].reshardings if r.value == value]
-    expect(why.locator("tbody tr")).to_have_count(len(moved))
+    alternatives = explanation.alternatives
+    expect(why.locator("tbody tr")).to_have_count(len(moved) + len(alternatives))
+    chosen = next(found for found in alternatives if found.chosen)
+    expect(why.locator("tr", has_text="chosen")).to_contain_text(chosen.layouts)
+    why.get_by_role("combobox").fill("no such thing")
+    expect(why).to_contain_text("The plan has nothing of that name.")
 
 
 def test_the_step_is_walked_by_arrow_keys(opened: Callable[..., Page], plan: Plan) -> None:

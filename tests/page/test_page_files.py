@@ -1,6 +1,7 @@
 """The page as a file: its script, its policy, its libraries, and the command that writes it."""
 
 import hashlib
+import json
 import os
 import re
 import stat
@@ -81,8 +82,13 @@ def test_the_command_writes_the_page_and_opens_it(
     browser.chmod(browser.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("BROWSER", os.fspath(browser))
     page = tmp_path / "plan.html"
-    done = autoshard("show", file, "--html", page, "--open")
+    name = "model.norm.weight"
+    done = autoshard("show", file, "--html", page, "--open", "--why", name)
     assert done.exit_code == 0, done.output
     assert done.stdout == ""
-    assert embedded(page.read_text(encoding="utf-8"), "plan") == plan.to_json()
+    text = page.read_text(encoding="utf-8")
+    assert embedded(text, "plan") == plan.to_json()
+    assert len(json.loads(embedded(text, "report"))["explanations"]) == 1
+    refused = autoshard("show", file, "--why", name)
+    assert refused.exit_code == 1
     assert opened.read_text().strip() == page.as_uri()

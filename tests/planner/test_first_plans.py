@@ -13,9 +13,11 @@ from autoshard.graph import Graph
 from autoshard.plan import Plan
 from autoshard.plan.options import PlanOptions
 from autoshard.planner import problem_size
+from autoshard.planner.baselines import ComparisonLimits
 from autoshard.planner.budget.rounds import Exceeding, Outcome, Rounds
 from autoshard.planner.budget.search import BudgetSearch
 from autoshard.planner.formulation.formulation import Formulation
+from autoshard.planner.pipeline.pipeline_planner import make_first_plan
 from autoshard.solve import Solution
 
 MESH = slow_devices(a=2, b=2)
@@ -54,6 +56,17 @@ def test_a_plan_is_found_although_time_is_over(
     best = planned(graph, MESH, **options, memory_budget=budget, time_limit=20)
     assert best.costs.total <= plan.costs.total * (1 + 1e-9)
     assert best.certificate.bound <= plan.costs.total
+
+
+def test_a_first_plan_has_a_bound_of_all_plans_that_fit(planned: Planner, graph: Graph) -> None:
+    free = planned(graph, MESH)
+    options = PlanOptions(memory_budget=int(0.9 * free.memory.peak))
+    first = make_first_plan(graph, MESH, options, ComparisonLimits())
+    best = planned(graph, MESH, memory_budget=options.memory.budget)
+    assert first.memory.peak <= options.memory.budget
+    assert first.costs.total >= best.costs.total
+    # Without memory, the bound is the time of the free plan.
+    assert free.costs.total * (1 + 1e-6) < first.certificate.bound <= best.costs.total
 
 
 def test_a_last_plan_that_exceeds_the_budget_recomputes_more(planned: Planner) -> None:

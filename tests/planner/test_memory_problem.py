@@ -269,6 +269,40 @@ def test_nodes_take_what_goes_with_the_strategies_of_variables(module: type[nn.M
         assert sum(map(np.sum, kept)) < sum(len(mask) for mask in kept)
 
 
+@pytest.mark.parametrize(("in_flight", "micro_batches"), [(1, 1), (1, 2), (2, 2)])
+def test_the_memory_of_given_strategies_is_that_of_all_restricted_to_them(
+    in_flight: int, micro_batches: int
+) -> None:
+    options = {"micro_batches": micro_batches, "in_flight": in_flight}
+    formulation = formulated(Layers, (4, 8), slow_devices(a=2, b=2), **options)
+    solver = BudgetSolver(formulation, PlanOptions())
+    chosen = solve_problem(formulation.problem).choice
+    assert chosen is not None
+    points = [
+        BackwardPoint(variable=i)
+        for i, variable in enumerate(formulation.variables)
+        if variable.role is Role.OPERATOR
+    ][::3]
+    masks = [
+        np.arange(len(variable.strategies)) == strategy
+        for variable, strategy in zip(formulation.variables, chosen, strict=True)
+    ]
+    every = solver.count(0.0, points).restricted(masks)
+    given = solver.count_given(chosen, 0.0, points)
+    least = minimum_usage(every.problem)
+    assert minimum_usage(given.problem) == least
+    for limit in (least, 1.1 * least, np.inf):
+        one, other = (
+            solve_problem(counted.problem.with_limit(limit), relative_gap=0)
+            for counted in (every, given)
+        )
+        assert one.objective == pytest.approx(other.objective)
+        assert other.choice is not None
+        assert (given.decisions(other.choice).choice == chosen).all()
+        found = solver.build(given.decisions(other.choice))
+        assert found.costs.total == pytest.approx(other.objective)
+
+
 @pytest.mark.parametrize(("in_flight", "is_known"), [(1, True), (2, False)])
 def test_a_choice_is_continued_when_more_time_points_are_counted(
     in_flight: int, is_known: bool

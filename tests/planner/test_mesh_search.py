@@ -93,6 +93,7 @@ def test_a_search_goes_over_pipeline_ranks() -> None:
         if candidate.mesh.axis_names[0] == "pp":
             assert plan.pipeline is not None
             assert len(plan.pipeline.ranks) == candidate.mesh.axis_sizes[0]
+            assert 0 < candidate.bound < candidate.objective
             assert candidate.options == options
         else:
             assert plan.pipeline is None

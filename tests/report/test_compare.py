@@ -1,4 +1,4 @@
-from dataclasses import astuple
+from dataclasses import astuple, replace
 
 import pytest
 from support.meshes import slow_devices
@@ -6,6 +6,7 @@ from support.models import Planner, graph_of, meta, mlp, small_graph
 
 from autoshard.errors import PlanError
 from autoshard.graph import Graph
+from autoshard.mesh import Mesh, make_mesh
 from autoshard.plan import Pins
 from autoshard.report import compare_plans
 
@@ -51,6 +52,24 @@ def test_the_other_way_round_sides_change_places(planned: Planner, graph: Graph)
 def test_meshes_may_differ(planned: Planner, graph: Graph) -> None:
     difference = compare_plans(planned(graph, MESH), planned(graph, slow_devices(c=4)))
     assert difference.meshes == ("a=2 x b=2", "c=4")
+
+
+def test_other_devices_and_options_are_named(planned: Planner, graph: Graph) -> None:
+    before = planned(graph, make_mesh((2, 2)))
+    same = planned(graph, make_mesh((2, 2), topology="h100-sxm"))
+    assert compare_plans(before, same).settings == (), "that it was assumed makes no difference"
+    other = planned(graph, make_mesh((2, 2), topology="h100-sxm", nodes=2), optimizer="sgd")
+    found = {
+        change.name: (change.before, change.after)
+        for change in compare_plans(before, other).settings
+    }
+    assert found["optimizer"] == ("adamw", "sgd")
+    assert found["devices"][0].startswith("1 node x 4 NVIDIA H100 SXM (NVLink, 450 GB/s")
+    assert found["devices"][1].startswith("2 nodes x 2 NVIDIA H100 SXM")
+    topology = replace(same.mesh.topology, collective_overhead=1e-6)
+    slower = planned(graph, Mesh(same.mesh.axes, topology))
+    (change,) = compare_plans(same, slower).settings
+    assert (change.name, change.after) == ("topology", "the same with other figures")
 
 
 @pytest.mark.thorough

@@ -157,3 +157,15 @@ def test_stages_of_a_pipeline_know_the_batch_of_what_they_receive(planned: Plann
     assert dp.work == {AxisRole.BATCH: 1.0}
     assert named(plan) == "PP 2 x FSDP 2"
     assert step_sentences(plan, runs_again(plan))[0].startswith("Pipeline of 2 stages, schedule ")
+
+
+def test_a_tied_weight_is_gathered_for_one_layer_and_used_in_shards_by_another(
+    planned: Planner,
+) -> None:
+    """GPT-2's output layer shards the batch along an axis along which its embedding is looked up
+    in shards of features, as both have one table."""
+    nodes = {"linear": "S(0)", "embedding": "S(2)"}
+    pins = {"parameters": {"*wte.weight": "S(1)"}, "nodes": nodes}
+    plan = planned(small_graph(gpt2), slow_devices(dp=2, latency=1e-3), pins=pins)
+    assert layers(plan)["output layer"] == [("Shard(1) gathered", "Shard(batch)")]
+    assert layers(plan)["embedding"] == [("Shard(1)", "Shard(features)")]

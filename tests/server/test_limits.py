@@ -43,6 +43,8 @@ ELSEWHERE = {
     "max_project_parses": "test_strangers.py::test_a_queue_of_graphs_has_an_end",
     "max_project_parse_bytes": "test_strangers.py::test_a_queue_of_graphs_has_an_end",
     "max_parses": "test_strangers.py::test_a_queue_of_graphs_has_an_end",
+    "max_export_seconds": "routes/test_configs.py::test_an_export_over_a_limit_is_stopped",
+    "max_export_bytes": "routes/test_configs.py::test_an_export_over_a_limit_is_stopped",
     "max_caller_jobs": "http/test_auth.py::test_a_caller_can_have_so_many_jobs",
     "max_caller_job_bytes": "test_strangers.py::test_what_is_cancelled_is_stored_no_longer",
     "max_project_records": "test_strangers.py::test_records_of_a_day_are_limited",
@@ -70,6 +72,11 @@ def search(service: Any, _graph: bytes) -> Any:
     return service.http.post("/v1/searches", json=body)
 
 
+def config(service: Any, _graph: bytes) -> Any:
+    sizes = {"model_type": "gpt2", "n_layer": 2, "num_labels": 3, "vocab_size": 100}
+    return service.http.post("/v1/plans", json={"config": sizes, **MESH})
+
+
 def long_plan(service: Any, graph: bytes) -> Any:
     return service.post(graph, {**MESH, "options": {"solver": {"time_limit": 11}}})
 
@@ -92,6 +99,9 @@ ATTACKS: dict[str, tuple[float, Attack]] = {
     "max_search_meshes": (1, search),
     "max_request_bytes": (10, search),
     "max_request_values": (1, search),
+    "max_config_layers": (1, config),
+    "max_config_count": (1, config),
+    "max_config_number": (1, config),
     "max_time_limit": (10, long_plan),
     "max_project_jobs": (1, twice),
     "max_queued_jobs": (1, twice),

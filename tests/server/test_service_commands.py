@@ -19,7 +19,7 @@ def test_the_page_runs(start_service: Any, graph: bytes, tmp_path: Path) -> None
     service = start_service(store_url=f"sqlite:///{tmp_path / 'store.sqlite3'}")
     (tmp_path / "model.pt2").write_bytes(graph)
     blocks = re.findall(r"^```bash\n(.*?)^```$", PAGE.read_text("utf-8"), re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 6
+    assert len(blocks) == 7
     script = f"set -eux\nURL={service.url}\n" + "".join(blocks)
     programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(  # noqa: S603  our own page

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -304,7 +304,7 @@ class _Recipe:
         size = given.batch_size
         if size is None and num_ranks % recipe.on(num_ranks).model_ranks == 0:
             size = program_batch(recipe, num_ranks)
-        return ConfigBatch(batch_size=size, seq_length=given.seq_length or recipe.seq_length)
+        return replace(given, batch_size=size, seq_length=given.seq_length or recipe.seq_length)
 
     def laid_out(self, graph: Graph) -> tuple[Mesh, PlanOptions]:
         """The mesh and options of the recipe, with the other options given.

@@ -39,18 +39,21 @@ from autoshard.cli.rendering.render import (
     explanation_report,
 )
 from autoshard.cli.rendering.render_plan import SECTIONS, plan_report
-from autoshard.errors import PlanError
+from autoshard.client import JobProgress
+from autoshard.errors import OptionError, PlanError
 from autoshard.exports import EXPORT_TARGETS, export_plan
 from autoshard.graph import load_graph
 from autoshard.plan import Plan
 from autoshard.plan.options import MIN_EXPRESSED
-from autoshard.planner import OptimalityCheck, check_optimality
+from autoshard.planner import Explanation, OptimalityCheck, check_optimality
 from autoshard.report import compare_plans
 from autoshard.report.answer import WITHIN
 from autoshard.report.choices import find_choices
 from autoshard.requests import running
 from autoshard.requests.models import read_model
 from autoshard.requests.running import load_planned_graph
+
+_EXPLAIN_SECONDS = 60.0
 
 mase = typer.Typer(
     no_args_is_help=True,
@@ -86,6 +89,16 @@ def show(
     *,
     sections: Sections,
     page: PageOptions,
+    why: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--why",
+            metavar="NAME",
+            help="Parameter or operator whose alternatives the page shows, as `autoshard explain` "
+            "prices them; repeatable.",
+            rich_help_panel=PageOptions.panel,
+        ),
+    ] = None,
     notation: Notated = "dtensor",
     within: Within = WITHIN,
     output: OutputOptions,
@@ -93,8 +106,12 @@ def show(
 ) -> None:
     """Show the summary of a plan, its tables, or a page to look into."""
     made = connection.read_plan(plan)
+    if why and not page.wanted:
+        raise OptionError("--why is for a page: give --html FILE or --open too")
     if page.wanted:
-        page.write(made, plan)
+        with followed(quiet=not why, can_stop=False):
+            found = [_explanation(connection, plan, made, name) for name in why or ()]
+        page.write(made, plan, explanations=found, within=within)
         return
     if not made.found or not (sections.chosen or output.chosen != "table"):
         print_summary(made, source=plan, within=within)
@@ -160,7 +177,7 @@ def explain(
     time_limit: Annotated[
         float,
         duration(help="Seconds for alternatives that must be planned anew.", unit="seconds"),
-    ] = 60.0,
+    ] = _EXPLAIN_SECONDS,
     quiet: Quiet = False,
     notation: Notated = "dtensor",
     output: OutputOptions,
@@ -175,15 +192,28 @@ def explain(
         choices = choices_report(name, found, limit=limit, notation=notation)
         print_output(choices, output.chosen)
         return
-    with followed(quiet=quiet, can_stop=False):
-        if connection.server:
-            with connection.open() as client:
-                source = connection.plan_or_id(plan)
-                explanation = client.explain(source, name, value=value, time_limit=time_limit)
-        else:
-            explanation = running.explain(made, name, value=value, time_limit=time_limit)[0]
+    with followed(quiet=quiet, can_stop=False) as run:
+        run.report(JobProgress(phase=f"pricing the alternatives of {name}", elapsed=0.0))
+        explanation = _explanation(connection, plan, made, name, value=value, time_limit=time_limit)
     report = explanation_report(explanation, made.performance, limit=limit, notation=notation)
     print_output(report, output.chosen)
+
+
+def _explanation(
+    connection: Connection,
+    source: str,
+    made: Plan,
+    name: str,
+    *,
+    value: bool = False,
+    time_limit: float = _EXPLAIN_SECONDS,
+) -> Explanation:
+    """Price the alternatives of one choice, at the service or here."""
+    if not connection.server:
+        return running.explain(made, name, value=value, time_limit=time_limit)[0]
+    with connection.open() as client:
+        plan = connection.plan_or_id(source)
+        return client.explain(plan, name, value=value, time_limit=time_limit)
 
 
 def compare(

@@ -21,7 +21,7 @@ from autoshard.cli.options import (
 )
 from autoshard.cli.progress import calibration_progress
 from autoshard.cli.rendering.numbers import count
-from autoshard.cli.rendering.output import check_output, print_output
+from autoshard.cli.rendering.output import check_output, errors, marked, print_output
 from autoshard.cli.rendering.render import (
     calibration_report,
     profile_report,
@@ -29,7 +29,9 @@ from autoshard.cli.rendering.render import (
 )
 from autoshard.cli.rendering.render_pipeline import schedule_report
 from autoshard.errors import OptionError
+from autoshard.mesh import Topology as TopologyOfPlan
 from autoshard.mesh import get_topology, topology_to_json
+from autoshard.mesh.sources import preset_of_device
 from autoshard.plan import only_stage
 from autoshard.plan.stage_plans import stage_plan
 from autoshard.pricing import chrome_trace
@@ -202,6 +204,29 @@ def calibrate(
         print_output(calibration_report(found), output_format.chosen)
 
 
+def _say_other_devices(planned: TopologyOfPlan) -> None:
+    """Say that measured and predicted times are of different devices, if they are."""
+    import torch  # noqa: PLC0415  as above
+
+    name = "CPUs"
+    if planned.backend == "nccl" and torch.cuda.is_available():
+        name = torch.cuda.get_device_name()
+        preset = preset_of_device(name)
+        is_same = preset is None or get_topology(preset).device.name == planned.device.name
+    else:
+        is_same = planned.backend != "nccl"
+    if not is_same:
+        errors.print(
+            marked(
+                "note:",
+                f"predicted times are of {planned.device.name}, for which the plan was made; "
+                f"measured ones of this machine's {name}",
+                style="bold",
+            ),
+            soft_wrap=True,
+        )
+
+
 def profile(
     plan: PlanSource,
     *,
@@ -227,6 +252,7 @@ def profile(
             only_stage(made, "a profile")
         if "WORLD_SIZE" not in os.environ:
             launcher.check_world(made, made.mesh.num_devices)
+            _say_other_devices(made.mesh.topology)
             path = Path(folder) / "plan.json"
             path.write_text(made.to_json(), encoding="utf-8")
             arguments = [f"--steps={steps}", f"--limit={limit}"]

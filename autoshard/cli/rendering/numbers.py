@@ -26,6 +26,11 @@ def duration(*flags: str, help: str, unit: str) -> Any:  # noqa: A002  as typer.
     )
 
 
+def share(*, most: float, help: str) -> Any:  # noqa: A002  as typer.Option names it
+    """An option that is a share of something, 0.02 for 2 %."""
+    return typer.Option(min=0, max=most, metavar="SHARE", callback=_check_number, help=help)
+
+
 def _check_number(value: float | None) -> float | None:
     """Refuse what is not a number: it is within any range."""
     if value is not None and isnan(value):

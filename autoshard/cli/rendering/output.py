@@ -18,7 +18,16 @@ from autoshard.cli.rendering.wording import in_flags
 from autoshard.errors import AutoshardError, LaunchError, OptionError
 from autoshard.report.tables import Report
 
-console = Console()
+
+class _Output(Console):
+    """Stdout, whose reader may end early, as `head` does."""
+
+    def on_broken_pipe(self) -> None:
+        """Leave it to `reported`; rich would exit with the status of an error."""
+        raise BrokenPipeError
+
+
+console = _Output()
 errors = Console(stderr=True)
 
 
@@ -45,9 +54,9 @@ def reported() -> Iterator[None]:
     except AutoshardError as error:
         _fail(str(error))
     except BrokenPipeError:
-        # The program that read the output, such as `head`, has ended.
+        # The program that read the output, such as `head`, has ended: it wanted no more.
         _discard_stdout()
-        raise typer.Exit(ExitCode.FAILURE) from None
+        raise typer.Exit from None
     except OSError as error:
         _fail(describe(error))
     except KeyboardInterrupt:

@@ -19,7 +19,7 @@ _EXPORTS = {"fsdp2": "fsdp2", "hsdp": "fsdp2", "megatron": "megatron", "megatron
 """The export that has the code or settings of each family; DDP needs none."""
 
 _OF_ONE_PLAN = frozenset(
-    {"shape", "gpus", "axes", "output", "like", "stored_as", "skip_fully_replicated_on", "stages"}
+    {"shape", "gpus", "axes", "output", "stored_as", "skip_fully_replicated_on", "stages"}
     | {"format", "json", "quiet", "comparisons", "within", *FREE}
 )
 """Options of `plan` that are not repeated for another layout of the same request: restrictions,
@@ -45,7 +45,9 @@ def print_summary(
     """
     width = console.width if console.is_terminal else None
     commands = _next_commands(plan, graph, source)
-    if context is not None and plan.found:
+    # The batch of a recipe is not among the arguments.
+    is_whole = context is not None and context.params.get("layout_from") is None
+    if context is not None and is_whole and plan.found:
         found = answer_of(plan, within=within)
         simplest = found.layouts[found.simplest]
         commands = (*_simplest_commands(simplest, plan.mesh, context), *commands)

@@ -22,6 +22,9 @@ if TYPE_CHECKING:  # they need torch, or the solver
     from autoshard.measure.profiling import Profile
     from autoshard.planner import Explanation, OptimalityCheck
 
+_PLAIN = ("pipeline", "settings")
+"""Changes that are no layouts."""
+
 _MAX_CHANGES = 40
 _BOLD = "bold"
 
@@ -132,9 +135,16 @@ def choices_report(
 def difference_report(difference: PlanDifference, *, notation: Notation = "dtensor") -> Report:
     """The differences between two plans; equal changes of all layers are one row."""
     before, after = difference.meshes
+    settings = [
+        _changes("settings", "Made for other devices or options", difference.settings, notation)
+        for _ in difference.settings[:1]
+    ]
     if difference.is_empty:
-        return Report.of(Sentence("the plans are the same", _BOLD))
-    parts: list[Table | Sentence] = [Sentence(f"before: {before}; after: {after}", _BOLD)]
+        return Report.of(*settings, Sentence("the plans are the same", _BOLD))
+    parts: list[Table | Sentence] = [
+        *settings,
+        Sentence(f"before: {before}; after: {after}", _BOLD),
+    ]
     parts += [
         Sentence(f"{which}: {step_time(seconds, performance)}, {', '.join(performance.rates)}")
         for which, seconds, performance in zip(
@@ -149,8 +159,7 @@ def difference_report(difference: PlanDifference, *, notation: Notation = "dtens
         ("outputs", "Outputs that differ", difference.outputs),
     ):
         if changes:
-            shown = "short" if key == "pipeline" else notation
-            parts.append(_changes(key, title, changes, shown))
+            parts.append(_changes(key, title, changes, notation))
     if difference.collectives:
         parts.append(_collective_changes(difference))
     parts.append(_figures("costs", "Predicted time of a step", difference.costs, Unit.SECONDS))
@@ -373,7 +382,7 @@ def _changes(key: str, title: str, changes: Sequence[Change], notation: Notation
     table = Table(key, f"{title}: {len(changes)}", (*columns, Column("after")), limit=_MAX_CHANGES)
     for row in fold_changes(changes):
         texts = row.before, row.after
-        words = texts_words(texts, notation=notation) if key != "pipeline" else list(texts)
+        words = texts_words(texts, notation=notation) if key not in _PLAIN else list(texts)
         table.add(row.name, row.count, *words)
     return table
 

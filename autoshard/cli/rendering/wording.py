@@ -16,6 +16,7 @@ _OTHER_NAMES = {
     "min_expressed": "--min-expressed",
     "batch_size": "--batch-size",
     "seq_length": "--seq-length",
+    "dtype": "--dtype",
 }
 _FLAGS = {
     keyword: flags[0]

@@ -31,6 +31,7 @@ from autoshard.graph.export.python_state.description.values import Value
 from autoshard.graph.export.python_state.description.wording import check_patterns, is_ignored
 from autoshard.graph.export.python_state.record import record_of
 from autoshard.graph.export.python_state.recording.recorder import Recorder
+from autoshard.graph.export.repetition.repeated import Repetition
 from autoshard.graph.export.structured_types import register_types
 from autoshard.graph.export.tracing import (
     OnMeta,
@@ -43,7 +44,7 @@ from autoshard.graph.export.tracing import (
 from autoshard.graph.ir import ExportedModel
 from autoshard.graph.mixed_precision import MixedPrecision
 from autoshard.graph.opaque_call import OpaqueModule
-from autoshard.torch_private import pytree
+from autoshard.torch_private import pytree, without_canonical_form
 
 _log = logging.getLogger(__name__)
 
@@ -119,7 +120,9 @@ def export_model(
     check_no_global_hooks(ignore_state)
     policy = None if mixed_precision is None else MixedPrecision.of(mixed_precision)
 
-    def export_as(opaque: Iterable[str | type | OpaqueModule], *, gradients: bool) -> _Exported:
+    def export_as(
+        opaque: Iterable[str | type | OpaqueModule], *, gradients: bool, repeats: bool
+    ) -> _Exported:
         example = (*args, *targets), kwargs or {}
         twin, hidden = _twin(model)
         stored = cast_parameters(twin, policy) if policy else {}
@@ -130,12 +133,22 @@ def export_model(
         whole = OpaqueModules(model, opaque)
         recorder = Recorder(twin, type(model), whole.inside, hidden)
         settings: Any = {"dynamic_shapes": dynamic_shapes, "strict": strict, "gradients": gradients}
-        return _export(twin, example, whole, recorder, record, ignored=ignore_state, **settings)
+        repetition = Repetition(recorder, twin) if repeats else None
+        try:
+            settings |= {"ignored": ignore_state, "repetition": repetition}
+            return _export(twin, example, whole, recorder, record, **settings)
+        except Exception as error:
+            if repetition is None or not repetition.is_used:
+                raise
+            _log.info("each layer is traced: %s", error)
+        return export_as(opaque, gradients=gradients, repeats=False)
 
     def export(opaque: Iterable[str | type | OpaqueModule]) -> bytes:
-        found = export_as(opaque, gradients=True)
+        opaque, repeats = tuple(opaque), not strict and dynamic_shapes is None
+        found = export_as(opaque, gradients=True, repeats=repeats)
         if path_text(GRAD_MODE) in found.state and not torch.is_grad_enabled():
-            found = export_as(opaque, gradients=False)  # the mode in which forward is to run
+            # the mode in which forward is to run
+            found = export_as(opaque, gradients=False, repeats=repeats)
         return found.archive
 
     if opaque == "auto":
@@ -248,6 +261,7 @@ def _export(
     record: ExportRecord,
     *,
     ignored: Collection[str],
+    repetition: Repetition | None,
     dynamic_shapes: Any,
     strict: bool,
     gradients: bool,
@@ -279,6 +293,8 @@ def _export(
 
     with custom_functions() as found:
         program = trace(strict=strict)
+    if repetition is not None:
+        repetition.check(program)
     check_sizes(program, what)
     check_products(program, what)
     held = constant_paths(program, twin, what)
@@ -295,9 +311,10 @@ def _export(
         state = record_of(recorder, twin, what, ignored)
     record = replace(record, model=replace(record.model, state=state), constants=held)
     buffer = BytesIO()
-    with _named(f"the exported {what} cannot be saved"):
+    with _named(f"the exported {what} cannot be saved"), without_canonical_form():
         torch.export.save(program, buffer, extra_files={EXPORT_FILE: record.to_json().decode()})
-    return _Exported(buffer.getvalue(), state)
+    archive = buffer.getvalue()
+    return _Exported(archive if repetition is None else repetition.lengthened(archive), state)
 
 
 def _with_loss(

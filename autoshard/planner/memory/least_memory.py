@@ -87,6 +87,11 @@ class LeastMemory:
         return [*held, max(gradients, activations, key=lambda part: part.nbytes)]
 
     @property
+    def stored(self) -> int:
+        """Bytes of what is in memory at the optimizer's step, whatever the batch."""
+        return self.parameters + self.gradients + self.optimizer + self.buffers
+
+    @property
     def total(self) -> int:
         """Bytes of all that is in memory at the same time."""
         return sum(part.nbytes for part in self._parts)
@@ -102,16 +107,22 @@ class LeastMemory:
         return self.least_per_device <= self.budget
 
     @property
-    def reason(self) -> str:
-        """The reason why no plan fits, and what to change."""
+    def statement(self) -> str:
+        """What the least memory is made of."""
         listed = [f"{name} {format_bytes(nbytes)}" for name, nbytes in self._parts if nbytes]
-        hint = unit_hint(self.budget)
         without = "" if self.activations else ", without activations"
         return (
+            f"{', '.join(listed)} are {format_bytes(self.total)}, so with {self.num_devices:,} "
+            f"devices one of them holds at least {self.least_per_device:,} bytes{without}"
+        )
+
+    @property
+    def reason(self) -> str:
+        """The reason why no plan fits, and what to change."""
+        hint = unit_hint(self.budget)
+        return (
             f"no plan fits the memory budget of {self.budget:,} bytes per device"
-            f"{f' ({hint})' if hint else ''}: {', '.join(listed)} are {format_bytes(self.total)}, "
-            f"so with {self.num_devices:,} devices one of them holds at least "
-            f"{self.least_per_device:,} bytes{without}; "
+            f"{f' ({hint})' if hint else ''}: {self.statement}; "
             f"use at least {-(-self.total // self.budget):,} devices, or raise memory_budget"
         )
 

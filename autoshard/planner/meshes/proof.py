@@ -1,7 +1,7 @@
 """Statement of what a search over meshes has proven."""
 
 from collections.abc import Sequence
-from math import inf, isfinite
+from math import ceil, inf, isfinite
 
 from autoshard.base.outcome import SolveStatus, relative_gap
 from autoshard.mesh import mesh_text
@@ -28,13 +28,14 @@ def search_statement(candidates: Sequence[MeshCandidate]) -> str:
     bound = search_bound(bounded)
     parts = []
     if isfinite(best) and isfinite(bound):
-        among = f"on these {len(candidates)} meshes"
+        among = "on this mesh" if len(candidates) == 1 else f"on these {len(candidates)} meshes"
         if len(bounded) < len(candidates):
             among = f"on {len(bounded)} of these {len(candidates)} meshes"
-        gap = relative_gap(best, min(best, bound))
+        # Rounded up, so that what is said is proven.
+        gap = ceil(1e4 * relative_gap(best, min(best, bound))) / 1e4
         parts.append(
-            f"no plan {among}, in the options and cost model of this search, is more than "
-            f"{gap:.2%} faster than the best one"
+            f"no plan {among}, with the options and cost model of this search, takes more than "
+            f"{gap:.2%} less time than the best one"
         )
     without = [c for c in candidates if c.bound == -inf]
     if without:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import numpy as np
 from pydantic import TypeAdapter
@@ -12,7 +13,7 @@ from autoshard.lowering.timeline import KINDS
 from autoshard.plan.document import Plan
 from autoshard.pricing.axis_roles import StageRoles, stage_roles
 from autoshard.pricing.simulation import Simulation, simulate
-from autoshard.report.answer import Answer, answer_of, asked
+from autoshard.report.answer import WITHIN, Answer, answer_of, asked
 from autoshard.report.compare import PlanDifference, compare_plans
 from autoshard.report.restriction_cost import restriction_sentences
 from autoshard.report.summary import remarks_on
@@ -118,6 +119,7 @@ class PageReport:
         schedule: actions of a pipeline; None for a plan of one stage.
         why_no_step: why there is no timeline; empty if there is one.
         exports: the plan as code and settings, which the caller made.
+        explanations: of choices of the plan, each `autoshard.planner.Explanation` as JSON.
         source: name of the plan in commands.
         difference: of this plan from another; None without one.
     """
@@ -132,6 +134,7 @@ class PageReport:
     schedule: ScheduleColumns | None = None
     why_no_step: str = ""
     exports: Sequence[ExportedText] = ()
+    explanations: Sequence[Mapping[str, Any]] = ()
     source: str = "plan.json"
     difference: PlanDifference | None = None
 
@@ -150,7 +153,9 @@ def page_report(
     *,
     other: Plan | None = None,
     exports: Sequence[ExportedText] = (),
+    explanations: Sequence[Mapping[str, Any]] = (),
     source: str = "plan.json",
+    within: float = WITHIN,
 ) -> PageReport:
     """Collect the report of a plan.
 
@@ -158,14 +163,16 @@ def page_report(
         plan: the plan, or a document without one.
         other: a plan of the same program, from which the difference is shown.
         exports: the plan as code and settings.
+        explanations: of choices of the plan, each `autoshard.planner.Explanation` as JSON.
         source: file, id or address of the plan, for the commands that the page names.
+        within: share by which the simplest layout may be slower than the fastest.
 
     Raises:
         PlanError: the other plan is of another program.
     """
     if not plan.found:
         return PageReport(tuple(asked(plan)), why_no_step=plan.reason)
-    answer = answer_of(plan)
+    answer = answer_of(plan, within=within)
     step, memory, schedule, missing = _step(plan)
     return PageReport(
         asked=answer.asked,
@@ -178,6 +185,7 @@ def page_report(
         schedule=schedule,
         why_no_step=missing,
         exports=exports,
+        explanations=explanations,
         source=source,
         difference=None if other is None else compare_plans(other, plan),
     )

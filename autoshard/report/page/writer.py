@@ -2,14 +2,16 @@
 
 import gzip
 from base64 import b64encode
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from hashlib import sha256
 from html import escape
+from typing import Any
 
 from autoshard.graph import graph_from_json
 from autoshard.mesh import mesh_text
 from autoshard.plan.document import Plan
+from autoshard.report.answer import WITHIN
 from autoshard.report.page.content import ExportedText, page_report
 from autoshard.report.page.scripts import bundled_script, page_files
 
@@ -40,7 +42,9 @@ def plan_page(
     *,
     other: Plan | None = None,
     exports: Sequence[ExportedText] = (),
+    explanations: Sequence[Mapping[str, Any]] = (),
     source: str = "plan.json",
+    within: float = WITHIN,
 ) -> str:
     """The plan page: one HTML file that needs neither a server nor the internet.
 
@@ -51,7 +55,9 @@ def plan_page(
         plan: the plan, or a document without one.
         other: a plan of the same program, from which the page shows the difference.
         exports: the plan as code and settings, to copy from the page.
+        explanations: of choices of the plan, each `autoshard.planner.Explanation` as JSON.
         source: file, id or address of the plan, for the commands that the page names.
+        within: share by which the simplest layout may be slower than the fastest.
 
     Raises:
         PlanError: the other plan is of another program.
@@ -60,7 +66,9 @@ def plan_page(
         >>> from pathlib import Path
         >>> Path("plan.html").write_text(plan_page(Plan.load("plan.json")), encoding="utf-8")
     """
-    content = page_report(plan, other=other, exports=exports, source=source)
+    content = page_report(
+        plan, other=other, exports=exports, explanations=explanations, source=source, within=within
+    )
     script, style = bundled_script(), _style()
     policy = "; ".join(
         (

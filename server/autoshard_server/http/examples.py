@@ -18,7 +18,7 @@ _MESH = {"shape": [2, 4], "topology": "h100-sxm"}
 _REQUESTS: Mapping[str, Any] = {
     "ComparePlansRequest": {"before": DIGEST, "after": "1" * 64},
     "CoverageRequest": {"graph_sha256": DIGEST, "mesh": _MESH},
-    "CreatePlanOfGraphRequest": {"graph_sha256": DIGEST, "mesh": _MESH},
+    "CreatePlanOfModelRequest": {"graph_sha256": DIGEST, "mesh": _MESH},
     "CreatePlanRequest": {"mesh": _MESH, "options": {"mode": "training"}},
     "ExplainRequest": {"name": "linear"},
     "LookUpPlanRequest": {"graph_sha256": DIGEST, "mesh": _MESH},

@@ -25,7 +25,7 @@ from autoshard_server.problems import PROBLEM_MEDIA_TYPE, ProblemType, problem_d
 from autoshard_server.requests import (
     ComparePlansRequest,
     CoverageRequest,
-    CreatePlanOfGraphRequest,
+    CreatePlanOfModelRequest,
     CreatePlanRequest,
     ExplainRequest,
     LookUpPlanRequest,
@@ -102,6 +102,13 @@ PLANNING_PROBLEMS = (
     ProblemType.INPUT,
 )
 """Problems of a route that takes a mesh and options."""
+
+CONFIG_PROBLEMS = (
+    ProblemType.CONFIG,
+    ProblemType.NOT_INSTALLED,
+    ProblemType.TOO_MANY_PARSES,
+)
+"""Problems of a route that makes the model of a config."""
 
 JOB_PROBLEMS = (
     ProblemType.CANCELLED,
@@ -245,12 +252,12 @@ PLAN_BODY: dict[str, Any] = {
             "request": EXAMPLES["CreatePlanRequest"],
         },
     },
-    **_json_body(CreatePlanOfGraphRequest),
+    **_json_body(CreatePlanOfModelRequest),
 }
-"""The body of POST /v1/plans: with the graph, or with the digest of a stored one."""
+"""The body of POST /v1/plans: with the graph, the digest of a stored one, or a config."""
 
 _BODIES = (
-    CreatePlanOfGraphRequest,
+    CreatePlanOfModelRequest,
     LookUpPlanRequest,
     CreatePlanRequest,
     ComparePlansRequest,

@@ -17,6 +17,7 @@ from autoshard_server.http.parameters import (
     read_json,
 )
 from autoshard_server.http.specification import (
+    CONFIG_PROBLEMS,
     COVERAGE_BODY,
     GRAPH_BODY,
     PLANNING_PROBLEMS,
@@ -30,8 +31,9 @@ from autoshard_server.requests import (
     topology_name,
 )
 from autoshard_server.routes.responses import DEFAULT_WAIT, result_response
-from autoshard_server.service import graph_unknown
+from autoshard_server.service import Result, graph_unknown
 from autoshard_server.store.audit import AuditAction
+from autoshard_server.store.jobs import Job
 
 router = APIRouter(tags=["graphs"])
 
@@ -63,10 +65,8 @@ async def put_graph(
             f"the sha256 of the body is {found}, but the path has {digest}",
         )
     described = await service.describe(caller.project, digest, body)
-    put = partial(service.stores.graphs.put, caller.project, body)
-    info, is_new = await anyio.to_thread.run_sync(put)
+    info, is_new = await service.put_graph(caller, body)
     if is_new:
-        await service.record(caller, AuditAction.CREATE, f"/v1/graphs/{digest}")
         response.status_code = HTTPStatus.CREATED
         response.headers["Location"] = f"/v1/graphs/{digest}"
     return UploadedGraph.of(info, **described.model_dump(exclude={"identity"}))
@@ -113,6 +113,7 @@ async def delete_graph(digest: GraphDigest, service: ServiceParameter, caller: P
     response_model=Coverage,
     **describe(
         *PLANNING_PROBLEMS,
+        *CONFIG_PROBLEMS,
         ProblemType.GRAPH,
         ProblemType.GRAPH_UNKNOWN,
         headers=("Prefer",),
@@ -129,13 +130,17 @@ async def delete_graph(digest: GraphDigest, service: ServiceParameter, caller: P
 async def operator_coverage(
     request: Request, service: ServiceParameter, caller: Planner
 ) -> Response:
-    """List the operators of a stored graph that can be sharded, on one mesh or on any.
+    """List the operators of a model that can be sharded, on one mesh or on any.
 
     Waits 10 s by default.
     """
     submitted = await read_json(request, CoverageRequest, service.settings)
     topology = await service.stored_topology(caller.project, topology_name(submitted.mesh))
-    make = partial(coverage_task, submitted, service.settings, topology=topology)
-    task = await service.in_thread(make)
-    found = await service.run(task, caller)
+
+    async def run(sha256: str) -> Result | Job:
+        of_graph = submitted.of_graph(sha256)
+        make = partial(coverage_task, of_graph, service.settings, topology=topology)
+        return await service.run(await service.in_thread(make), caller)
+
+    found = await service.with_graph(caller, submitted, run)
     return await result_response(request, service, caller, found, default_wait=DEFAULT_WAIT)

@@ -35,6 +35,7 @@ from autoshard_server.http.parameters import (
 from autoshard_server.http.specification import (
     BODY_PROBLEMS,
     COMPARE_BODY,
+    CONFIG_PROBLEMS,
     EXPLAIN_BODY,
     LOOKUP_BODY,
     PLAN_BODY,
@@ -45,7 +46,7 @@ from autoshard_server.http.specification import (
 from autoshard_server.problems import ProblemType, ServerError
 from autoshard_server.requests import (
     ComparePlansRequest,
-    CreatePlanOfGraphRequest,
+    CreatePlanOfModelRequest,
     CreatePlanRequest,
     ExplainRequest,
     LookUpPlanRequest,
@@ -61,8 +62,8 @@ from autoshard_server.routes.responses import (
     run_once,
     tagged_response,
 )
-from autoshard_server.service import Service
-from autoshard_server.store.jobs import JobKind
+from autoshard_server.service import Result, Service
+from autoshard_server.store.jobs import Job, JobKind
 
 router = APIRouter(tags=["plans"])
 
@@ -86,6 +87,7 @@ _EXPORTS = {
     **describe(
         *UPLOAD_PROBLEMS,
         *PLANNING_PROBLEMS,
+        *CONFIG_PROBLEMS,
         ProblemType.MULTIPART,
         ProblemType.GRAPH_UNKNOWN,
         ProblemType.IDEMPOTENCY_KEY_REUSED,
@@ -101,16 +103,27 @@ _EXPORTS = {
     ),
 )
 async def create_plan(request: Request, service: ServiceParameter, caller: Planner) -> Response:
-    """Plan a graph for a mesh.
+    """Plan a model for a mesh.
 
-    The graph is sent as a file, or was stored by PUT /v1/graphs/{digest}. The response is the plan
-    if it is cached or finished within `Prefer: wait=N` seconds; otherwise it is the job that makes
-    the plan. Equal requests share one job.
+    A graph is sent as a file, or was stored by PUT /v1/graphs/{digest}; of a config, the service
+    makes the graph. The response is the plan if it is cached or finished within `Prefer: wait=N`
+    seconds; otherwise it is the job that makes the plan. Equal requests share one job.
     """
     submitted, sha256, graph, text = await _read_request(request, service)
+    # What cannot be planned is refused before a config is exported.
     query = await _query(service, caller, submitted, sha256, len(text))
     validate_only = submitted.validate_only
-    run = partial(service.plan, query, graph, caller, validate_only=validate_only)
+
+    async def plan(sha256: str) -> Result | Job:
+        asked = query
+        if sha256 != query.graph_sha256:
+            asked = await _query(service, caller, submitted, sha256, len(text))
+        return await service.plan(asked, graph, caller, validate_only=validate_only)
+
+    if isinstance(submitted, CreatePlanOfModelRequest):
+        run = partial(service.with_graph, caller, submitted, plan)
+    else:
+        run = partial(plan, sha256)
     found = await run_once(request, service, caller, sha256.encode() + text, run)
     wait = DEFAULT_WAIT if validate_only else 0.0
     return await result_response(request, service, caller, found, default_wait=wait)
@@ -121,6 +134,7 @@ async def create_plan(request: Request, service: ServiceParameter, caller: Plann
     **describe(
         ProblemType.NOT_FOUND,
         *PLANNING_PROBLEMS,
+        ProblemType.CONFIG,
         body=LOOKUP_BODY,
         answers={
             200: (
@@ -136,7 +150,8 @@ async def look_up_plan(
     """Find the plan of an earlier request, without sending the graph again."""
     text = await read_text(request, service.settings, "max_request_bytes")
     submitted = await parse_json(request, LookUpPlanRequest, text, "body", service.settings)
-    query = await _query(service, caller, submitted, submitted.graph_sha256, len(text))
+    sha256 = await service.known_graph(caller.project, submitted)
+    query = await _query(service, caller, submitted, sha256 or "", len(text))
     found = await service.look_up(caller.project, query)
     response.headers["Content-Location"] = f"/v1/plans/{found}"
     return KnownPlan(id=found)
@@ -415,11 +430,14 @@ def _unknown(plan_id: str) -> ServerError:
 async def _read_request(
     request: Request, service: Service
 ) -> tuple[CreatePlanRequest, str, bytes | None, bytes]:
-    """The request, the graph's digest, the graph if it was uploaded, and the request's text."""
+    """The request, the graph's digest, the graph if it was uploaded, and the request's text.
+
+    The digest is empty for a config.
+    """
     if media_type(request) == MULTIPART_FORM:
         uploaded, graph = await read_upload(request, service.settings)
         digest = await anyio.to_thread.run_sync(lambda: hashlib.sha256(graph).hexdigest())
         return uploaded, digest, graph, uploaded.model_dump_json().encode()
     text = await read_bytes(request, service.settings, "max_request_bytes")
-    stored = await parse_json(request, CreatePlanOfGraphRequest, text, "body", service.settings)
-    return stored, stored.graph_sha256, None, text
+    named = await parse_json(request, CreatePlanOfModelRequest, text, "body", service.settings)
+    return named, named.graph_sha256 or "", None, text

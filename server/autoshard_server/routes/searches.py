@@ -8,7 +8,12 @@ from fastapi import APIRouter, Path, Request, Response
 from autoshard.requests.results import MeshSearch
 from autoshard_server.http.auth import Planner, Reader
 from autoshard_server.http.parameters import ServiceParameter, read_json
-from autoshard_server.http.specification import PLANNING_PROBLEMS, SEARCH_BODY, describe
+from autoshard_server.http.specification import (
+    CONFIG_PROBLEMS,
+    PLANNING_PROBLEMS,
+    SEARCH_BODY,
+    describe,
+)
 from autoshard_server.problems import ProblemType, ServerError
 from autoshard_server.requests import SearchRequest
 from autoshard_server.routes.responses import (
@@ -36,6 +41,7 @@ SearchId = Annotated[
     response_model=MeshSearch,
     **describe(
         *PLANNING_PROBLEMS,
+        *CONFIG_PROBLEMS,
         ProblemType.GRAPH,
         ProblemType.GRAPH_UNKNOWN,
         ProblemType.IDEMPOTENCY_KEY_REUSED,
@@ -51,14 +57,21 @@ SearchId = Annotated[
     ),
 )
 async def search_meshes(request: Request, service: ServiceParameter, caller: Planner) -> Response:
-    """Plan a stored graph on every mesh of a number of devices.
+    """Plan a model on every mesh of a number of devices.
 
     The plans are cached: GET /v1/plans/{id} returns each.
     """
     submitted = await read_json(request, SearchRequest, service.settings)
 
+    async def search(sha256: str) -> Result | Job:
+        task = await service.search_task(caller, submitted.of_graph(sha256))
+        return await service.run(task, caller)
+
     async def run() -> Result | Job:
-        return await service.run(await service.search_task(caller, submitted), caller)
+        if await service.known_graph(caller.project, submitted) is None:
+            # What cannot be searched is refused before the config is exported.
+            await service.search_task(caller, submitted.of_graph("0" * 64))
+        return await service.with_graph(caller, submitted, search)
 
     found = await run_once(request, service, caller, submitted.model_dump_json().encode(), run)
     return await result_response(request, service, caller, found)

@@ -23,13 +23,16 @@ NUMBER = struct.Struct(">i")
 NUM_DESCRIPTORS = 4
 """File descriptors of a request to the fork server."""
 
-Program = Literal["solve", "parse"]
-"""Program that a forked child runs."""
+Program = Literal["solve", "parse", "export"]
+"""Program that a forked child runs; `export` has torch and transformers imported."""
 
 _LOST = 1
 """Exit status of a child whose fork server has died."""
 
 _FORK_SERVER = (sys.executable, "-X", "faulthandler", "-m", "autoshard_server.solvers.fork_server")
+
+_OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+"""Environment in which transformers asks no server; it is read when transformers is imported."""
 
 
 class Child(Protocol):
@@ -171,9 +174,14 @@ class ForkedChild:
 
 
 class _ForkServerProcess:
-    """Starts the fork server of this process when it is first needed, and again if it died."""
+    """Starts a fork server of this process when it is first needed, and again if it died.
 
-    def __init__(self) -> None:
+    Args:
+        *modules: that it imports in addition to those of all children.
+    """
+
+    def __init__(self, *modules: str) -> None:
+        self._modules = modules
         self._lock = Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
@@ -219,7 +227,11 @@ class _ForkServerProcess:
         self._control, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(  # noqa: S603  our own command
-                _FORK_SERVER, stdin=theirs.fileno(), stdout=2, start_new_session=True
+                (*_FORK_SERVER, *self._modules),
+                stdin=theirs.fileno(),
+                stdout=2,
+                start_new_session=True,
+                env={**os.environ, **_OFFLINE},
             )
 
     def _close(self) -> None:
@@ -231,11 +243,17 @@ class _ForkServerProcess:
 
 
 _fork_server = _ForkServerProcess()
-atexit.register(_fork_server.close)
+_export_server = _ForkServerProcess(
+    "autoshard.requests.model_files",
+    "networkx",  # of torch.export, when it first runs
+    "transformers.models.llama.modeling_llama",  # with what most other models import
+)
+for _each in (_fork_server, _export_server):
+    atexit.register(_each.close)
 
 
 def fork(program: Program, environment: Mapping[str, str]) -> Child:
-    """Fork a child that runs a program of the fork server.
+    """Fork a child that runs a program of a fork server.
 
     Args:
         program: to run.
@@ -244,7 +262,8 @@ def fork(program: Program, environment: Mapping[str, str]) -> Child:
     Raises:
         OSError: the fork server cannot be started.
     """
-    return _fork_server.fork(program, environment)
+    server = _export_server if program == "export" else _fork_server
+    return server.fork(program, environment)
 
 
 def kill_group(pid: int) -> None:

@@ -40,9 +40,10 @@ from autoshard_server.solvers.children import (
 _PROGRAMS: Mapping[Program, Callable[[], None]] = {
     "solve": solving.main,
     "parse": parsing.main,
+    "export": parsing.main,
 }
 
-_NICENESS: Mapping[Program, int] = {"solve": 10, "parse": 7}
+_NICENESS: Mapping[Program, int] = {"solve": 10, "parse": 7, "export": 7}
 """Niceness of child processes (0 to 19; see nice(2)): a caller waits for what is parsed, so it does
 not take turns with solves."""
 
@@ -181,6 +182,8 @@ def main() -> None:
         # Some modules are otherwise imported when they are first used.
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             import_module(module.name)
+    for name in sys.argv[1:]:
+        import_module(name)
     _complete_models(BaseModel)
     # The children share these objects: without collections their pages are not copied.
     gc.collect()

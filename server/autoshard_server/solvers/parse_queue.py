@@ -23,10 +23,12 @@ class ParseQueue:
 
     Args:
         settings: with the limits.
+        number: of parsers, in addition to `RESERVE`; `num_parsers` if None.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, number: int | None = None) -> None:
         self._settings = settings
+        self._number = number or settings.num_parsers
         self._running: Counter[str] = Counter()
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
         self._bytes: Counter[str] = Counter()
@@ -104,7 +106,7 @@ class ParseQueue:
             waiter.set_result(None)
 
     def _next(self) -> str | None:
-        free = self._settings.num_parsers - self._running.total()
+        free = self._number - self._running.total()
         if free > 0:
             return next(iter(self._waiting), None)
         if free <= -RESERVE:

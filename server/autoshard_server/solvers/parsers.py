@@ -1,17 +1,24 @@
-"""Parser processes: a few, started before they are needed, each for one graph or plan."""
+"""Parser processes: a few, started before they are needed, each for one graph, plan or config."""
 
 import json
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Event
 from typing import TYPE_CHECKING, Any
 
-from autoshard_server.problems import ProblemType, limit_error, problem_of, server_error_of
+from autoshard_server.problems import (
+    ProblemType,
+    ServerError,
+    limit_error,
+    problem_of,
+    server_error_of,
+)
 from autoshard_server.settings import Settings
-from autoshard_server.solvers.children import Child, fork
+from autoshard_server.solvers.children import Child, Program, fork
 from autoshard_server.solvers.executor import MemoryLimit, ProcessSolver
 from autoshard_server.solvers.messages import Died, Failed, Solved, SolverInput
 
@@ -22,17 +29,54 @@ _CHECK_SECONDS = 0.25
 """Seconds after which a process is stopped of which nobody waits for the result."""
 
 
+@dataclass(frozen=True)
+class _Limits:
+    """Limits of a task.
+
+    Attributes:
+        seconds: setting of its time.
+        nbytes: setting of its memory.
+        work: the task in words.
+        remedy: another way.
+    """
+
+    seconds: str
+    nbytes: str
+    work: str
+    remedy: str
+
+    def error(self, settings: Settings, setting: str, unit: str) -> ServerError:
+        """The error of a task that takes more than a setting allows."""
+        limit = getattr(settings, setting)
+        detail = f"{self.work} takes more than {unit}; {self.remedy}, or raise the limit"
+        return limit_error(ProblemType.LIMIT, detail, setting, limit)
+
+
+_LIMITS: Mapping[Program, _Limits] = {
+    "parse": _Limits(
+        "max_parse_seconds", "max_parse_bytes", "reading it", "send a smaller program"
+    ),
+    "export": _Limits(
+        *("max_export_seconds", "max_export_bytes"),
+        *("making the model of the config", "send its graph"),
+    ),
+}
+
+
 class Parsers:
     """Runs tasks in parser processes, whose time and memory are limited.
 
     Args:
         settings: with the limits.
+        program: of the processes.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, program: Program = "parse") -> None:
         self._settings = settings
-        self._make: Callable[[], Child] = partial(fork, "parse", settings.environment)
-        self._limit = MemoryLimit(settings.max_parse_bytes, _out_of_memory)
+        self._limits = _LIMITS[program]
+        self._seconds: float = getattr(settings, self._limits.seconds)
+        self._make: Callable[[], Child] = partial(fork, program, settings.environment)
+        self._limit = MemoryLimit(getattr(settings, self._limits.nbytes), self._out_of_memory)
         self._spare: SimpleQueue[ProcessSolver] = SimpleQueue()
 
     def start(self) -> None:
@@ -58,7 +102,7 @@ class Parsers:
         Args:
             task: to do.
             request: its other arguments, as JSON.
-            payload: the graph or plan.
+            payload: the graph, plan or config.
             stop: ends the process when it is set.
 
         Raises:
@@ -80,9 +124,10 @@ class Parsers:
             parser = self._new()
         else:
             self._prepare()
-        deadline = time.monotonic() + self._settings.max_parse_seconds
         try:
             parser.start(work)
+            # It has been forked, also by a fork server that had to be started first.
+            deadline = time.monotonic() + self._seconds
             while not stop.is_set():
                 left = max(0.0, deadline - time.monotonic())
                 message = parser.receive(min(left, _CHECK_SECONDS))
@@ -103,19 +148,9 @@ class Parsers:
         return ProcessSolver(self._make, self._limit, name="parser")
 
     def _too_slow(self) -> Exception:
-        seconds = self._settings.max_parse_seconds
-        return limit_error(
-            ProblemType.LIMIT,
-            f"reading it takes more than {seconds:g} seconds; send a smaller program, or raise the "
-            "limit",
-            "max_parse_seconds",
-            seconds,
-        )
+        unit = f"{self._seconds:g} seconds"
+        return self._limits.error(self._settings, self._limits.seconds, unit)
 
-
-def _out_of_memory(_used: int, limit: int) -> Mapping[str, Any]:
-    detail = (
-        f"reading it takes more than {limit / 2**20:,.0f} MiB of memory; send a smaller program, "
-        "or raise the limit"
-    )
-    return problem_of(limit_error(ProblemType.LIMIT, detail, "max_parse_bytes", limit))
+    def _out_of_memory(self, _used: int, limit: int) -> Mapping[str, Any]:
+        unit = f"{limit / 2**20:,.0f} MiB of memory"
+        return problem_of(self._limits.error(self._settings, self._limits.nbytes, unit))

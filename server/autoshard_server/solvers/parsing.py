@@ -1,4 +1,4 @@
-"""The parser process: reads one graph or plan for the process that responds to requests.
+"""The parser process: reads one graph, plan or config for the process that responds to requests.
 
 Documents that a caller has made can take much time and memory to read; here both are limited. What
 a route computes from a plan is a task of it: a function, in `_TASKS`.
@@ -11,15 +11,16 @@ from typing import Any, Literal
 from pydantic import TypeAdapter
 
 from autoshard import exports, report
-from autoshard.errors import ArchiveError
+from autoshard.errors import ArchiveError, OptionError
 from autoshard.graph import ArchiveLimits, Graph
 from autoshard.mesh import topology_from_json
 from autoshard.plan import Plan
 from autoshard.planner import identity_of
 from autoshard.report import PlanDifference
 from autoshard.report.page import plan_page
+from autoshard.requests.model_configs import BatchShape
 from autoshard.requests.running import load_request_graph
-from autoshard_server.problems import ProblemType, limit_error
+from autoshard_server.problems import ProblemType, ServerError, limit_error
 from autoshard_server.requests import (
     GraphDescription,
     SearchRequest,
@@ -28,6 +29,7 @@ from autoshard_server.requests import (
 )
 from autoshard_server.settings import Settings
 from autoshard_server.solvers.child_program import Report, run_job
+from autoshard_server.solvers.confinement import confine
 from autoshard_server.solvers.messages import Solved, SolverInput
 
 _SETTINGS = {
@@ -62,6 +64,20 @@ def _check_search(request: Mapping[str, Any], submitted: bytes, settings: Settin
     return json.dumps({"result_id": task.result_id, "request": task.request}).encode()
 
 
+def _export_config(request: Mapping[str, Any], config: bytes, _settings: Settings) -> bytes:
+    """The graph of the model of a config."""
+    # Only the processes of this task have torch.
+    from autoshard.requests.model_files import config_file, export_config  # noqa: PLC0415
+
+    batch = BatchShape(batch_size=request["batch_size"], seq_length=request["seq_length"])
+    try:
+        with config_file(config) as path:
+            confine()
+            return export_config(path, batch, mode=request["mode"], dtype=request["dtype"])
+    except OptionError as error:
+        raise ServerError(ProblemType.CONFIG, str(error)) from None
+
+
 def _compare(request: Mapping[str, Any], both: bytes, _settings: Settings) -> bytes:
     """The difference of two plans, whose documents follow each other."""
     split = request["length"]
@@ -94,13 +110,21 @@ def _trace(_request: Mapping[str, Any], plan: bytes, _settings: Settings) -> byt
 
 
 ParserTask = Literal[
-    "describe_graph", "check_search", "compare", "export", "page", "summarise", "trace"
+    "describe_graph",
+    "check_search",
+    "export_config",
+    "compare",
+    "export",
+    "page",
+    "summarise",
+    "trace",
 ]
 """Task of a parser process."""
 
 _TASKS: Mapping[ParserTask, Callable[[Mapping[str, Any], bytes, Settings], bytes]] = {
     "describe_graph": _describe_graph,
     "check_search": _check_search,
+    "export_config": _export_config,
     "compare": _compare,
     "export": _export,
     "page": _page,

@@ -5,8 +5,11 @@ import io
 import os
 import warnings
 from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from support.devices import DEVICE
@@ -16,13 +19,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import ViTConfig, ViTForImageClassification
 
-from autoshard import auto_parallelize, full_tensor
+from autoshard import auto_parallelize, export_model, full_tensor, get_context, make_plan
 from autoshard.errors import (
     AutoshardError,
     MeshError,
     OptionError,
     PlanError,
 )
+from autoshard.mesh import make_mesh
 from autoshard.runtime.parallelize import Planned
 
 OPTIONS: dict[str, Any] = {"topology": "h100-sxm", "cache": False, "server": False}
@@ -131,6 +135,26 @@ def the_first_rank_says_in_a_line_what_was_planned() -> None:
         assert "autoshard show" not in line, "the plan is not kept"
 
 
+def the_plan_of_a_launch_is_used() -> None:
+    model, batch = mlp()
+    made = make_plan(export_model(model, (), batch), make_mesh((2, 2), topology="h100-sxm"))
+    written = io.StringIO()
+    with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        path = Path(folder) / "plan.json"
+        made.save(path)
+        patch.setenv("AUTOSHARD_PLAN", str(path))
+        patch.setenv("WORLD_SIZE", "4")
+        get_context.cache_clear()
+        patch.setattr("autoshard.automatic.export_model", None)
+        with contextlib.redirect_stderr(written):
+            planned = parallelize_mlp()
+        raises(MeshError, "launched with a plan for axis0=2", lambda: parallelize_mlp(mesh=4))
+    get_context.cache_clear()
+    assert isinstance(planned, Planned)
+    if dist.get_rank() == 0:
+        assert f"Plan {made.id[:12]}, given to `autoshard launch`" in written.getvalue()
+
+
 def the_service_of_the_environment_is_used() -> None:
     os.environ["AUTOSHARD_SERVER"] = "http://127.0.0.1:1"
     try:
@@ -154,6 +178,7 @@ CASES: dict[str, Callable[[], None]] = {
     "a mesh of another size": a_mesh_of_another_size_is_an_error,
     "an error of one rank": an_error_of_one_rank_is_raised_on_all,
     "the line of the first rank": the_first_rank_says_in_a_line_what_was_planned,
+    "the plan of a launch": the_plan_of_a_launch_is_used,
     "a service that does not answer": the_service_of_the_environment_is_used,
     "the default topology": the_default_topology_of_a_cpu_is_a_cpu,
 }

@@ -14,7 +14,7 @@ from generated_client.api.jobs import get_job, list_jobs
 from generated_client.api.plans import create_plan, get_plan, list_plans, look_up_plan
 from generated_client.models import (
     CreatePlanFilesBody,
-    CreatePlanOfGraphRequest,
+    CreatePlanOfModelRequest,
     CreatePlanRequest,
     JobPage,
     KnownPlan,
@@ -33,7 +33,7 @@ def main(address: str, key: str, graph: bytes) -> str:
     with AuthenticatedClient(address, key, raise_on_unexpected_status=True) as client:
         put_graph.sync(digest, client=client, body=File(BytesIO(graph)))
         assert head_graph.sync_detailed(digest, client=client).status_code == 200
-        request = CreatePlanOfGraphRequest(graph_sha256=digest, mesh=mesh)
+        request = CreatePlanOfModelRequest(graph_sha256=digest, mesh=mesh)
         made = create_plan.sync(client=client, body=request, prefer="wait=60")
         assert isinstance(made, Plan)
         parts = CreatePlanFilesBody(

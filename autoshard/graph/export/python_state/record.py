@@ -5,7 +5,13 @@ from collections.abc import Collection
 from torch import nn
 
 from autoshard.graph.export.python_state.description.folding import fold
-from autoshard.graph.export.python_state.description.paths import path_text
+from autoshard.graph.export.python_state.description.paths import (
+    CALLED,
+    CHILDREN,
+    HOOKS,
+    Path,
+    path_text,
+)
 from autoshard.graph.export.python_state.description.values import Value
 from autoshard.graph.export.python_state.description.wording import is_ignored
 from autoshard.graph.export.python_state.modes.effects import Effects
@@ -41,7 +47,9 @@ def record_of(
     if sources and not effects.is_repeatable():
         changes.found += [StateChange(path, None, None) for path in sources]
         changes.check(what, ignored)
+    traced = set(recorder.reads)
     effects.add()
+    _add_repeated(recorder, traced)
     recorder.finish()
     for change in found:
         if change.path in recorder.reads:
@@ -53,6 +61,22 @@ def record_of(
             if not is_ignored(path, ignored) and not _is_kind(value, _NOT_COMPARED)
         }
     )
+
+
+def _add_repeated(recorder: Recorder, traced: Collection[Path]) -> None:
+    """Add what calls that were left out would have read.
+
+    Args:
+        recorder: of the export.
+        traced: what was read while the model was traced, without what was found afterwards.
+    """
+    reads = recorder.reads
+    for first, path, recorded in recorder.repeated:
+        for read in [x for x in reads if x[: len(first)] == first]:
+            if read in recorded or read not in traced:
+                other = (*path, *read[len(first) :])
+                is_own = read == first or read[-1] in (CALLED, CHILDREN, *HOOKS)
+                reads.setdefault(other, reads[read] if is_own else recorder.described_at(other))
 
 
 def _is_kind(value: Value, kinds: Collection[str]) -> bool:

@@ -1,5 +1,5 @@
 /** Pictures in SVG: stacked bars, and areas over time. */
-import { useState } from "preact/hooks";
+import { useEffect, useState } from "preact/hooks";
 import { ticks } from "./format.js";
 import { html } from "./html.js";
 
@@ -8,9 +8,22 @@ import { html } from "./html.js";
  * @typedef {import("./types").Part} Part
  */
 
-const WIDTH = 760;
+const WIDEST = 900;
+const MARGINS = 32;
 const BAR = 22;
 const ROW = 44;
+
+/** The width of charts in pixels, so that their text has its size on a phone too. */
+function useWidth() {
+  const measured = () => Math.min(document.documentElement.clientWidth - MARGINS, WIDEST);
+  const [width, setWidth] = useState(measured);
+  useEffect(() => {
+    const resized = () => setWidth(measured());
+    addEventListener("resize", resized);
+    return () => removeEventListener("resize", resized);
+  }, []);
+  return width;
+}
 
 /** @param {{parts: {name: string, colour: string}[]}} props */
 export function Legend({ parts }) {
@@ -28,17 +41,18 @@ export function Legend({ parts }) {
  *   limit?: {value: number, name: string}}} props
  */
 export function StackedBars({ label, bars, format, limit }) {
+  const width = useWidth();
   const ends = bars.map((bar) => sum(bar.parts) * (1 + (bar.error ?? 0)));
   const largest = Math.max(...ends, limit?.value ?? 0) * 1.02;
   const height = bars.length * ROW + 24;
-  const x = (/** @type {number} */ value) => (largest ? (value / largest) * WIDTH : 0);
+  const x = (/** @type {number} */ value) => (largest ? (value / largest) * width : 0);
   return html`<figure>
     <${Legend} parts=${bars.flatMap((bar) => bar.parts.filter((part) => part.value > 0))} />
-    <svg viewBox=${`0 0 ${WIDTH} ${height}`} role="img" aria-label=${label} class="chart">
-      ${ticks(largest).map(
+    <svg width=${width} height=${height} role="img" aria-label=${label} class="chart">
+      ${ticks(largest, width / 150).map(
         (tick) => html`<g key=${tick}>
           <line class="grid" x1=${x(tick)} x2=${x(tick)} y1="0" y2=${height - 18} />
-          <text class="tick" x=${x(tick)} y=${height - 4} text-anchor=${anchor(x(tick))}>${format(tick)}</text>
+          <text class="tick" x=${x(tick)} y=${height - 4} text-anchor=${anchor(x(tick), width)}>${format(tick)}</text>
         </g>`,
       )}
       ${bars.map((bar, i) => html`<${BarRow} key=${bar.name} bar=${bar} top=${i * ROW} x=${x} format=${format} />`)}
@@ -50,10 +64,13 @@ export function StackedBars({ label, bars, format, limit }) {
   </figure>`;
 }
 
-/** @param {number} x */
-function anchor(x) {
+/**
+ * @param {number} x
+ * @param {number} width
+ */
+function anchor(x, width) {
   if (x < 20) return "start";
-  return x > WIDTH - 20 ? "end" : "middle";
+  return x > width - 20 ? "end" : "middle";
 }
 
 /** @param {Part[]} parts */
@@ -96,12 +113,13 @@ function BarRow({ bar, top, x, format }) {
  *   yFormat: (value: number) => string}} props
  */
 export function StackedAreas({ label, start, end, layers, limit, xFormat, yFormat }) {
+  const width = useWidth();
   const totals = start.map((_, i) => layers.reduce((total, layer) => total + layer.values[i], 0));
   const peak = totals.indexOf(Math.max(...totals));
   const [chosen, choose] = useState(peak);
   const largest = Math.max(totals[peak], limit?.value ?? 0) * 1.05;
   const [height, bottom] = [260, 236];
-  const x = (/** @type {number} */ time) => (time / end) * WIDTH;
+  const x = (/** @type {number} */ time) => (time / end) * width;
   const y = (/** @type {number} */ value) => bottom - (value / largest) * (bottom - 8);
   const point = (/** @type {MouseEvent} */ event) => {
     const box = /** @type {Element} */ (event.currentTarget).getBoundingClientRect();
@@ -117,21 +135,21 @@ export function StackedAreas({ label, start, end, layers, limit, xFormat, yForma
   };
   return html`<figure>
     <${Legend} parts=${layers.filter((layer) => Math.max(...layer.values) > 0)} />
-    <svg viewBox=${`0 0 ${WIDTH} ${height}`} class="chart" role="slider" tabindex="0"
+    <svg width=${width} height=${height} class="chart" role="slider" tabindex="0"
       aria-label=${label} aria-valuemin="0" aria-valuemax=${start.length - 1} aria-valuenow=${chosen}
       aria-valuetext=${`${xFormat(start[chosen])}: ${yFormat(totals[chosen])}`}
       onpointermove=${point} onkeydown=${move}>
       ${ticks(largest).map(
         (tick) => html`<g key=${`y${tick}`}>
-          <line class="grid" x1="0" x2=${WIDTH} y1=${y(tick)} y2=${y(tick)} />
+          <line class="grid" x1="0" x2=${width} y1=${y(tick)} y2=${y(tick)} />
           <text class="tick" x="2" y=${y(tick) - 3}>${tick ? yFormat(tick) : ""}</text>
         </g>`,
       )}
       ${areas(start, end, layers, x, y)}
-      ${ticks(end).map(
-        (tick) => html`<text key=${tick} class="tick" x=${x(tick)} y=${height - 6} text-anchor=${anchor(x(tick))}>${xFormat(tick)}</text>`,
+      ${ticks(end, width / 150).map(
+        (tick) => html`<text key=${tick} class="tick" x=${x(tick)} y=${height - 6} text-anchor=${anchor(x(tick), width)}>${xFormat(tick)}</text>`,
       )}
-      ${limit && html`<line class="limit" x1="0" x2=${WIDTH} y1=${y(limit.value)} y2=${y(limit.value)} />`}
+      ${limit && html`<line class="limit" x1="0" x2=${width} y1=${y(limit.value)} y2=${y(limit.value)} />`}
       <line class="cursor" x1=${x(start[chosen])} x2=${x(start[chosen])} y1="0" y2=${bottom} />
     </svg>
     <figcaption>${[

@@ -129,20 +129,33 @@ function Fold({ name, depth, shown, title, children }) {
 
 /** @param {{totals: Totals, axis: string}} props */
 function AxisCell({ totals, axis }) {
-  const work = sharesOf(totals.work.get(axis));
-  const stored = sharesOf(totals.stored.get(axis));
+  const work = mainShares(totals.work.get(axis));
+  const stored = mainShares(totals.stored.get(axis));
   return html`
-    ${work.slice(0, 2).map(
-      ([role, share]) => html`<span key=${role} class="role"><span class=${`swatch fill-${ROLE_COLOUR[role]}`}></span>${role}${
-        share < 0.995 ? ` ${percent(share)}` : ""
-      }</span>`,
+    ${work.map(
+      ([role, share]) => html`<span key=${role} class="role"><span class=${`swatch fill-${ROLE_COLOUR[role] ?? "idle"}`}></span>${shareText(role, share)}</span>`,
     )}
-    ${stored.length > 0 &&
-    html`<span class="note">${`weights ${stored
-      .slice(0, 2)
-      .map(([kept, share]) => `${kept}${share < 0.995 ? ` ${percent(share)}` : ""}`)
-      .join(", ")}`}</span>`}
+    ${stored.length > 0 && html`<span class="note">${`weights ${stored.map(([kept, share]) => shareText(kept, share)).join(", ")}`}</span>`}
   `;
+}
+
+/**
+ * The two largest shares, and the sum of the others.
+ * @param {Map<string, number> | undefined} row
+ * @returns {[string, number][]}
+ */
+function mainShares(row) {
+  const shares = sharesOf(row);
+  if (shares.length <= 3) return shares;
+  return [...shares.slice(0, 2), ["other", shares.slice(2).reduce((sum, [, share]) => sum + share, 0)]];
+}
+
+/**
+ * @param {string} name
+ * @param {number} share
+ */
+function shareText(name, share) {
+  return share < 0.995 ? `${name} ${percent(share)}` : name;
 }
 
 /**

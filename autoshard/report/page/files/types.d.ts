@@ -205,6 +205,21 @@ export interface Schedule {
   stop: number[];
 }
 
+/** `autoshard.planner.Explanation`: all strategies of one choice. */
+export interface Explanation {
+  name: string;
+  alternatives: {
+    layouts: string;
+    chosen: boolean;
+    time: number | null;
+    memory: number;
+    regret: number | null;
+    exact: boolean;
+    override: number | null;
+    forbidden: string[];
+  }[];
+}
+
 export interface Change {
   name: string;
   before: string;
@@ -249,6 +264,7 @@ export interface Report {
   schedule: Schedule | null;
   why_no_step: string;
   exports: { target: string; text: string; reason: string }[];
+  explanations: Explanation[];
   source: string;
   difference: Difference | null;
 }
@@ -339,11 +355,4 @@ export interface Row {
   label: string;
   members: Module[];
   totals: Totals;
-}
-
-/** A mesh axis on the devices of one stage. */
-export interface Slice {
-  dim: number;
-  begin: number;
-  end: number;
 }

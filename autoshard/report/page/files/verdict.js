@@ -24,7 +24,7 @@ export function Verdict({ plan, report }) {
     return costs ? [{ name: row.name, parts: costParts(costs), error: row.performance?.error, note, strong }] : [];
   });
   return html`
-    <p>${`Verdict: ${answer.verdict}.`}</p>
+    <p>${`${answer.verdict.charAt(0).toUpperCase()}${answer.verdict.slice(1)}.`}</p>
     ${report.restricted.map((text) => html`<p key=${text}>${text}</p>`)}
     <${StackedBars} label="Predicted step time of the plan and of usual layouts" bars=${bars} format=${seconds} />
     <p class="hint">${`Whiskers: the error of such predictions. ${answer.sources}`}</p>
@@ -55,7 +55,7 @@ export function detailsOf(plan, answer, number) {
 function marksOf(answer, number) {
   const marks = [
     number === answer.best ? "fastest" : "",
-    number === answer.simplest ? `simplest within ${percent(answer.within)}` : "",
+    number === answer.simplest && answer.layouts[number].algo !== null ? `simplest within ${percent(answer.within)}` : "",
   ];
   return answer.layouts.length > 1 ? marks.filter(Boolean).join(", ") : "";
 }

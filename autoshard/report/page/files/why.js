@@ -1,7 +1,7 @@
 /** Why a tensor or operator has its layout: what it costs, and the command that prices all others. */
 import { useMemo, useState } from "preact/hooks";
 import { Command, quoted } from "./command.js";
-import { percent, seconds, shape } from "./format.js";
+import { bytes, percent, seconds, shape } from "./format.js";
 import { html } from "./html.js";
 import { layoutWords } from "./layouts.js";
 import { stepText } from "./model.js";
@@ -9,16 +9,20 @@ import { Scrollable } from "./scrollable.js";
 
 /**
  * @typedef {import("./types").Plan} Plan
+ * @typedef {import("./types").Report} Report
  * @typedef {import("./types").Stage} Stage
  * @typedef {{name: string, stage: Stage, value: string, words: () => string}} Subject
  */
 
 const MOST_OFFERED = 100;
 
-/** @param {{plan: Plan, report: import("./types").Report}} props */
+/** @param {{plan: Plan, report: Report}} props */
 export function WhyView({ plan, report }) {
   const subjects = useMemo(() => subjectsOf(plan), [plan]);
-  const [text, setText] = useState(() => subjects.keys().next().value ?? "");
+  const [text, setText] = useState(() => {
+    const names = [...subjects.keys()];
+    return names.find((name) => explanationOf(report, subjects.get(name))) ?? names[0] ?? "";
+  });
   const subject = subjects.get(text);
   const offered = [...subjects.keys()].filter((name) => name.includes(text)).slice(0, MOST_OFFERED);
   return html`
@@ -28,8 +32,17 @@ export function WhyView({ plan, report }) {
         oninput=${(/** @type {Event} */ event) => setText(/** @type {HTMLInputElement} */ (event.target).value)} />
     </label>
     <datalist id="subjects">${offered.map((name) => html`<option key=${name} value=${name} />`)}</datalist>
-    ${subject ? html`<${Chosen} plan=${plan} subject=${subject} source=${report.source} />` : html`<p aria-live="polite">The plan has nothing of that name.</p>`}
+    ${subject ? html`<${Chosen} plan=${plan} subject=${subject} report=${report} />` : html`<p aria-live="polite">The plan has nothing of that name.</p>`}
   `;
+}
+
+/**
+ * The explanation of a subject that the page has.
+ * @param {Report} report
+ * @param {Subject | undefined} subject
+ */
+function explanationOf(report, subject) {
+  return report.explanations.find(({ name }) => name === subject?.value || name === subject?.name);
 }
 
 /**
@@ -72,8 +85,8 @@ function operatorWords(node, placed) {
   return `${node.operator}: ${layouts}. Its compute takes ${seconds(placed.time)} of a step.`;
 }
 
-/** @param {{plan: Plan, subject: Subject, source: string}} props */
-function Chosen({ plan, subject, source }) {
+/** @param {{plan: Plan, subject: Subject, report: Report}} props */
+function Chosen({ plan, subject, report }) {
   const { stage, name, value, words } = subject;
   const training = plan.options.mode === "training";
   const moved = stage.reshardings.filter((r) => r.value === value || r.consumer === name);
@@ -93,7 +106,40 @@ function Chosen({ plan, subject, source }) {
           <td class="number">${seconds(r.steps.reduce((time, step) => time + step.time, 0))}</td></tr>`,
       )}</tbody>
     </table><//>`}
+    <${Alternatives} explanation=${explanationOf(report, subject)} />
     <p>The price of every alternative, each with the best plan around it:</p>
-    <${Command} text=${`autoshard explain ${quoted(source)} ${quoted(name)}`} />
+    <${Command} text=${`autoshard explain ${quoted(report.source)} ${quoted(name)}`} />
   `;
+}
+
+/** @param {{explanation: import("./types").Explanation | undefined}} props */
+function Alternatives({ explanation }) {
+  if (!explanation) return null;
+  return html`
+    <h3>Alternatives</h3>
+    <${Scrollable} label="Alternatives"><table>
+      <thead><tr><th>Layouts</th><th class="number">Its own time</th><th class="number">Memory</th>
+        <th class="number">Best plan with it</th><th class="number">If only this changes</th></tr></thead>
+      <tbody>${explanation.alternatives.map(
+        (found) => html`<tr key=${found.layouts}><th scope="row">${found.layouts}</th>
+          <td class="number">${found.time === null ? "" : seconds(found.time)}</td><td class="number">${bytes(found.memory)}</td>
+          <td class="number">${regretText(found)}</td>
+          <td class="number">${found.override === null ? "impossible" : signed(found.override)}</td></tr>`,
+      )}</tbody>
+    </table><//>
+  `;
+}
+
+/** @param {import("./types").Explanation["alternatives"][number]} found */
+function regretText(found) {
+  if (found.chosen) return "chosen";
+  if (found.forbidden.length) return `forbidden: ${found.forbidden.join("; ")}`;
+  if (found.regret === null) return found.exact ? "impossible" : "unknown";
+  return `${found.exact ? "" : "at most "}${signed(found.regret)}`;
+}
+
+/** @param {number} value seconds */
+function signed(value) {
+  if (value === 0) return "same";
+  return `${value < 0 ? "−" : "+"}${seconds(Math.abs(value))}`;
 }

@@ -10,7 +10,6 @@ modules inside because of them, which are called alike.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
 
 from torch import nn
 
@@ -18,12 +17,11 @@ from autoshard.graph.export.python_state.description.paths import (
     CALLED,
     MODE,
     Path,
-    find_place,
     instance_dict,
     path_text,
 )
 from autoshard.graph.export.python_state.description.queries import CONTEXTS, QUERIES
-from autoshard.graph.export.python_state.description.values import MISSING, Value, describe
+from autoshard.graph.export.python_state.description.values import Value, describe
 from autoshard.graph.export.python_state.modes.events import Events, events_of_call
 from autoshard.graph.export.python_state.recording.calls import ModuleCall
 from autoshard.graph.export.python_state.recording.recorder import ModeReads, Recorder
@@ -144,7 +142,7 @@ class Effects:
         """The result for a module that is alike, also in what it reads in other modes."""
         for known, answer in self._known:
             if known == question and all(
-                self._described(_absolute(name, path)) == value
+                self._recorder.described_at(_absolute(name, path)) == value
                 for name, value in answer.reads.items()
                 if name[-1] != CALLED
             ):
@@ -203,15 +201,6 @@ class Effects:
         if mode in QUERIES:
             return QUERIES[mode]()
         return instance_dict(self._model.get_submodule(path_text(mode[:-1])))[MODE]
-
-    def _described(self, path: Path) -> Value:
-        holder: Any = self._model
-        for part in path:
-            place = find_place(holder, part)
-            if place is None:
-                return MISSING
-            holder = place.value
-        return self._recorder.described(path, holder)
 
 
 def _differing(modes: Sequence[Path], events: Sequence[Events | None]) -> frozenset[Path]:

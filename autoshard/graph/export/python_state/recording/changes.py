@@ -132,6 +132,17 @@ class Changes:
         if is_advancing(place.value):
             self.found.append(StateChange(path, {"iterator": True}, None))
 
+    def had(self, path: Path, value: object) -> bool:
+        """True if a value was at a path before."""
+        kept = self._kept.get(path)
+        return kept is not None and kept.place.value is value
+
+    def kept_outside(self) -> Iterator[PythonPlace]:
+        """The places of kept values that are no attributes of modules and their objects."""
+        for path, kept in self._kept.items():
+            if not (is_of_model(path) and kept.place.is_item):
+                yield kept.place
+
     def is_other(self, path: Path, place: PythonPlace) -> bool:
         """True if the value at a path is not the kept one."""
         kept = self._kept.get(path)

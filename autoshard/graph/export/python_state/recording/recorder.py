@@ -8,9 +8,10 @@ run (`executed_lines`).
 import os
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
@@ -121,9 +122,20 @@ class Recorder:
         reads: the values that forward read, by path, as they were before.
         modes: by path of a module, the modes that it reads.
         changes: what forward changed.
+        holders: the known objects.
+        repeated: calls that were left out: the path of a module that was called alike, that of the
+            module, and the paths inside of the first one that its call has recorded.
+        around_call: runs a call of a module, or leaves it out; takes a function that runs it, the
+            module, its path and the arguments.
+        on_read: called with the object, its path and the name before an attribute is read; the
+            object is None if it is not known.
+        on_write: called with the name before an attribute of a module is set.
     """
 
     call: ModuleCall
+    around_call: Callable[[Callable[[], Any], nn.Module, Path, Any, Any], Any] | None = None
+    on_read: Callable[[Any, Path, str], None] | None = None
+    on_write: Callable[[str], None] | None = None
 
     def __init__(
         self,
@@ -135,6 +147,7 @@ class Recorder:
         self.reads: dict[Path, Value] = {}
         self.modes: dict[Path, ModeReads] = {}
         self.changes = Changes()
+        self.repeated: list[tuple[Path, Path, Collection[Path]]] = []
         self._model, self._kind, self._opaque = model, kind, frozenset(opaque)
         self._hidden = {(identity(holder), name) for holder, name in hidden}
         self._patches = ExitStack()
@@ -147,8 +160,8 @@ class Recorder:
         self._globals: dict[int, dict[str, Any]] = {}
         self._thread = 0
         self._replayed: Path | None = None
-        self._holders = Holders(self._watch, self._keep_class)
-        self._holders.add_module(model, (), kind)
+        self.holders = Holders(self._watch, self._keep_class)
+        self.holders.add_module(model, (), kind)
         self._lines = ExecutedLines(
             self._on_code, self._on_function, self._on_line, self._on_torch, self._end
         )
@@ -214,7 +227,7 @@ class Recorder:
 
     def _patched_call(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            known = self._holders.find(module)
+            known = self.holders.find(module)
             if known is None or threading.get_ident() != self._thread:
                 return plain(module, *args, **kwargs)
             running = _RunningModule(*known, args, kwargs)
@@ -224,7 +237,7 @@ class Recorder:
                 self.call = ModuleCall.of(args, kwargs)
             inside = [
                 (holder, path)
-                for holder, path in self._holders
+                for holder, path in self.holders
                 if path[: len(running.path)] == running.path
             ]
             comparing = self.changes.comparing(inside, self.reads)
@@ -241,7 +254,10 @@ class Recorder:
                 if self._is_opaque(running.path):
                     return plain(module, *running.args, **running.kwargs)
                 self._add_call(running.module, running.path)
-            return plain(module, *running.args, **running.kwargs)
+            run = partial(plain, module, *running.args, **running.kwargs)
+            if self.around_call is None or self._replayed is not None:
+                return run()
+            return self.around_call(run, running.module, running.path, running.args, running.kwargs)
         finally:
             self._running.pop()
 
@@ -258,7 +274,7 @@ class Recorder:
         for name in HOOKS if path else ():
             if own.get(name):
                 for number, hook in enumerate(own[name].values()):
-                    self._holders.add(hook, (*path, name, Key(number)))
+                    self.holders.add(hook, (*path, name, Key(number)))
                 self.reads[*path, name] = hooks_of(own[name])
 
     # Reads of attributes
@@ -275,7 +291,9 @@ class Recorder:
         def write(module: nn.Module, name: str, value: Any) -> None:
             if self._is_active:
                 with self._lines.paused():
-                    known = self._holders.find(module)
+                    known = self.holders.find(module)
+                    if self.on_write is not None:
+                        self.on_write(name)
                 if known is not None and (*known[1], name) not in self.reads:
                     self.changes.written_first.add((*known[1], name))
             plain(module, name, value)
@@ -293,10 +311,12 @@ class Recorder:
 
     def _read(self, holder: Any, name: str, frame: FrameType) -> None:
         with self._lines.paused():
-            known = self._holders.find(holder)
+            known = self.holders.find(holder)
+            own, path = known or (None, ())
+            if self.on_read is not None and (name != "__dict__" or _is_asked_for(frame, holder)):
+                self.on_read(own, path, name)
             if known is None:
                 return
-            own, path = known
             if name == "__dict__":
                 if _is_asked_for(frame, own):
                     self._read_all(own, path)
@@ -340,19 +360,29 @@ class Recorder:
         if path in self.reads or path in self.changes.written_first:
             return
         value = place.value
-        self._holders.add(value, path)
+        self.holders.add(value, path)
         self.changes.keep(path, place)
         if self.changes.is_other(path, place):
             return  # written before it is read, so that no call depends on what was there
         self.reads[path] = self.described(path, value)
         if isinstance(value, (list, tuple, dict)):
             for key, element in elements(value):
-                if self._holders.find(element) is not None:
+                if self.holders.find(element) is not None:
                     self._record((*path, key), PythonPlace(value, key.key, element))
+
+    def described_at(self, path: Path) -> Value:
+        """The description of what is at a path."""
+        holder: Any = self._model
+        for part in path:
+            place = find_place(holder, part)
+            if place is None:
+                return MISSING
+            holder = place.value
+        return self.described(path, holder)
 
     def described(self, path: Path, value: Any) -> Value:
         """The description of the value at a path."""
-        known = self._holders.find(value)
+        known = self.holders.find(value)
         if known is not None and known[1] != path:
             return {"same": path_text(known[1])}
         return describe(value)
@@ -367,7 +397,7 @@ class Recorder:
         if self._is_recording and kind not in self._watched:
             self._unwatched.append((value, path))
             for name, inner in tuple(instance_dict(value).items()):
-                self._holders.add(inner, (*path, name))
+                self.holders.add(inner, (*path, name))
 
     def _watch_class(self, kind: Any) -> None:
         if self._is_recording:
@@ -389,7 +419,7 @@ class Recorder:
     def _read_mode(self, own: nn.Module, path: Path, frame: FrameType) -> None:
         first = frame.f_code.co_varnames[:1] if frame.f_code.co_argcount else ()
         caller = frame.f_locals.get(first[0]) if first else None
-        is_own = caller is not None and self._holders.find(caller) == (own, path)
+        is_own = caller is not None and self.holders.find(caller) == (own, path)
         self._add_mode((*path, MODE), path if is_own else None)
 
     def _add_mode(self, mode: Path, reader: Path | None = None) -> None:
@@ -410,7 +440,7 @@ class Recorder:
         for line, names in names_by_line(code).items():
             for chain in sorted(names.chains):
                 for path, place in resolve(chain, frame.f_globals):
-                    self._holders.add(place.value, path)
+                    self.holders.add(place.value, path)
                     self.changes.keep(path, place)
                     query = query_of(place.value)
                     if query is not None:
@@ -423,7 +453,7 @@ class Recorder:
                 self.changes.keep((*path, *part), place)
 
     def _functions(self, code: CodeType) -> Collection[tuple[FunctionType, Path]]:
-        return self._holders.functions_of(code, self._lines.closures(code))
+        return self.holders.functions_of(code, self._lines.closures(code))
 
     def _on_line(self, code: CodeType, line: int) -> None:
         for query in self._queries.get((id(code), line), ()):
@@ -443,6 +473,22 @@ class Recorder:
                     self.reads[path] = parameter.requires_grad
                     return
         self._add_mode(GRAD_MODE)
+
+    # What others ask
+
+    @property
+    def watched(self) -> Mapping[type, Any]:
+        """Classes of objects whose reads are recorded."""
+        return self._watched
+
+    @property
+    def unwatched(self) -> Iterator[Path]:
+        """The paths of the objects whose reads are not."""
+        return (path for _, path in self._unwatched)
+
+    def paused(self) -> AbstractContextManager[None]:
+        """A context in which nothing is recorded."""
+        return self._lines.paused()
 
     @property
     def is_complete(self) -> bool:
@@ -489,7 +535,7 @@ class Recorder:
 
     def _finish_classes(self, mentioned: Collection[str]) -> None:
         """Data of classes that is read without an instance, as in `type(self).tau`."""
-        for kind in self._holders.classes:
+        for kind in self.holders.classes:
             for name in sorted(vars(kind).keys() & mentioned):
                 if _is_data(name, vars(kind)[name]):
                     place = PythonPlace(kind, name, vars(kind)[name], is_item=False, owner=kind)

@@ -86,6 +86,10 @@ class Holders:
         called = [known for known in alike if any(_is_of(known[0], c) for c in closures)]
         return called or alike  # a free variable may have been set since
 
+    def has_function(self, function: FunctionType) -> bool:
+        """True if a function is known, whose free variables are compared after forward."""
+        return id(function) in self._functions.get(id(function.__code__), {})
+
     @property
     def classes(self) -> tuple[type, ...]:
         """Classes of users, whose functions are known."""

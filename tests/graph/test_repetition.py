@@ -1,0 +1,52 @@
+"""Exports in which repeated layers are not traced again equal those in which all are."""
+
+from typing import Any
+
+import pytest
+
+from autoshard import export_model, load_graph
+from autoshard.graph.export.repetition import repeated
+from autoshard.graph.export.repetition.repeated import Repetition
+from autoshard.graph.serialise import graph_to_json
+from tests.support.repeated_layers import X
+from tests.support.repeated_layers_with_state import CASES
+
+
+@pytest.fixture
+def left_out(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of layers that were not traced, of each archive that was lengthened."""
+    found: list[int] = []
+    plain = Repetition.lengthened
+
+    def lengthened(self: Repetition, archive: bytes) -> bytes:
+        found.append(len(self.repeated))
+        return plain(self, archive)
+
+    monkeypatch.setattr(Repetition, "lengthened", lengthened)
+    return found
+
+
+def export_in_full(monkeypatch: pytest.MonkeyPatch, *args: Any, **options: Any) -> bytes:
+    with monkeypatch.context() as patch:
+        patch.setattr(repeated, "_FEWEST", 1_000_000)
+        return export_model(*args, **options)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_export_is_that_in_which_each_layer_is_traced(
+    name: str, left_out: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = CASES[name]
+    model = found.model()
+    archive = export_model(model, found.args, **found.options)
+    assert sum(left_out) == found.count
+    whole = export_in_full(monkeypatch, model, found.args, **found.options)
+    assert graph_to_json(load_graph(archive)) == graph_to_json(load_graph(whole))
+    assert archive == whole
+
+
+def test_an_export_in_full_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "autoshard"):
+        export_model(CASES["layers that are called twice"].model(), (X,))
+    assert "each layer is traced" in caplog.text
+    assert "layers.3 is called again" in caplog.text
