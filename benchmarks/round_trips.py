@@ -1,7 +1,7 @@
 """Plans exported and read back: `python -m benchmarks.round_trips`, into docs/exports.md.
 
 Small language models of the zoo are planned for each target that has a meaning of its own. The
-exported text is read back, or applied again as constraints where it is code, and planned: layouts
+exported text is read back, or applied again as constraints where it is code, and planned: shards
 of parameters, step time, memory and collectives are compared with those of the plan.
 """
 
@@ -46,7 +46,7 @@ class RoundTrip:
     Attributes:
         share: of the plan that the target expresses; None if there is no plan for the target.
         collectives: share of the collectives that are the same.
-        same: True if layouts of parameters, step time and memory are the same.
+        same: True if shards of parameters, step time and memory are the same; axes may be merged.
         reason: why there is no plan, or no price of the result.
     """
 
@@ -87,9 +87,9 @@ def round_trip(graph: Graph, target: str) -> RoundTrip:
 def _is_same(plan: Plan, result: Plan) -> bool:
     assert plan.costs is not None
     assert result.costs is not None
-    layouts = [{p.target: p.layout for p in one.stages[0].parameters} for one in (plan, result)]
+    shards = [{p.target: p.local_shape for p in one.stages[0].parameters} for one in (plan, result)]
     is_as_fast = isclose(plan.costs.total, result.costs.total, rel_tol=1e-9)
-    return layouts[0] == layouts[1] and is_as_fast and plan.memory == result.memory
+    return shards[0] == shards[1] and is_as_fast and plan.memory == result.memory
 
 
 def slow_mesh(shape: str) -> Mesh:
