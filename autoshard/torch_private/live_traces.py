@@ -76,6 +76,11 @@ class LiveTrace:
         """True if a module has several names, so that names of modules depend on who calls them."""
         return bool(getattr(self._tracer, "enable_attr_proxy", True))
 
+    @property
+    def function_modes(self) -> tuple[int, ...]:
+        """The identities of the modes that see calls of functions of torch."""
+        return tuple(map(id, torch.overrides._get_current_function_mode_stack()))
+
     def node_of(self, tensor: torch.Tensor) -> Node | None:
         """The node that computes a tensor; None for constants, and for tensors of no node."""
         slot = get_proxy_slot(tensor, self._tracer, None)
