@@ -22,6 +22,7 @@ with expected_of_torch("the tracer of torch.export, and the files of its archive
         track_tensor_tree,
     )
     from torch.fx.graph import _Namespace
+    from torch.overrides import _get_current_function_mode_stack
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,8 @@ class LiveTrace:
     @property
     def function_modes(self) -> tuple[int, ...]:
         """The identities of the modes that see calls of functions of torch."""
-        return tuple(map(id, torch.overrides._get_current_function_mode_stack()))
+        modes: Any = _get_current_function_mode_stack  # torch does not type it
+        return tuple(map(id, modes()))
 
     def node_of(self, tensor: torch.Tensor) -> Node | None:
         """The node that computes a tensor; None for constants, and for tensors of no node."""
