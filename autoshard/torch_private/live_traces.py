@@ -22,6 +22,7 @@ with expected_of_torch("the tracer of torch.export, and the files of its archive
         track_tensor_tree,
     )
     from torch.fx.graph import _Namespace
+    from torch.overrides import _get_current_function_mode_stack
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,12 @@ class LiveTrace:
     def shares_modules(self) -> bool:
         """True if a module has several names, so that names of modules depend on who calls them."""
         return bool(getattr(self._tracer, "enable_attr_proxy", True))
+
+    @property
+    def function_modes(self) -> tuple[int, ...]:
+        """The identities of the modes that see calls of functions of torch."""
+        modes: Any = _get_current_function_mode_stack  # torch does not type it
+        return tuple(map(id, modes()))
 
     def node_of(self, tensor: torch.Tensor) -> Node | None:
         """The node that computes a tensor; None for constants, and for tensors of no node."""

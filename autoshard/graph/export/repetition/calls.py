@@ -104,6 +104,7 @@ class DescribedCall:
             tuple(map(tensor_like, given)),
             tuple(first[node] for node in nodes),
             _modes(),
+            trace.function_modes,
             tuple(_callers()),
         )
         return cls(module, path, tuple(leaves), given, nodes, keys, key)
