@@ -89,7 +89,7 @@ class Phase(StrEnum):
 
 
 class LifeRole(IntEnum):
-    """LifeRole of something in memory towards the operation, or the input, that it is counted for."""
+    """Role of something in memory towards the operation, or the input, that it is counted for."""
 
     VALUE = 0
     """What it makes, or saves inside."""
