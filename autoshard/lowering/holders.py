@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.lowering.instructions import Cast
-from autoshard.lowering.timeline import KINDS, Role, Timeline
+from autoshard.lowering.timeline import KINDS, LifeRole, Timeline
 from autoshard.plan.stage import PlacedInput
 
 
@@ -66,7 +66,7 @@ class Holding:
         first: number of the first moment at which it is there.
         last: number of the last one.
         kept: True if it is there between forward and backward too.
-        of_parameter: True for a parameter or buffer, and for a resharding or conversion of one.
+        of_parameter: True for a parameter or buffer, and for a resharding or cast of one.
         in_checkpoint: True if a node inside of a checkpoint makes it, or a resharding there.
     """
 
@@ -151,9 +151,9 @@ class _Holders:
 
     def _part(self, role: int, first: int, *, is_stored: bool) -> Part:
         """The part of something temporary."""
-        if role == Role.WORKING:
+        if role == LifeRole.WORKING:
             return Part.WORKING
-        if role == Role.GRADIENT:
+        if role == LifeRole.GRADIENT:
             return Part.UNSHARDED_GRADIENTS if is_stored else Part.ACTIVATION_GRADIENTS
         if is_stored:
             return Part.UNSHARDED_PARAMETERS
@@ -161,7 +161,7 @@ class _Holders:
         return Part.RECOMPUTED if turn is not None and first > turn else Part.RESULTS
 
     def _is_stored(self, of: int) -> bool:
-        """True for a parameter or buffer, and for a resharding or a conversion of one."""
+        """True for a parameter or buffer, and for a resharding or a cast of one."""
         if of < 0:
             return self._inputs[~of].kind in _STORED
         op = self._timeline.memory.ops[of]

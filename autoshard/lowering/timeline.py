@@ -88,7 +88,7 @@ class Phase(StrEnum):
     OPTIMIZER = "optimizer"
 
 
-class Role(IntEnum):
+class LifeRole(IntEnum):
     """Role of something in memory towards the operation, or the input, that it is counted for."""
 
     VALUE = 0
@@ -115,7 +115,7 @@ class Timeline:
         nbytes: bytes by kind, each of shape [M].
         lives: everything that is in memory, shape [L, 6]: number of its kind in `KINDS`, first and
             last moment, bytes, number of the operation that it is counted for or -1 - that of the
-            input, and `Role`. Micro-batches that wait for their backward are not among it.
+            input, and `LifeRole`. Micro-batches that wait for their backward are not among it.
         per_micro_batch: activations that a micro-batch keeps between its forward and its backward;
             None in inference.
         unneeded: reshardings with `regather` whose results backward does not need.
@@ -332,7 +332,14 @@ class _Lifetimes:
                         yield use, self._memory.storages[tensor]
 
     def _add(
-        self, kind: str, first: int, last: int, nbytes: int, of: int, *, role: Role = Role.VALUE
+        self,
+        kind: str,
+        first: int,
+        last: int,
+        nbytes: int,
+        of: int,
+        *,
+        role: LifeRole = LifeRole.VALUE,
     ) -> None:
         if nbytes:
             self._lives.extend((_NUMBER[kind], first, last, nbytes, of, role))
@@ -353,7 +360,7 @@ class _Lifetimes:
         for i, op in enumerate(ops):
             for tensor in op.reads:
                 last[storages[tensor]] = i
-            self._add("temporaries", i, i, op.working, i, role=Role.WORKING)
+            self._add("temporaries", i, i, op.working, i, role=LifeRole.WORKING)
         returned = {storages[tensor] for tensor in self._memory.outputs}
         inference = not self._schedule.backward
         for storage, maker in enumerate(made_by):
@@ -386,7 +393,7 @@ class _Lifetimes:
                 continue
             for tensor in op.reads:
                 self._save(storages[tensor], again, op.checkpoint)
-            self._add("temporaries", again, again, op.working, i, role=Role.WORKING)
+            self._add("temporaries", again, again, op.working, i, role=LifeRole.WORKING)
             self._add("temporaries", again, until, op.saved_bytes, i)
         self._regather_buckets()
         self._add_regathered()
@@ -427,7 +434,7 @@ class _Lifetimes:
             running[maker] = first
         for maker, first in running.items():
             working = self._memory.ops[maker].working
-            self._add("temporaries", first, first, working, maker, role=Role.WORKING)
+            self._add("temporaries", first, first, working, maker, role=LifeRole.WORKING)
 
     def _add_recomputed(self) -> None:
         """Add the tensors that checkpoints recompute."""
@@ -452,14 +459,16 @@ class _Lifetimes:
         gradients = _GradientLiveness(self._memory, self._schedule.backward)
         gradients.run(entries)
         for first, last, nbytes, of, role in gradients.lives:
-            self._add("temporaries", first, last, nbytes, of, role=Role(role))
+            self._add("temporaries", first, last, nbytes, of, role=LifeRole(role))
         full = self._full_gradients() if stage.micro_batches > 1 else {}
         for tensor, complete in gradients.complete.items():
             reduced = self._memory.tensors[tensor].nbytes
             if stage.inputs[tensor].kind == "received":
                 # It is sent to the previous stage when backward ends.
                 last = self._end - 1
-                self._add("temporaries", complete + 1, last, reduced, ~tensor, role=Role.GRADIENT)
+                self._add(
+                    "temporaries", complete + 1, last, reduced, ~tensor, role=LifeRole.GRADIENT
+                )
                 continue
             if stage.micro_batches == 1:
                 self._add("gradients", complete + 1, self._end, reduced, ~tensor)
@@ -543,7 +552,7 @@ class _GradientLiveness:
         for tensor in present:
             self._extend(self._of[tensor], moment)
         if op.working_backward:
-            self._allocate(moment, moment, op.working_backward, number, Role.WORKING)
+            self._allocate(moment, moment, op.working_backward, number, LifeRole.WORKING)
         for tensor, passes in zip(op.reads, op.passes_gradient, strict=True):
             if not self._memory.tensors[tensor].requires_grad:
                 continue
@@ -576,9 +585,11 @@ class _GradientLiveness:
         maker = self._memory.made_by[storage]
         # The first storages are those of the inputs.
         of = ~storage if maker < 0 else maker
-        return self._allocate(first, last, self._memory.tensors[tensor].nbytes, of, Role.GRADIENT)
+        return self._allocate(
+            first, last, self._memory.tensors[tensor].nbytes, of, LifeRole.GRADIENT
+        )
 
-    def _allocate(self, first: int, last: int, nbytes: int, of: int, role: Role) -> int:
+    def _allocate(self, first: int, last: int, nbytes: int, of: int, role: LifeRole) -> int:
         self.lives.append([first, last, nbytes, of, role])
         self._num_tensors.append(0)
         return len(self.lives) - 1

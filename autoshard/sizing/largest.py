@@ -105,11 +105,11 @@ def largest_of_setup(
     """
     resizable = ResizableModel(model, setup.options.mode)
     sizing = Sizing(resizable, on_progress, any_batch_size=name == "batch_size")
-    return _Search(sizing, setup, name).run()
+    return _LargestSearch(sizing, setup, name).run()
 
 
 @dataclass
-class _Search:
+class _LargestSearch:
     """Searches the largest number of units that fits.
 
     Attributes:
