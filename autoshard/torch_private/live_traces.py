@@ -8,8 +8,10 @@ from operator import getitem
 from typing import Any, Self
 
 import torch
+from torch.autograd import forward_ad
 from torch.fx import Node
 
+from autoshard.torch_private.tensors import FakeTensorMode, is_transformed
 from autoshard.torch_private.versions import expected_of_torch
 
 with expected_of_torch("the tracer of torch.export, and the files of its archives"):
@@ -23,6 +25,7 @@ with expected_of_torch("the tracer of torch.export, and the files of its archive
     )
     from torch.fx.graph import _Namespace
     from torch.overrides import _get_current_function_mode_stack
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 
 @dataclass(frozen=True)
@@ -76,12 +79,6 @@ class LiveTrace:
     def shares_modules(self) -> bool:
         """True if a module has several names, so that names of modules depend on who calls them."""
         return bool(getattr(self._tracer, "enable_attr_proxy", True))
-
-    @property
-    def function_modes(self) -> tuple[int, ...]:
-        """The identities of the modes that see calls of functions of torch."""
-        modes: Any = _get_current_function_mode_stack  # torch does not type it
-        return tuple(map(id, modes()))
 
     def node_of(self, tensor: torch.Tensor) -> Node | None:
         """The node that computes a tensor; None for constants, and for tensors of no node."""
@@ -186,6 +183,39 @@ class LiveTrace:
             for node in further:
                 node.meta["val"] = made[0]
         return [node.name for node in further]
+
+
+def function_modes() -> tuple[Any, ...]:
+    """The modes that see calls of functions of torch."""
+    modes: Any = _get_current_function_mode_stack  # torch does not type it
+    return tuple(modes())
+
+
+def interception() -> str:
+    """Describe what else takes part in the calls of operators that a trace sees.
+
+    Relies on: the stacks of modes, of transforms and of hooks for saved tensors, and the level of
+    forward-mode derivatives. There is no public way to ask for any of them.
+
+    Returns:
+        The first that is found, such as a mode of the user; empty if there is none.
+    """
+    if not torch._C._is_torch_function_enabled():
+        return "the modes of functions of torch are switched off"
+    functions = (x for x in function_modes() if not type(x).__module__.startswith(_KNOWN))
+    operators = (x for x in _get_current_dispatch_mode_stack() if not isinstance(x, FakeTensorMode))
+    for mode in (*functions, *operators):
+        return f"the mode {type(mode).__name__} is active"
+    if is_transformed():
+        return "a transform of torch.func is active"
+    if forward_ad._current_level >= 0:
+        return "forward-mode derivatives are computed"
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        return "hooks for saved tensors are active"
+    return ""
+
+
+_KNOWN = ("torch.", "autoshard.")
 
 
 def names_after(state: TraceState, bases: Sequence[str]) -> list[str]:

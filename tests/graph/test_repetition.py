@@ -4,12 +4,11 @@ from typing import Any
 
 import pytest
 
-from autoshard import export_model, load_graph
+from autoshard import export_model
 from autoshard.graph.export.repetition import repeated
 from autoshard.graph.export.repetition.repeated import Repetition
-from autoshard.graph.serialise import graph_to_json
 from tests.support.repeated_layers import X
-from tests.support.repeated_layers_with_state import CASES
+from tests.support.repeated_layers_in_contexts import CASES
 
 
 @pytest.fixture
@@ -32,6 +31,7 @@ def export_in_full(monkeypatch: pytest.MonkeyPatch, *args: Any, **options: Any) 
         return export_model(*args, **options)
 
 
+@pytest.mark.matrix(32)
 @pytest.mark.parametrize("name", CASES)
 def test_the_export_is_that_in_which_each_layer_is_traced(
     name: str, left_out: list[int], monkeypatch: pytest.MonkeyPatch
@@ -41,7 +41,6 @@ def test_the_export_is_that_in_which_each_layer_is_traced(
     archive = export_model(model, found.args, **found.options)
     assert sum(left_out) == found.count
     whole = export_in_full(monkeypatch, model, found.args, **found.options)
-    assert graph_to_json(load_graph(archive)) == graph_to_json(load_graph(whole))
     assert archive == whole
 
 

@@ -179,7 +179,8 @@ _MIXED_PRECISION = (
     'pass the element type instead, as in export_model(..., mixed_precision="bfloat16"): the casts '
     "are then a part of the plan"
 )
-_AUTOCAST_DEVICES = ("cpu", "cuda", "mps", "xpu")
+AUTOCAST_DEVICES = ("cpu", "cuda", "mps", "xpu")
+"""The devices of which `torch.autocast` may be active."""
 
 
 def check_no_autocast() -> None:
@@ -188,7 +189,7 @@ def check_no_autocast() -> None:
     Raises:
         ExportError: it is.
     """
-    active = [device for device in _AUTOCAST_DEVICES if torch.is_autocast_enabled(device)]
+    active = [device for device in AUTOCAST_DEVICES if torch.is_autocast_enabled(device)]
     if active:
         raise ExportError(
             f"torch.autocast({active[0]!r}) is active, and its casts would be lost: export outside "

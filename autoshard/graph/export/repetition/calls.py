@@ -2,23 +2,27 @@
 
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from operator import getitem
 from typing import Any
 
 import torch
 from torch import nn
 from torch.fx import Node
+from torch.fx.traceback import get_current_meta
 
 from autoshard.graph.export.python_state.description.paths import Path
+from autoshard.graph.export.python_state.description.queries import QUERIES
 from autoshard.graph.export.repetition.alike import is_plain
+from autoshard.graph.export.tracing import AUTOCAST_DEVICES
 from autoshard.torch_private import (
     FakeTensorMode,
     LiveTrace,
     OpOverload,
     TraceState,
+    function_modes,
     names_after,
     pytree,
     schema_of,
@@ -103,8 +107,8 @@ class DescribedCall:
             tuple(map(_leaf_key, leaves)),
             tuple(map(tensor_like, given)),
             tuple(first[node] for node in nodes),
-            _modes(),
-            trace.function_modes,
+            tuple(state() for state in _STATES),
+            function_modes(),
             tuple(_callers()),
         )
         return cls(module, path, tuple(leaves), given, nodes, keys, key)
@@ -118,15 +122,18 @@ def _leaf_key(leaf: Any) -> Any:
     return type(leaf), repr(leaf)
 
 
-def _modes() -> tuple[Any, ...]:
-    return (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.get_default_dtype(),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.get_float32_matmul_precision(),
-        torch.is_anomaly_enabled(),
-    )
+_BACKENDS = torch.backends.cuda
+_STATES: tuple[Callable[[], object], ...] = (
+    *QUERIES.values(),
+    torch.initial_seed,
+    torch.is_autocast_cache_enabled,
+    *(partial(torch.is_autocast_enabled, device) for device in AUTOCAST_DEVICES),
+    *(partial(torch.get_autocast_dtype, device) for device in AUTOCAST_DEVICES),
+    *(_BACKENDS.flash_sdp_enabled, _BACKENDS.mem_efficient_sdp_enabled),
+    *(_BACKENDS.math_sdp_enabled, _BACKENDS.cudnn_sdp_enabled),
+    lambda: repr(get_current_meta().get("custom")),
+)
+"""States of torch that a layer may ask for, or that are annotated to its nodes."""
 
 
 def _callers() -> Iterator[tuple[int, int]]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoshard.graph.export.python_state.description.global_hooks import global_hooks
 from autoshard.graph.export.python_state.description.paths import Path, path_text
 from autoshard.graph.export.python_state.recording.recorder import Recorder
 from autoshard.graph.export.python_state.user_code.holders import identity
@@ -30,6 +31,7 @@ from autoshard.graph.export.repetition.reads import Reads
 from autoshard.torch_private import (
     LiveTrace,
     TraceState,
+    interception,
     outside_of_trace,
     pytree,
     with_record,
@@ -123,8 +125,13 @@ class Repetition:
         if self._reads is not None or own not in self._candidates or own in self._called:
             return run()
         self._called.add(own)
+        interception = _interception()
         with self._recorder.paused(), without_torch_functions():
-            begun = self._begun(module, path, args, kwargs)
+            begun = None
+            if interception:
+                self._note(path, interception)
+            else:
+                begun = self._begun(module, path, args, kwargs)
             if begun is not None and begun.known is not None and begun.known.is_confirmed:
                 return self._repeat(begun.trace, begun.known, begun.call)
             if begun is not None:
@@ -235,7 +242,12 @@ class Repetition:
             raise RepetitionError("forward changes Python state, or compiles a part of itself")
         if self._recorder.sources():
             raise RepetitionError("forward reads a clock")
+        if self._recorder.reads_autograd:
+            raise RepetitionError("forward reads how a tensor was computed")
         nodes = list(program.graph.nodes)
+        calls = [node for node in nodes if node.target is _OPERATOR]
+        if len(calls) < len(self.repeated) + len(self.templates):
+            raise RepetitionError("layers are in a region of their own, as under torch.no_grad()")
         inputs = {node.name for node in nodes if node.op == "placeholder"}
         names = {node.name for node in nodes} - inputs
         if any(not inputs.isdisjoint(one.names) for one in self.repeated):
@@ -253,6 +265,11 @@ class Repetition:
         if not self.repeated:
             return archive
         return with_record(archive, "models/model.json", lambda x: lengthen(x, self.repeated))
+
+
+def _interception() -> str:
+    hooks = any(global_hooks().values())
+    return "hooks of all modules are registered" if hooks else interception()
 
 
 _OPERATOR = torch.ops.autoshard.repeated_call.default

@@ -50,11 +50,7 @@ from autoshard.graph.export.python_state.description.values import (
 from autoshard.graph.export.python_state.recording.calls import ModuleCall
 from autoshard.graph.export.python_state.recording.changes import Changes
 from autoshard.graph.export.python_state.recording.patching import own_attribute, patched, restore
-from autoshard.graph.export.python_state.user_code.code import (
-    code_digest,
-    is_installed,
-    is_user_code,
-)
+from autoshard.graph.export.python_state.user_code.code import code_digest, is_installed
 from autoshard.graph.export.python_state.user_code.executed_lines import (
     ExecutedLines,
     ReferencedNames,
@@ -67,6 +63,11 @@ from autoshard.graph.export.python_state.user_code.holders import (
     class_path,
     function_parts,
     identity,
+)
+from autoshard.graph.export.python_state.user_code.readers import (
+    is_asked_for,
+    is_read_by_user,
+    iterates_over_children,
 )
 from autoshard.graph.export.python_state.user_code.sources import sources_of
 from autoshard.torch_private import pytree
@@ -123,6 +124,7 @@ class Recorder:
         modes: by path of a module, the modes that it reads.
         changes: what forward changed.
         holders: the known objects.
+        reads_autograd: True if forward asks a tensor how it was computed, as by `grad_fn`.
         repeated: calls that were left out: the path of a module that was called alike, that of the
             module, and the paths inside of the first one that its call has recorded.
         around_call: runs a call of a module, or leaves it out; takes a function that runs it, the
@@ -147,6 +149,7 @@ class Recorder:
         self.reads: dict[Path, Value] = {}
         self.modes: dict[Path, ModeReads] = {}
         self.changes = Changes()
+        self.reads_autograd = False
         self.repeated: list[tuple[Path, Path, Collection[Path]]] = []
         self._model, self._kind, self._opaque = model, kind, frozenset(opaque)
         self._hidden = {(identity(holder), name) for holder, name in hidden}
@@ -302,7 +305,7 @@ class Recorder:
 
     def _patched_variable(self, plain: Callable[[Any, str], str]) -> Callable[[Any, str], str]:
         def read(variables: Any, name: str) -> str:
-            if self._is_active and _is_read_by_user(sys._getframe(1)):  # noqa: SLF001  as above
+            if self._is_active and is_read_by_user(sys._getframe(1)):  # noqa: SLF001  as above
                 with self._lines.paused():
                     self.reads[environment(name)] = describe(os.environ.get(name))
             return plain(variables, name)
@@ -313,19 +316,19 @@ class Recorder:
         with self._lines.paused():
             known = self.holders.find(holder)
             own, path = known or (None, ())
-            if self.on_read is not None and (name != "__dict__" or _is_asked_for(frame, holder)):
+            if self.on_read is not None and (name != "__dict__" or is_asked_for(frame, holder)):
                 self.on_read(own, path, name)
             if known is None:
                 return
             if name == "__dict__":
-                if _is_asked_for(frame, own):
+                if is_asked_for(frame, own):
                     self._read_all(own, path)
             elif not isinstance(own, nn.Module):
                 self._read_attribute(own, path, name)
             elif name == MODE:
                 self._read_mode(own, path, frame)
             elif name == CHILDREN:
-                if _iterates_over_children(frame):
+                if iterates_over_children(frame):
                     self.reads[*path, CHILDREN] = children_of(own)
             elif name not in MODULE_FIELDS and not (name == FORWARD and self._is_opaque(path)):
                 self._read_attribute(own, path, name)
@@ -460,8 +463,11 @@ class Recorder:
             self._add_mode(query)
 
     def _on_torch(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        if getattr(func, "__self__", None) is torch.Tensor.requires_grad:
+        attribute = getattr(func, "__self__", None)
+        if attribute is torch.Tensor.requires_grad:
             self._read_requires_grad(args[0])
+        elif attribute in _OF_AUTOGRAD or func is torch.Tensor._is_view:  # noqa: SLF001  as _base
+            self.reads_autograd = True
         elif _has_default_dtype(args, kwargs, result):
             self.reads[DEFAULT_DTYPE] = describe(torch.get_default_dtype())
 
@@ -548,6 +554,10 @@ class Recorder:
                 self._record((*path, *part), place)
 
 
+_OF_AUTOGRAD = (torch.Tensor.grad_fn, torch.Tensor._version, torch.Tensor._base)  # noqa: SLF001
+"""Attributes of tensors that depend on which functions computed them."""
+
+
 def _is_data(name: str, value: Any) -> bool:
     """True for attributes of classes that are no functions or descriptors, nor Python's own."""
     return not (name.startswith("__") or callable(value) or hasattr(type(value), "__get__"))
@@ -556,38 +566,6 @@ def _is_data(name: str, value: Any) -> bool:
 def _is_cache(value: object) -> bool:
     """True for globals that installed packages fill as they run."""
     return isinstance(value, (dict, list, set))
-
-
-def _is_asked_for(frame: FrameType, holder: Any) -> bool:
-    """True if user code asks for all attributes, or Python's `copy` and `dataclasses` do for it."""
-    file = frame.f_code.co_filename
-    return is_user_code(file) or (not isinstance(holder, nn.Module) and "torch" not in file)
-
-
-def _is_read_by_user(frame: FrameType | None) -> bool:
-    """True if user code reads an environment variable, through whichever function of `os`."""
-    while frame is not None and frame.f_globals.get("__name__") in ("os", "collections.abc"):
-        frame = frame.f_back
-    return frame is not None and is_user_code(frame.f_code.co_filename)
-
-
-_OF_CHILDREN = ("torch/nn/modules/module.py", "torch/nn/modules/container.py")
-
-
-def _iterates_over_children(frame: FrameType | None) -> bool:
-    """True if forward of the user or of a container iterates, and not torch's tracing."""
-    while frame is not None:
-        code = frame.f_code
-        if not code.co_filename.endswith(_OF_CHILDREN):
-            return is_user_code(code.co_filename)
-        if code.co_name in ("__getattr__", "__setattr__", "__delattr__"):
-            return False
-        if code.co_qualname == "ModuleDict.__getitem__":
-            return False
-        if code.co_name == "forward":
-            return True
-        frame = frame.f_back
-    return False
 
 
 def _has_default_dtype(args: Any, kwargs: Any, result: Any) -> bool:
