@@ -7,6 +7,7 @@ import pytest
 from autoshard import export_model
 from autoshard.graph.export.repetition import repeated
 from autoshard.graph.export.repetition.repeated import Repetition
+from benchmarks.models import MODELS
 from tests.support.repeated_layers import X
 from tests.support.repeated_layers_in_contexts import CASES
 
@@ -42,6 +43,17 @@ def test_the_export_is_that_in_which_each_layer_is_traced(
     assert sum(left_out) == found.count
     whole = export_in_full(monkeypatch, model, found.args, **found.options)
     assert archive == whole
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["gpt2", "llama3-8b", "bert-base", "t5-base", "mixtral-8x7b"])
+def test_published_models_are_exported_as_if_each_layer_were_traced(
+    name: str, left_out: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, kwargs = MODELS[name].build("meta")
+    archive = export_model(model, (), kwargs)
+    assert sum(left_out) >= 9
+    assert archive == export_in_full(monkeypatch, model, (), kwargs)
 
 
 def test_an_export_in_full_says_why(caplog: pytest.LogCaptureFixture) -> None:
