@@ -32,7 +32,7 @@ def export_in_full(monkeypatch: pytest.MonkeyPatch, *args: Any, **options: Any) 
         return export_model(*args, **options)
 
 
-@pytest.mark.matrix(32)
+@pytest.mark.matrix(24)
 @pytest.mark.parametrize("name", CASES)
 def test_the_export_is_that_in_which_each_layer_is_traced(
     name: str, left_out: list[int], monkeypatch: pytest.MonkeyPatch
