@@ -25,7 +25,7 @@ _FIRST_OPTIONS = (
 COMMANDS = {
     "plan": Deferred(
         "autoshard.cli.commands.planning:plan",
-        "Plan a graph on a mesh, and show or write the plan.",
+        "Plan a model on a mesh or a number of devices, and show or write the plan.",
         PLANNING,
         first_options=("--mesh", "--gpus", "--output", "--layout-from", *_FIRST_OPTIONS),
     ),

@@ -10,9 +10,12 @@ from playwright.sync_api import Browser, sync_playwright
 AXE = Path("build/page/node_modules/axe-core/axe.min.js")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """A Chromium, started when the first test asks for it."""
+    """A Chromium, started when the first test of a file asks for it.
+
+    Not longer: Playwright keeps an event loop running, and other tests run their own.
+    """
     program = shutil.which("chromium") or shutil.which("google-chrome")
     if program is None:
         pytest.skip("Chromium is not installed: on Debian, apt-get install chromium")

@@ -91,4 +91,7 @@ def await_end(*pids: int) -> None:
 
 def is_running(pid: int) -> bool:
     """Whether a process is there, and not only its exit status."""
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

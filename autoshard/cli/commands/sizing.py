@@ -141,7 +141,8 @@ def size(
         float | None, typer.Option(min=0, help="Number of tokens of the training, with --days.")
     ] = None,
     days: Annotated[
-        float | None, duration(help="Days within which they must be processed.", unit="days")
+        float | None,
+        duration("--days", help="Days within which that must be done.", unit="days"),
     ] = None,
     price: Annotated[
         float | None,

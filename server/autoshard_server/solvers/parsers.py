@@ -78,6 +78,7 @@ class Parsers:
         self._make: Callable[[], Child] = partial(fork, program, settings.environment)
         self._limit = MemoryLimit(getattr(settings, self._limits.nbytes), self._out_of_memory)
         self._spare: SimpleQueue[ProcessSolver] = SimpleQueue()
+        self._is_closed = False
 
     def start(self) -> None:
         """Prepare a process for each task that may run at the same time."""
@@ -85,7 +86,8 @@ class Parsers:
             self._prepare()
 
     def close(self) -> None:
-        """Stop the processes that wait for a task."""
+        """Stop the processes that wait for a task; none waits from now on."""
+        self._is_closed = True
         with suppress(Empty):
             while True:
                 self._spare.get_nowait().stop()
@@ -143,6 +145,8 @@ class Parsers:
         # Without one, the next task starts its own process.
         with suppress(OSError):
             self._spare.put(self._new())
+        if self._is_closed:  # while this one was made
+            self.close()
 
     def _new(self) -> ProcessSolver:
         return ProcessSolver(self._make, self._limit, name="parser")

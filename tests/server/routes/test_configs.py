@@ -108,12 +108,13 @@ def test_clients_refuse_what_is_no_request(given: Any, message: str) -> None:
 
 def test_a_graph_that_was_deleted_is_made_again(service: Any, tasks: list[str]) -> None:
     assert ask(service).status_code == 200
-    (digest,) = {
-        event["resource"].rpartition("/")[2]
+    # Other tests of the file have made graphs, and may have deleted some.
+    graphs = {
+        event["resource"]
         for event in service.http.get("/v1/audit", params={"page_size": 100}).json()["events"]
         if event["resource"].startswith("/v1/graphs/")
     }
-    assert service.http.delete(f"/v1/graphs/{digest}").status_code == 204
+    assert 204 in {service.http.delete(graph).status_code for graph in graphs}
     # The plan is known without it, another one needs it.
     tasks.clear()
     assert ask(service).headers["Autoshard-Cache"] == "hit"

@@ -34,10 +34,11 @@ def deep(size: int) -> bytes:
 
 
 def fork_server() -> psutil.Process:
+    """That of this process without further modules, which those of configs have."""
     (found,) = (
         child
         for child in psutil.Process().children()
-        if "autoshard_server.solvers.fork_server" in child.cmdline()
+        if child.cmdline()[-1:] == ["autoshard_server.solvers.fork_server"]
     )
     return found
 

@@ -271,5 +271,5 @@ def test_a_question_says_what_would_find_rules(monkeypatch: pytest.MonkeyPatch) 
     request = PlanRequestBody.model_validate_json('{"mesh": {"shape": [4]}}')
     before = PlanQuery(request, "0" * 64, Settings()).digest
     assert PlanQuery(request, "0" * 64, Settings()).digest == before
-    monkeypatch.setattr("autoshard_server.requests.RULES_VERSION", RULES_VERSION + 1)
+    monkeypatch.setattr("autoshard_server.digests.RULES_VERSION", RULES_VERSION + 1)
     assert PlanQuery(request, "0" * 64, Settings()).digest != before
