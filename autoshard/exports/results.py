@@ -1,4 +1,4 @@
-"""What an export means to its framework: the layout of the exported text, and what it keeps."""
+"""The layout that a framework runs after an export, and the share of the plan in it."""
 
 import ast
 import tomllib
@@ -121,7 +121,7 @@ def _axes(outline: Outline) -> tuple[tuple[str, int], ...]:
 
 
 def result_sentence(plan: Plan, result: Plan) -> str:
-    """What the result of an export costs, and how many collectives of the plan it has."""
+    """Cost of the result of an export, and the number of the plan's collectives in it."""
     if plan.costs is None or result.costs is None or result.memory is None or plan.memory is None:
         return f"Its own result has no price: {result.reason}."
     same = same_collectives(plan, result)

@@ -92,7 +92,7 @@ class LifeRole(IntEnum):
     """Role of something in memory towards the operation, or the input, that it is counted for."""
 
     VALUE = 0
-    """What it makes, or saves inside."""
+    """A tensor that it makes, or saves inside."""
     GRADIENT = 1
     """The gradient of what it makes."""
     WORKING = 2

@@ -409,7 +409,7 @@ _ROLES = {
 
 
 _DIMS = {role: str(role) for role in AxisRole} | {AxisRole.FEATURES: "features"}
-"""What a dim counts, in placements."""
+"""Meanings of dims, in placements."""
 
 
 def _origin_inside(factors: DimFactors, outer: int) -> Origin:

@@ -44,7 +44,7 @@ _NEEDS = {
     "megatron": "tensor-parallel layers",
     "megatron-sp": "tensor-parallel layers, sequence parallel",
 }
-"""What a user of PyTorch or Megatron-LM applies to a model for each family."""
+"""Code or setting of PyTorch or Megatron-LM for each family."""
 
 
 class LayoutRow(Document):
@@ -72,7 +72,7 @@ class CostShare(Document):
 
 
 class Answer(Document):
-    """What a plan says to a person: all that its summary prints."""
+    """The answer of a plan to a person: all that its summary prints."""
 
     asked: tuple[str, ...] = Field(description="the request as understood, in sentences")
     verdict: str
@@ -145,7 +145,7 @@ def headline(plan: Plan) -> str:
 
 
 def asked(plan: Plan) -> Iterator[str]:
-    """What was asked, as understood: model and batch, devices, element types and optimizer."""
+    """The request as understood: model and batch, devices, element types and optimizer."""
     graph = graph_from_json(plan.stages[0].program) if plan.found else None
     model = None if graph is None else graph.model
     name = model.name if model is not None and model.name else "Model"
@@ -179,7 +179,7 @@ def _batch(plan: Plan) -> Iterator[str]:
 
 
 def _optimizer(plan: Plan) -> str:
-    """What is kept of each parameter between steps, and the options that change it."""
+    """The bytes kept of each parameter between steps, and the options that change them."""
     optimizer = optimizer_of(plan.options)
     programs = [graph_from_json(stage.program) for stage in plan.stages]
     trained = {
@@ -274,7 +274,7 @@ def _form(baseline: Baseline) -> str:
 
 
 def _settings(again: RunAgain | None, algo: Family | None, mode: Mode) -> Iterator[str]:
-    """What backward gathers and computes again, as settings of FSDP and of checkpointing."""
+    """Gathers and computation that backward repeats, as settings of FSDP and of checkpointing."""
     if again is None or mode != "training":
         return
     if again.gathered and (again.gathered_again or algo not in {"megatron", "megatron-sp"}):

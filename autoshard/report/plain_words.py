@@ -1,4 +1,4 @@
-"""What a step of a plan does over time, in sentences: pipeline, recomputation, micro-batches."""
+"""Sentences on a step over time: pipeline, recomputation, micro-batches."""
 
 from collections.abc import Iterator
 

@@ -132,7 +132,7 @@ def _memory(found: Answer) -> str:
 
 
 def remarks_on(plan: Plan) -> Iterator[str]:
-    """What to know before a plan is applied: misleading names of axes, idle axes, arguments."""
+    """Remarks before a plan is applied: misleading names of axes, idle axes, arguments."""
     yield from (use.remark for use in find_roles(plan).axes if use.remark)
     for number, stage in enumerate(plan.stages):
         if text := stage.idle_text:

@@ -48,7 +48,7 @@ def fit_model(
     on_progress: ProgressListener | None = None,
     **single_options: Any,
 ) -> Fit:
-    """Whether a model fits some devices, in which layouts, and what takes their memory.
+    """Check that a model fits some devices, by layout, and account for their memory.
 
     A layout that is named is priced: its memory is that of the fastest plan of its pattern, as
     `autoshard plan --like LAYOUT` predicts it. If it does not fit, the figures are those with every
@@ -113,7 +113,7 @@ def fit_setup(
     *,
     on_progress: ProgressListener | None = None,
 ) -> Fit:
-    """Whether a model fits, as `fit_model`.
+    """Fit a model whose graph can be made at several sizes; the work of `fit_model`.
 
     Args:
         model: as for `fit_model`.
@@ -306,7 +306,7 @@ def budget_of(mesh: Mesh, options: PlanOptions) -> int:
 
 
 def _settings(made: Plan) -> str:
-    """What a plan that does not fit does already to need less, in words."""
+    """Measures that a plan which does not fit has already taken, in words."""
     number = sum(len(stage.checkpoints) for stage in made.stages)
     return f", although {number} modules are recomputed" if number else ""
 

@@ -1,4 +1,4 @@
-"""What takes the memory of a plan's devices, by part and by module."""
+"""Memory of a plan's devices, by part and by module."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -35,7 +35,7 @@ def plan_timeline(plan: Plan) -> Timeline:
 def held_memory(
     plan: Plan, wrap: Sequence[str] = (), *, reshards: bool = True
 ) -> tuple[HeldMemory, dict[str, int]]:
-    """What takes the memory of a plan of one stage, and the peak by kind.
+    """Memory of a plan of one stage by module, and its peak by kind.
 
     Args:
         plan: the plan.

@@ -69,7 +69,7 @@ class Setup:
 
     @property
     def sizes(self) -> Sizes:
-        """What the graph depends on."""
+        """Sizes and types that the graph depends on."""
         parts = self.mixed_precision.split(":") if self.mixed_precision else []
         policy = MixedPrecision(*(part or None for part in parts)) if parts else None
         return Sizes(batch_size=self.batch_size, seq_length=self.seq_length, mixed_precision=policy)

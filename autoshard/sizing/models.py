@@ -21,7 +21,7 @@ _LEAST_DYNAMIC = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What the graph of a model depends on.
+    """Sizes and types that the graph of a model depends on.
 
     Attributes:
         batch_size: samples of a step, or of a micro-batch, of all devices together; that of the

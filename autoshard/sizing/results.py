@@ -72,7 +72,7 @@ class Largest(Document):
 
 
 class Fit(Document):
-    """Whether a model fits some devices, by configuration."""
+    """Configurations of a model on some devices, and their memory."""
 
     model: str
     num_parameters: int

@@ -124,7 +124,7 @@ class LiveTrace:
         return calls[0] if len(calls) == 1 else None
 
     def calls_since(self, since: TraceState) -> dict[Any, int]:
-        """How often each function of torch was called since a state."""
+        """Number of calls of each function of torch since a state."""
         now = self._tracer.torch_fn_counts.items()
         return {
             function: count - since.counts.get(function, 0)

@@ -141,7 +141,7 @@ def _of_experts(recipe: Recipe, topology: Topology, facts: ProgramFacts) -> Iter
 def _of_memory(
     recipe: Recipe, num_ranks: int, topology: Topology, facts: ProgramFacts
 ) -> Iterator[str]:
-    """What every device stores at least: parameters, gradients, and the optimizer's state.
+    """The least that every device stores: parameters, gradients and optimizer state.
 
     All parameters count as if layers, stages and experts divided them evenly; activations are left
     out, so that what does not fit here does not fit at all.

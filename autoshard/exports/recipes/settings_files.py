@@ -57,7 +57,7 @@ def constants_of_python(path: Path) -> dict[str, Any]:
 
 
 def settings_of_function(path: Path, name: str) -> dict[str, Any]:
-    """What a function of a Python file sets, by dotted name, without running it.
+    """The settings that a function of a Python file makes, by dotted name, without running it.
 
     Read are `config.section.name = value`, keyword arguments of the call that is returned, and
     functions of the same file whose result is changed. Values are constants.

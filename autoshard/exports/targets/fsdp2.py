@@ -216,7 +216,7 @@ def sharding_code(outline: Outline) -> str:
 
 
 def fsdp_names(outline: Outline) -> str:
-    """What the code imports of `torch.distributed.fsdp`."""
+    """The names that the code imports of `torch.distributed.fsdp`."""
     return "fully_shard" if _policy_code(outline) is None else "MixedPrecisionPolicy, fully_shard"
 
 

@@ -108,7 +108,7 @@ class LeastMemory:
 
     @property
     def statement(self) -> str:
-        """What the least memory is made of."""
+        """Parts of the least memory."""
         listed = [f"{name} {format_bytes(nbytes)}" for name, nbytes in self._parts if nbytes]
         without = "" if self.activations else ", without activations"
         return (

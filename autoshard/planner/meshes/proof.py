@@ -18,7 +18,7 @@ def search_bound(candidates: Sequence[MeshCandidate]) -> float:
 
 
 def search_statement(candidates: Sequence[MeshCandidate]) -> str:
-    """What is proven over all meshes of a search, and which of them it did not finish.
+    """The proof over all meshes of a search, and those that it did not finish.
 
     Args:
         candidates: the meshes, best first.

@@ -106,7 +106,7 @@ class ExportedText:
 
 @dataclass(frozen=True, slots=True)
 class PageReport:
-    """What the plan page shows beside the plan.
+    """The content of the plan page beside the plan.
 
     Attributes:
         asked: the request as understood, in sentences.

@@ -20,7 +20,7 @@ _REFUSED = frozenset(
 """Audit events of what no model needs: https://docs.python.org/3/library/audit_events.html."""
 
 _DEVICES = ("/dev/fd/", "/dev/null", "/dev/urandom", "/proc/", "/sys/")
-"""What torch reads of the machine, and files that are open already."""
+"""Files of the machine that torch reads, and those that are open already."""
 
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 

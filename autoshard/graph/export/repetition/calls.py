@@ -42,7 +42,7 @@ def own_attributes() -> frozenset[str]:
 
 
 def tensor_like(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What forward could see of a tensor.
+    """The properties of a tensor that forward could see.
 
     Raises:
         UnsuitedError: it has a value, attributes of its own or dynamic sizes.
@@ -146,7 +146,7 @@ def _callers() -> Iterator[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class LayerResults:
-    """What a call returns.
+    """The results of a call.
 
     Attributes:
         spec: the nesting.
@@ -172,7 +172,7 @@ class LayerResults:
 
 @dataclass(frozen=True)
 class TracedCall:
-    """What the trace of a call has added.
+    """The nodes that the trace of a call has added.
 
     Attributes:
         call: the call.
@@ -318,7 +318,7 @@ def _place_of(
 
 
 def _form(node: Node, place: Mapping[Node, tuple[str, int]], keys: tuple[str, ...]) -> Any:
-    """What a node computes and is annotated with, with places of nodes and relative names."""
+    """Operator, arguments and annotations of a node, with places of nodes and relative names."""
 
     def described(argument: Any) -> Any:
         if isinstance(argument, Node):

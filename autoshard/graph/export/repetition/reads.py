@@ -58,7 +58,7 @@ class _ReadValue:
 
 
 class Reads:
-    """What a call reads, noted while it runs.
+    """The attributes that a call reads, noted while it runs.
 
     Args:
         recorder: of the export.
