@@ -101,6 +101,7 @@ def test_what_does_not_fit_says_what_it_needs_at_least(graph: Graph) -> None:
     assert fit_model(graph, 4, **asked, memory_budget=found.least - 1).verdict == "does not fit"
 
 
+@pytest.mark.thorough
 def test_the_largest_batch_is_that_of_brute_force(config: str, graph: Graph) -> None:
     at = ResizableModel(graph, "training")
     sizes = range(4, 29, 4)
