@@ -33,7 +33,10 @@ NEEDED = {
     "num_devices": 4,
     "url": "http://127.0.0.1:9",
     "target": "fsdp2",
-    **dict.fromkeys(("name", "path", "folder", "plan_id", "job_id"), "x"),
+    "gpus": 4,
+    "layout": "fsdp2",
+    "name": "batch_size",
+    **dict.fromkeys(("path", "folder", "plan_id", "job_id"), "x"),
 }
 """Arguments without which the options of a function cannot be read."""
 
@@ -236,6 +239,8 @@ def test_options_of_commands(
     made = archive.with_name("plan.json")
     needed = {
         "plan": [archive, "--mesh", "2x2"],
+        "fit": [archive, "--gpus", 2],
+        "size": [archive, "--tokens-per-second", 1, "--max-gpus", 2],
         "search": [archive, "--devices", 4],
         "coverage": [archive],
         "show": [made],

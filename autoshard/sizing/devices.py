@@ -73,9 +73,9 @@ def size_model(
         >>> print(found.fewest, [row.num_devices for row in found.rows])
     """
     asked = to_options(options, single_options)
-    target = _target(tokens_per_second, tokens, days)
-    if price is not None and price <= 0:
+    if price is not None and not 0 < price < inf:
         raise OptionError(f"price is {price}; give the price of a device for an hour, above 0")
+    target = _target(tokens_per_second, tokens, days)
     setup = Setup(
         gpus=1,
         layout=layout or "fsdp2",

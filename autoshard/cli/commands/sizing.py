@@ -17,7 +17,7 @@ from autoshard.cli.options import (
 )
 from autoshard.cli.plan_options import Planning
 from autoshard.cli.progress import followed
-from autoshard.cli.rendering.numbers import count, duration
+from autoshard.cli.rendering.numbers import amount, count, duration
 from autoshard.cli.rendering.output import print_output, write_stdout
 from autoshard.cli.rendering.render_sizing import fit_report, largest_report, size_report
 from autoshard.errors import OptionError
@@ -135,10 +135,10 @@ def size(
     model: ModelSource,
     *,
     tokens_per_second: Annotated[
-        float | None, typer.Option(min=0, help="Throughput of all devices that is needed.")
+        float | None, amount(help="Throughput of all devices that is needed.")
     ] = None,
     tokens: Annotated[
-        float | None, typer.Option(min=0, help="Number of tokens of the training, with --days.")
+        float | None, amount(help="Number of tokens of the training, with --days.")
     ] = None,
     days: Annotated[
         float | None,
@@ -146,7 +146,7 @@ def size(
     ] = None,
     price: Annotated[
         float | None,
-        typer.Option(min=0, help="Price of a device for an hour, to find the cheapest number."),
+        amount(help="Price of a device for an hour, to find the cheapest number."),
     ] = None,
     max_gpus: Annotated[int, count(help="Largest number of devices.")] = 16_384,
     layout: LayoutName = None,

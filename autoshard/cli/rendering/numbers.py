@@ -8,6 +8,8 @@ import typer
 from autoshard.base.arguments import MAX_SECONDS
 from autoshard.base.integers import MAX_INT32
 
+_MOST = 1e18
+"""Largest amount of an option."""
 _MAX_DURATION = 100_000
 """Most hours or days of an option."""
 
@@ -24,6 +26,11 @@ def duration(*flags: str, help: str, unit: str) -> Any:  # noqa: A002  as typer.
     return typer.Option(
         *flags, min=0, max=largest, metavar=metavar, callback=_check_number, help=help
     )
+
+
+def amount(*flags: str, help: str) -> Any:  # noqa: A002  as typer.Option names it
+    """An option that is a number of things or a price, perhaps not a whole one."""
+    return typer.Option(*flags, min=0, max=_MOST, callback=_check_number, help=help)
 
 
 def share(*, most: float, help: str) -> Any:  # noqa: A002  as typer.Option names it
