@@ -1,4 +1,4 @@
-"""What holds the memory at each moment adds up to the timeline."""
+"""The holders of memory at each moment add up to the timeline."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Whether a model fits: the figures are those of plans, limits are those of brute force."""
+"""Fitting and sizing: the figures are those of plans, limits are those of brute force."""
 
 import json
 from pathlib import Path
