@@ -108,6 +108,7 @@ BROKEN: dict[str, tuple[str, Callable[..., Any]]] = {
         lambda _: True,
     ),
     "hooks of a gradient are seen": ("has_gradient_hooks", lambda _: False),
+    "modes see reads of autograd's attributes": ("reads_autograd", lambda _: False),
     "transforms of torch.func are seen": ("is_transformed", wrong_transforms),
     "functions of subclasses can be left out": ("without_torch_function", no_context),
     "views share the storage of their tensor": ("shares_memory", lambda *_: False),

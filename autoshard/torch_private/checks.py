@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.nn.utils import clip_grad_norm_, get_total_norm
+from torch.overrides import TorchFunctionMode
 from torch.utils.data import RandomSampler
 
 from autoshard.torch_private.distributed import replace_total_norm, torch_total_norm
@@ -36,6 +37,7 @@ from autoshard.torch_private.tensors import (
     has_gradient_hooks,
     is_transformed,
     own_parameters,
+    reads_autograd,
     runs_backward,
     saves_result,
     schema_of,
@@ -54,6 +56,7 @@ def checks_of_tensors() -> Mapping[str, Check]:
         "backward tells leaves that accumulate from those of autograd.grad": _tells_leaves,
         "hooks of a gradient are seen": _sees_hooks,
         "what a checkpoint recomputes can be changed": _changes_recomputation,
+        "modes see reads of autograd's attributes": _sees_autograd,
         "transforms of torch.func are seen": _sees_transforms,
         "functions of subclasses can be left out": _leaves_out_functions,
         "nodes of autograd tell whether they save their result": _tells_saved_results,
@@ -150,6 +153,25 @@ def _changes_recomputation() -> bool:
             result = torch.utils.checkpoint.checkpoint(torch.sin, leaf, use_reentrant=use_reentrant)
         torch.autograd.backward([result])
     return seen == [False, True, True]
+
+
+class _AutogradReads(TorchFunctionMode):
+    """Counts the functions that read attributes of autograd."""
+
+    count = 0
+
+    def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += reads_autograd(func)
+        return func(*args, **(kwargs or {}))
+
+
+def _sees_autograd() -> bool:
+    tensor = torch.zeros(2)
+    with _AutogradReads() as reads:
+        _ = tensor.shape, tensor.sum()
+        before = reads.count
+        _ = tensor.grad_fn, tensor._version, tensor._base, tensor._is_view()
+    return (before, reads.count) == (0, 4)
 
 
 def _sees_transforms() -> bool:

@@ -122,6 +122,17 @@ def version_counter(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+def reads_autograd(function: Any) -> bool:
+    """True for functions that read how autograd computed a tensor, and not its values.
+
+    Relies on: modes of `__torch_function__` are given the getters of `grad_fn`, of `_version` (the
+    number of writes) and of `_base` (the tensor that a view is of), and `_is_view`.
+    """
+    attribute = getattr(function, "__self__", None)
+    of_autograd = (torch.Tensor.grad_fn, torch.Tensor._version, torch.Tensor._base)
+    return attribute in of_autograd or function is torch.Tensor._is_view
+
+
 def backward_pass() -> int:
     """Number of the backward pass that this thread runs; -1 outside of one.
 

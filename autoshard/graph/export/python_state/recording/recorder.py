@@ -70,7 +70,7 @@ from autoshard.graph.export.python_state.user_code.readers import (
     iterates_over_children,
 )
 from autoshard.graph.export.python_state.user_code.sources import sources_of
-from autoshard.torch_private import pytree
+from autoshard.torch_private import pytree, reads_autograd
 
 
 @dataclass(slots=True)
@@ -463,10 +463,9 @@ class Recorder:
             self._add_mode(query)
 
     def _on_torch(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        attribute = getattr(func, "__self__", None)
-        if attribute is torch.Tensor.requires_grad:
+        if getattr(func, "__self__", None) is torch.Tensor.requires_grad:
             self._read_requires_grad(args[0])
-        elif attribute in _OF_AUTOGRAD or func is torch.Tensor._is_view:  # noqa: SLF001  as _base
+        elif reads_autograd(func):
             self.reads_autograd = True
         elif _has_default_dtype(args, kwargs, result):
             self.reads[DEFAULT_DTYPE] = describe(torch.get_default_dtype())
@@ -552,10 +551,6 @@ class Recorder:
         for part, place in function_parts(function):
             if part[0] != "__closure__" or part[-1] in free:
                 self._record((*path, *part), place)
-
-
-_OF_AUTOGRAD = (torch.Tensor.grad_fn, torch.Tensor._version, torch.Tensor._base)  # noqa: SLF001
-"""Attributes of tensors that depend on which functions computed them."""
 
 
 def _is_data(name: str, value: Any) -> bool:
