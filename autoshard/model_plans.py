@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -12,7 +13,7 @@ from autoshard.client.variables import SERVER_VARIABLE
 from autoshard.errors import OptionError
 from autoshard.graph import is_graph_file
 from autoshard.mesh import Mesh, Topology, make_mesh
-from autoshard.plan import Mode, Plan, PlanOptions
+from autoshard.plan import Plan, PlanOptions
 from autoshard.plan.options import to_options
 from autoshard.requests.model_configs import BatchShape, ElementType, check_named_config
 from autoshard.requests.results import OnProgress
@@ -20,6 +21,9 @@ from autoshard.requests.results import OnProgress
 if TYPE_CHECKING:
     from torch import nn
     from torch.export import ExportedProgram
+
+    from autoshard.requests.running import ProgressListener
+    from autoshard.solve import CancelToken
 
     ModelLike: TypeAlias = str | Path | bytes | ExportedProgram | nn.Module
 
@@ -61,7 +65,7 @@ def plan_model(
         nodes: number of nodes.
         gpus_per_node: number of devices of a node, instead of `nodes`.
         batch_size: samples of a step of a config, of all devices together (the global batch); 8 if
-            None.
+            None. With `gpus`, their number of micro-batches is chosen unless it is given.
         seq_length: tokens of each sample of a config; 4,096, or as many as the model has, if None.
         dtype: element type of a config's weights; if None, the config's own, or bfloat16.
         options: of planning.
@@ -88,22 +92,24 @@ def plan_model(
     if (gpus is None) == (mesh is None):
         raise OptionError("give one of gpus and mesh; with gpus=8 the mesh is chosen")
     merged = to_options(options, {"comparisons": True, **single_options})
-    graph = model_graph(
-        model,
-        args,
-        kwargs,
-        mode=merged.mode,
-        batch_size=batch_size,
-        seq_length=seq_length,
-        dtype=dtype,
-    )
     devices: dict[str, Any] = {"topology": topology, "nodes": nodes, "gpus_per_node": gpus_per_node}
+    batch: dict[str, Any] = {"batch_size": batch_size, "seq_length": seq_length, "dtype": dtype}
+    graph: ModelLike
+    if gpus is not None and divides_step(model, merged):
+        graph, merged = divided_step(str(model), merged, gpus, **batch, **devices)
+    else:
+        graph = model_graph(model, args, kwargs, options=merged, **batch)
     url = os.environ.get(SERVER_VARIABLE) if server is None else server
     with Client(url, cache=cache) if url else Client.local(cache=cache) as client:
         if gpus is not None:
             alone = merged.with_values(comparisons=False)
             found = client.search(
-                graph, num_devices=gpus, options=alone, on_progress=on_progress, **devices
+                graph,
+                num_devices=gpus,
+                options=alone,
+                total_time_limit=alone.solver.time_limit,
+                on_progress=on_progress,
+                **devices,
             )
             mesh = found.meshes[0].mesh
         elif not isinstance(mesh, Mesh):
@@ -114,12 +120,78 @@ def plan_model(
         return client.plan(graph, mesh=mesh, options=merged, on_progress=on_progress)
 
 
+def divides_step(model: "ModelLike", options: PlanOptions) -> bool:
+    """True for the config of a model whose number of micro-batches is to be chosen."""
+    is_open = options.mode == "training" and "micro_batches" not in options.given
+    return is_open and isinstance(model, str | Path) and _is_config(model)
+
+
+def divided_step(
+    model: str,
+    options: PlanOptions,
+    num_devices: int,
+    *,
+    batch_size: int | None = None,
+    seq_length: int | None = None,
+    dtype: ElementType | None = None,
+    topology: str | Topology | None = None,
+    nodes: int | None = None,
+    gpus_per_node: int | None = None,
+    on_progress: "ProgressListener | None" = None,
+    cancel: "CancelToken | None" = None,
+) -> tuple[bytes, PlanOptions]:
+    """The program of a micro-batch of a config's model, and the options with their number.
+
+    Args:
+        model: a config, as in `plan_model`.
+        options: of planning.
+        num_devices: number of devices.
+        batch_size: as in `plan_model`.
+        seq_length: as in `plan_model`.
+        dtype: as in `plan_model`.
+        topology: as in `plan_model`.
+        nodes: as in `plan_model`.
+        gpus_per_node: as in `plan_model`.
+        on_progress: called with what is exported or estimated.
+        cancel: set it to end with what is known.
+
+    Raises:
+        OptionError: there is no such model, or no number of micro-batches fits the memory.
+        GraphError: it cannot be exported.
+        MeshError: the topology has fewer devices.
+    """
+    given = {} if batch_size is None else {"batch_size": batch_size}
+    batch = BatchShape(**given, seq_length=seq_length)
+    check_named_config(model, batch)
+    # torch and the planner are imported only where a model is exported.
+    from autoshard.requests.model_files import export_named  # noqa: PLC0415
+    from autoshard.requests.steps import divide_step  # noqa: PLC0415
+
+    found = divide_step(
+        partial(export_named, model, dtype=dtype),
+        batch,
+        options,
+        num_devices,
+        topology=topology,
+        nodes=nodes,
+        gpus_per_node=gpus_per_node,
+        on_progress=on_progress,
+        cancel=cancel,
+    )
+    return found.graph, options.with_values(micro_batches=found.number)
+
+
+def _is_config(model: str | Path) -> bool:
+    """True for a name that is neither the file of a graph nor a function."""
+    return not is_graph_file(str(model)) and ".py:" not in str(model)
+
+
 def model_graph(
     model: "ModelLike",
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
-    mode: Mode,
+    options: PlanOptions,
     batch_size: int | None = None,
     seq_length: int | None = None,
     dtype: ElementType | None = None,
@@ -130,7 +202,7 @@ def model_graph(
         model: as in `plan_model`.
         args: as in `plan_model`.
         kwargs: as in `plan_model`.
-        mode: for a config, whether its graph is of training.
+        options: of planning: their mode, and the number of micro-batches of a config's batch.
         batch_size: as in `plan_model`.
         seq_length: as in `plan_model`.
         dtype: as in `plan_model`.
@@ -141,14 +213,16 @@ def model_graph(
     """
     sizes = {"batch_size": batch_size, "seq_length": seq_length}
     given = {name: value for name, value in sizes.items() if value is not None}
-    is_named = isinstance(model, str | Path) and not is_graph_file(str(model))
-    if is_named:
+    if isinstance(model, str | Path) and not is_graph_file(str(model)):
         batch = BatchShape(**given)
+        if _is_config(model):
+            batch = batch.of_micro_batch(options.training.micro_batches)
         check_named_config(str(model), batch)
         # torch is imported only for a model that is exported here.
         from autoshard.requests.model_files import export_named  # noqa: PLC0415
 
-        return export_named(str(model), batch if given else None, mode=mode, dtype=dtype)
+        shape = batch if given or _is_config(model) else None
+        return export_named(str(model), shape, mode=options.mode, dtype=dtype)
     if given or dtype:
         name = model if isinstance(model, str | Path) else "the model"
         raise OptionError(

@@ -1,6 +1,6 @@
 """The model of a command: the file of a graph, or what is exported here."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar
 
@@ -8,7 +8,7 @@ import typer
 
 from autoshard.cli.rendering.numbers import count
 from autoshard.model_plans import model_graph
-from autoshard.plan import Mode
+from autoshard.plan import PlanOptions
 from autoshard.requests.model_configs import ElementType
 
 ModelSource = Annotated[
@@ -44,23 +44,17 @@ class ConfigBatch:
         typer.Option(help="Element type of the weights; the config's by default, or bfloat16."),
     ] = None
 
-    def graph(self, source: str, mode: Mode) -> Path | bytes:
+    def graph(self, source: str, options: PlanOptions) -> Path | bytes:
         """The file of a graph, or the graph of a model that is exported here.
 
         Args:
             source: a `ModelSource`.
-            mode: for a config, whether its graph is of training.
+            options: of planning: of a config, their mode, and the number of micro-batches.
 
         Raises:
             OptionError: there is no such model, or an option is not for it.
             GraphError: it cannot be exported.
         """
-        found = model_graph(
-            source,
-            mode=mode,
-            batch_size=self.batch_size,
-            seq_length=self.seq_length,
-            dtype=self.dtype,
-        )
+        found = model_graph(source, options=options, **asdict(self))
         assert isinstance(found, Path | bytes), "a source is a text"
         return found

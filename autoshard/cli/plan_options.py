@@ -180,6 +180,8 @@ def _option(
     if annotation == bool | None:
         flags = (f"{flags[0]}/--no{flags[0][1:]}",)
     limits = {"min": Ge, "max": Le} if annotation is int else {}
+    if more.may_be_chosen:
+        annotation, default = annotation | None, None
     option = typer.Option(
         *flags,
         help=more.help or _help(str(declaration.description)),

@@ -147,6 +147,8 @@ class AsyncClient(ClientBase):
             nodes: number of nodes, as for `make_mesh`.
             gpus_per_node: number of devices of a node, instead of `nodes`.
             max_axes: largest number of mesh axes.
+            total_time_limit: seconds of all meshes together; those that were not planned then have
+                what is known of them. None for no limit but those of the plans.
             options: of planning, the same for all meshes; `time_limit` is that of each plan.
             mode: replaces that of the options.
             memory_budget: per device, such as "80GB"; replaces that of the options.

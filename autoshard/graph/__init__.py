@@ -67,6 +67,7 @@ if TYPE_CHECKING:
         StageCutter,
     )
     from autoshard.graph.training_mode import training_modules
+    from autoshard.graph.two_batches import with_dynamic_batch
 else:
     __getattr__, __dir__ = lazy_names(__name__)
 
@@ -121,4 +122,5 @@ __all__ = [
     "shorten",
     "to_graph",
     "training_modules",
+    "with_dynamic_batch",
 ]

@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     )
     from autoshard.planner.pipeline.micro_batches import (
         MicroBatches,
+        activations_fit,
         choose_micro_batches,
+        estimate_micro_batches,
     )
     from autoshard.planner.pipeline.named_cuts import cut_names
     from autoshard.planner.pipeline.pipeline_planner import make_plan
@@ -53,11 +55,13 @@ __all__ = [
     "MicroBatches",
     "OptimalityCheck",
     "SearchProgress",
+    "activations_fit",
     "candidate_meshes",
     "check_optimality",
     "choose_micro_batches",
     "compare_baselines",
     "cut_names",
+    "estimate_micro_batches",
     "explain",
     "identity_of",
     "make_plan",

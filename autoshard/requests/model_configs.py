@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,6 +34,23 @@ class BatchShape:
         for name, value in (("batch_size", self.batch_size), ("seq_length", self.seq_length)):
             if value is not None and value < 1:
                 raise OptionError(f"{name} is {value}, not 1 or more")
+
+    def of_micro_batch(self, number: int) -> "BatchShape":
+        """The batch of a micro-batch, of a number of them.
+
+        Raises:
+            OptionError: the number does not divide the batch.
+
+        >>> BatchShape(batch_size=64).of_micro_batch(4).batch_size
+        16
+        """
+        size, rest = divmod(self.batch_size, number)
+        if rest:
+            raise OptionError(
+                f"micro_batches is {number:,}, which does not divide the batch of a step, "
+                f"{self.batch_size:,} samples: give a multiple as batch_size"
+            )
+        return replace(self, batch_size=size)
 
     def num_tokens(self, num_positions: int | None, source: str) -> int:
         """Tokens of each sequence of a model.

@@ -88,6 +88,7 @@ class SearchArguments(_ModelArguments):
     nodes: NotRequired[int | None]
     gpus_per_node: NotRequired[int | None]
     max_axes: NotRequired[int]
+    total_time_limit: NotRequired[float | None]
 
 
 class GraphRequest:
@@ -99,7 +100,7 @@ class GraphRequest:
         kwargs: as in `Client.plan`.
         members: of the JSON document of the request, without the rules.
         discover: run the model's own operators on small tensors to find their sharding rules.
-        mode: that a config is exported in.
+        options: of planning, of whose mode and number of micro-batches a config is exported.
         given: `ConfigArguments`.
 
     Attributes:
@@ -118,10 +119,10 @@ class GraphRequest:
         members: dict[str, Any],
         *,
         discover: bool,
-        mode: Mode = "training",
+        options: PlanOptions | None = None,
         given: Mapping[str, Any],
     ) -> None:
-        self._mode = mode
+        self._options = options or PlanOptions()
         self.of_config = _config_members(model, given)
         self.rules: list[dict[str, Any]] = []
         if model is not None:
@@ -143,8 +144,9 @@ class GraphRequest:
 
         given = dict(self.of_config)
         config, dtype = given.pop("config"), given.pop("dtype", None)
+        batch = BatchShape(**given).of_micro_batch(self._options.training.micro_batches)
         with config_file(json.dumps(config).encode()) as path:
-            return export_config(path, BatchShape(**given), mode=self._mode, dtype=dtype)
+            return export_config(path, batch, mode=self._options.mode, dtype=dtype)
 
     @cached_property
     def graph_sha256(self) -> str | None:
@@ -182,7 +184,7 @@ class PlanRequest(GraphRequest):
         given = _config_arguments(options)
         self.options = _merge_options(**options)
         members = {"mesh": _mesh_document(mesh), "options": self.options.model_dump(mode="json")}
-        how: dict[str, Any] = {"discover": discover, "mode": self.options.mode, "given": given}
+        how: dict[str, Any] = {"discover": discover, "options": self.options, "given": given}
         super().__init__(model, args, kwargs, members, **how)
 
     def mesh(self, topologies: Mapping[str, Topology]) -> Mesh:
@@ -211,11 +213,13 @@ class MeshSearchRequest(GraphRequest):
         nodes: int | None = None,
         gpus_per_node: int | None = None,
         max_axes: int = 3,
+        total_time_limit: float | None = None,
         discover: bool = True,
         **options: Any,
     ) -> None:
         self.num_devices, self.topology, self.max_axes = num_devices, topology, max_axes
         self.nodes, self.gpus_per_node = nodes, gpus_per_node
+        self.total_time_limit = total_time_limit
         given = _config_arguments(options)
         self.options = _merge_options(**options)
         members = {
@@ -224,9 +228,10 @@ class MeshSearchRequest(GraphRequest):
             "nodes": nodes,
             "gpus_per_node": gpus_per_node,
             "max_axes": max_axes,
+            **({} if total_time_limit is None else {"total_time_limit": total_time_limit}),
             "options": self.options.model_dump(mode="json"),
         }
-        how: dict[str, Any] = {"discover": discover, "mode": self.options.mode, "given": given}
+        how: dict[str, Any] = {"discover": discover, "options": self.options, "given": given}
         super().__init__(model, args, kwargs, members, **how)
 
 

@@ -217,6 +217,7 @@ def search(
     *,
     topology: str | Topology | None,
     max_axes: int,
+    total_time_limit: float | None = None,
     options: PlanOptions,
     resources: Resources,
     on_progress: ProgressListener | None = None,
@@ -230,6 +231,7 @@ def search(
         num_devices: of each mesh.
         topology: a built-in name, or a topology; the default one if None.
         max_axes: largest number of mesh axes.
+        total_time_limit: seconds of all meshes together; None for those of the meshes alone.
         options: of planning, the same for all meshes.
         resources: caches and limits.
         on_progress: called after each mesh.
@@ -263,6 +265,7 @@ def search(
         topology=topology,
         options=options,
         max_axes=max_axes,
+        total_time_limit=total_time_limit,
         num_workers=resources.num_workers,
         on_progress=report,
         cancel=cancel,

@@ -137,6 +137,7 @@ class ThisProcess:
             request.num_devices,
             topology=topology,
             max_axes=request.max_axes,
+            total_time_limit=request.total_time_limit,
             options=request.options,
             resources=self._resources,
             on_progress=on_progress,

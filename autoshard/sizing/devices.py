@@ -72,7 +72,8 @@ def size_model(
         >>> found = size_model("llama/config.json", tokens=1e12, days=20, batch_size=1024)
         >>> print(found.fewest, [row.num_devices for row in found.rows])
     """
-    asked = to_options(options, single_options)
+    # The numbers of micro-batches that are tried take the place of one that is given.
+    asked = to_options(options, single_options).with_values(micro_batches=1)
     if price is not None and not 0 < price < inf:
         raise OptionError(f"price is {price}; give the price of a device for an hour, above 0")
     target = _target(tokens_per_second, tokens, days)
@@ -201,8 +202,7 @@ class _Devices:
         best: tuple[FitRow, int] | None = None
         for number in reversed(list(self._micro_batches(setup))):
             options = setup.options.with_values(micro_batches=number)
-            micro = replace(setup, batch_size=self.batch[0] // number, options=options)
-            found = self.sizing.row(micro, {}), number
+            found = self.sizing.row(replace(setup, options=options), {}), number
             if best is not None and _seconds(found) > _seconds(best):
                 break
             best = found
@@ -218,7 +218,7 @@ class _Devices:
         """Numbers of micro-batches that the ranks can share, few first."""
         samples, number = self.batch[0], 1
         while number <= min(samples, MAX_MICRO_BATCHES):
-            if samples % number == 0 and samples // number % setup.batch_unit == 0:
+            if samples % (number * setup.batch_unit) == 0:
                 yield number
             number *= 2
 

@@ -160,6 +160,8 @@ class _LargestSearch:
     def _first_guess(self) -> int:
         """The number of units at which memory reaches the budget, by secants through two sizes."""
         now = exported_size(self.sizing.graph(self.setup), 0 if self.name == "batch_size" else 1)
+        if self.name == "batch_size":
+            now = (now or 0) * self.setup.options.training.micro_batches
         number = max((now or 0) // self.unit, 1)
         budget = budget_of(*self.setup.placed())
         other, needed = 2 * number, self._least(2 * number)

@@ -14,6 +14,7 @@ from autoshard.graph import MixedPrecision
 from autoshard.mesh import Axis, Mesh, Topology, resolve_topology
 from autoshard.plan.options import PlanOptions
 from autoshard.plan.options.group import unknown_option
+from autoshard.requests.model_configs import BatchShape
 from autoshard.sizing.models import Sizes
 
 Offload = Literal["none", "optimizer"]
@@ -69,10 +70,17 @@ class Setup:
 
     @property
     def sizes(self) -> Sizes:
-        """Sizes and types that the graph depends on."""
+        """Sizes and types that the graph, which is of a micro-batch, depends on.
+
+        Raises:
+            OptionError: the micro-batches do not divide the batch.
+        """
+        size, number = self.batch_size, self.options.training.micro_batches
+        if size is not None:
+            size = BatchShape(batch_size=size).of_micro_batch(number).batch_size
         parts = self.mixed_precision.split(":") if self.mixed_precision else []
         policy = MixedPrecision(*(part or None for part in parts)) if parts else None
-        return Sizes(batch_size=self.batch_size, seq_length=self.seq_length, mixed_precision=policy)
+        return Sizes(batch_size=size, seq_length=self.seq_length, mixed_precision=policy)
 
     def placed(self) -> tuple[Mesh, PlanOptions]:
         """The mesh, and the options with those of the layout.
@@ -100,9 +108,13 @@ class Setup:
 
     @property
     def batch_unit(self) -> int:
-        """Number of ranks that shard the batch: its size is a multiple of it."""
+        """Number of ranks that shard a micro-batch, of all micro-batches together.
+
+        The size of the batch of a step is a multiple of it.
+        """
         axes = self._read().axes
-        return prod(size for name, size in axes if name in _BATCH_AXES)
+        number = self.options.training.micro_batches
+        return number * prod(size for name, size in axes if name in _BATCH_AXES)
 
     @property
     def sequence_unit(self) -> int:

@@ -1,8 +1,9 @@
 """A model at any batch size and sequence length, exported as seldom as possible."""
 
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from autoshard.errors import OptionError
+from autoshard.errors import GraphError, OptionError
 from autoshard.graph import (
     Graph,
     GraphLike,
@@ -11,12 +12,10 @@ from autoshard.graph import (
     is_graph_file,
     resized,
     to_graph,
+    with_dynamic_batch,
 )
 from autoshard.plan import Mode
 from autoshard.requests.model_configs import BatchShape
-
-_LEAST_DYNAMIC = 2
-"""The least batch size that an export with a dynamic one supports: PyTorch treats 1 as special."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +38,9 @@ class Sizes:
 class ResizableModel:
     """A model whose graph is asked for at several sizes.
 
-    A batch size is a dynamic size of the export, so that all batch sizes have one export; another
-    sequence length is another export.
+    A config is exported with two batch sizes, which tell how its numbers depend on it; the batch
+    size of a function's model is a dynamic size of its export. Another sequence length is another
+    export.
 
     Attributes:
         source: a graph, or what one is loaded from; or a text that names a model, as for
@@ -80,7 +80,14 @@ class ResizableModel:
                 symbol = size_symbol(graph, 0)
                 if symbol and graph.dynamic and graph.dynamic.supports({symbol: sizes.batch_size}):
                     return resized(graph, {symbol: sizes.batch_size})
-        return self._exported(sizes, any_batch_size=any_batch_size)
+        made = self._exported(sizes, any_batch_size=any_batch_size)
+        if any_batch_size and made.dynamic is None:
+            for known, graph in self._graphs.items():
+                if replace(known, batch_size=sizes.batch_size) == sizes:
+                    # Otherwise each batch size is exported.
+                    with suppress(GraphError):
+                        return with_dynamic_batch(made, graph)
+        return made
 
     def _resized_file(self, sizes: Sizes) -> Graph:
         """The graph of a file at other sizes, if its export left them dynamic."""
@@ -112,13 +119,12 @@ class ResizableModel:
 
         given = {"batch_size": sizes.batch_size, "seq_length": sizes.seq_length}
         shape = {name: size for name, size in given.items() if size is not None}
-        is_dynamic = any_batch_size and shape.get("batch_size", _LEAST_DYNAMIC) >= _LEAST_DYNAMIC
         archive = export_named(
             str(self.source),
             BatchShape(**shape) if shape else None,
             mode=self.mode,
             mixed_precision=sizes.mixed_precision,
-            any_batch_size=is_dynamic,
+            any_batch_size=any_batch_size and ".py:" in str(self.source),
         )
         return to_graph(archive)
 

@@ -18,6 +18,7 @@ from pydantic import (
     model_validator,
 )
 
+from autoshard.base.arguments import Seconds
 from autoshard.base.quantities import Bandwidth
 from autoshard.errors import OptionError
 from autoshard.graph import MAX_RULES, rules_from_json, rules_to_json
@@ -35,7 +36,7 @@ from autoshard.planner import GraphIdentity, candidate_meshes, plan_id
 from autoshard.requests.model_configs import BatchShape, ElementType
 from autoshard_server.configs import ConfigExport
 from autoshard_server.digests import digest, versions
-from autoshard_server.problems import ProblemType, limit_error
+from autoshard_server.problems import ProblemType, ServerError, limit_error
 from autoshard_server.settings import Settings
 from autoshard_server.store.jobs import JobKind
 
@@ -241,6 +242,10 @@ class ModelRequestBody(GraphRequestBody):
         assert self.config is not None, "a graph is given otherwise"
         options = getattr(self, "options", PlanOptions())
         batch = BatchShape(batch_size=self.batch_size or 8, seq_length=self.seq_length)
+        try:
+            batch = batch.of_micro_batch(options.training.micro_batches)
+        except OptionError as error:
+            raise ServerError(ProblemType.CONFIG, str(error)) from None
         return ConfigExport(self.config, batch, self.dtype, options.mode, settings)
 
 
@@ -288,6 +293,11 @@ class SearchRequest(ModelRequestBody):
     nodes: Nodes | None = None
     gpus_per_node: GpusPerNode | None = None
     max_axes: int = Field(default=3, ge=1, le=6, description="largest number of axes")
+    total_time_limit: Seconds | None = Field(
+        default=None,
+        description="seconds of all meshes together, after which those that are not planned have "
+        "what is known of them; if null, only each plan has a limit.",
+    )
     options: PlanOptions = Field(
         default=PlanOptions(), description="the same for all meshes; time_limit is for each."
     )
@@ -468,6 +478,7 @@ def search_task(
     fields = {
         "num_devices": request.num_devices,
         "max_axes": request.max_axes,
+        "total_time_limit": request.total_time_limit,
         "topology": json.loads(topology_to_json(meshes[0].topology)),
         "options": request.options.model_dump(mode="json"),
         "rules": list(request.rules),

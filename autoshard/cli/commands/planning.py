@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -50,6 +50,7 @@ from autoshard.exports import (
 )
 from autoshard.graph import Graph, is_graph_file, load_graph
 from autoshard.mesh import Axis, Mesh, make_mesh
+from autoshard.model_plans import divided_step, divides_step
 from autoshard.plan import Plan, PlanOptions
 from autoshard.report.answer import WITHIN
 from autoshard.requests.models import (
@@ -129,6 +130,7 @@ class Devices:
             nodes=self.nodes,
             gpus_per_node=self.gpus_per_node,
             options=options.with_values(comparisons=False),
+            total_time_limit=options.solver.time_limit,
             discover=discover,
         )
 
@@ -190,10 +192,12 @@ def plan(
     recipe = program = None
     if layout_from is None:
         mesh = devices.mesh()
-        graph = _graph(model, batch, options, quiet=quiet)
+        graph, options = _step(model, batch, options, devices, quiet=quiet)
     else:
-        recipe = _Recipe.read(layout_from, devices.as_one_axis(), options)
-        graph = _graph(model, recipe.batch(model, batch), options, quiet=quiet)
+        size = None if is_graph_file(model) else batch.batch_size
+        recipe = _Recipe.read(layout_from, devices.as_one_axis(), options, size)
+        mode = PlanOptions(mode=options.mode)
+        graph = _graph(model, recipe.batch(model, batch), mode, quiet=quiet)
         program = load_graph(graph)
         mesh, options = recipe.laid_out(program)
     if mesh is None:
@@ -234,7 +238,30 @@ def _graph(model: str, batch: ConfigBatch, options: PlanOptions, *, quiet: bool)
     """The file of a graph, or the graph of a model that is exported here, with progress."""
     with followed(quiet=quiet, can_stop=False) as run:
         run.report(JobProgress(phase="exporting the model", elapsed=0.0))
-        return batch.graph(model, options.mode)
+        return batch.graph(model, options)
+
+
+def _step(
+    model: str, batch: ConfigBatch, options: PlanOptions, devices: Devices, *, quiet: bool
+) -> tuple[Path | bytes, PlanOptions]:
+    """The graph of a model, and the options, with the number of micro-batches if it is chosen."""
+    if devices.gpus is None or not divides_step(model, options):
+        return _graph(model, batch, options, quiet=quiet), options
+    with followed(quiet=quiet, can_stop=True) as run:
+        graph, options = divided_step(
+            *(model, options, devices.gpus),
+            **asdict(batch),
+            topology=read_topology(devices.topology),
+            nodes=devices.nodes,
+            gpus_per_node=devices.gpus_per_node,
+            on_progress=run.report,
+            cancel=run.stop,
+        )
+    if not quiet:
+        number = options.training.micro_batches
+        text = f"{number} of a step (--micro-batches gives another number)"
+        errors.print(marked("micro-batches:", text, style="bold"), highlight=False)
+    return graph, options
 
 
 def _best_mesh(
@@ -289,9 +316,16 @@ class _Recipe:
     options: PlanOptions
 
     @classmethod
-    def read(cls, source: str, devices: Mesh, options: PlanOptions) -> "_Recipe":
-        """Read a recipe; what is wrong with it on any model is an error."""
+    def read(
+        cls, source: str, devices: Mesh, options: PlanOptions, batch_size: int | None
+    ) -> "_Recipe":
+        """Read a recipe, with the batch of a step in place of its own if one is given.
+
+        What is wrong with it on any model is an error.
+        """
         recipe = read_recipe(source)
+        if batch_size is not None:
+            recipe = replace(recipe, global_batch=batch_size)
         if recipe.problems:
             raise OptionError(_refused(recipe, recipe.problems))
         return cls(recipe, devices, options)
@@ -302,8 +336,8 @@ class _Recipe:
         if is_graph_file(model) or ".py:" in model:
             return given
         size = given.batch_size
-        if size is None and num_ranks % recipe.on(num_ranks).model_ranks == 0:
-            size = program_batch(recipe, num_ranks)
+        if num_ranks % recipe.on(num_ranks).model_ranks == 0:
+            size = program_batch(recipe, num_ranks) or size
         return replace(given, batch_size=size, seq_length=given.seq_length or recipe.seq_length)
 
     def laid_out(self, graph: Graph) -> tuple[Mesh, PlanOptions]:

@@ -24,12 +24,14 @@ class Declared:
         flags: on the command line; one made of the keyword if None, none if empty.
         metavar: its value there.
         help: its text there; the field's description if None.
+        may_be_chosen: True if a command may choose the value where the flag is not given.
     """
 
     keyword: str | None = None
     flags: tuple[str, ...] | None = None
     metavar: str | None = None
     help: str | None = None
+    may_be_chosen: bool = False
 
 
 def declared(field: FieldInfo) -> Declared:

@@ -1,12 +1,12 @@
 """Options of what a training step computes: optimizer, element types and micro-batches."""
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from autoshard.base.arguments import Flag, Whole
 from autoshard.costs.optimizer import Optimizer
-from autoshard.plan.options.group import OptionGroup
+from autoshard.plan.options.group import Declared, OptionGroup
 
 StateDType = Literal["float32", "float16", "bfloat16"]
 
@@ -49,7 +49,15 @@ class TrainingOptions(OptionGroup):
             "gradients if null. Gradients are computed and reduced in their own type."
         ),
     )
-    micro_batches: Whole = Field(
+    micro_batches: Annotated[
+        Whole,
+        Declared(
+            help="Number of micro-batches of a step (gradient accumulation), which are equal parts "
+            "of the batch of a config; a graph is that of one micro-batch. 1 by default; for a "
+            "config with --gpus, plan chooses it.",
+            may_be_chosen=True,
+        ),
+    ] = Field(
         default=1,
         ge=1,
         le=MAX_MICRO_BATCHES,

@@ -2,12 +2,13 @@
 
 import json
 import queue
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import inf, isfinite, log2
 
-from autoshard.base.arguments import Count, check_arguments
+from autoshard.base.arguments import Count, Seconds, check_arguments
 from autoshard.base.outcome import SolveStatus
 from autoshard.errors import OptionError
 from autoshard.graph import GraphLike, graph_to_json, to_graph
@@ -74,6 +75,7 @@ def search_meshes(
     gpus_per_node: int | None = None,
     options: PlanOptions | None = None,
     max_axes: int = 3,
+    total_time_limit: Seconds | None = None,
     num_workers: Count = 2,
     on_progress: Callable[[SearchProgress], None] | None = None,
     cancel: CancelToken | None = None,
@@ -102,6 +104,8 @@ def search_meshes(
         options: options for all meshes. Pins have one part per axis, so with pins only meshes
             with that number of axes can be planned. `time_limit` is per mesh.
         max_axes: maximum number of axes.
+        total_time_limit: seconds of all meshes together, after which the search ends as if it were
+            cancelled; None for no limit but those of the meshes.
         num_workers: number of processes that plan at the same time.
         on_progress: called after each plan, from the calling thread.
         cancel: an event; once it is set, the processes are killed and the results so far returned,
@@ -136,7 +140,8 @@ def search_meshes(
         }
     )
     with mesh_workers(request, min(num_workers, len(meshes)), block_cache) as (tasks, results):
-        search = _Search(meshes, options, tasks, results, on_progress, cancel)
+        end = inf if total_time_limit is None else time.monotonic() + total_time_limit
+        search = _Search(meshes, options, tasks, results, on_progress, cancel, end)
         found = search.run(max(num_workers, _MESHES_AHEAD))
     if all(candidate.plan is None and not candidate.was_stopped for candidate in found):
         errors = "; ".join(f"{mesh_text(c.mesh)}: {c.error}" for c in found[:_MAX_ERRORS])
@@ -155,6 +160,7 @@ class _Search:
         results: what was planned.
         on_progress: as for `search_meshes`.
         cancel: as for `search_meshes`.
+        end: time at which the search ends.
         first: first plan and bound of each mesh that has one.
         done: final candidates.
         bounds: lower bound of each mesh that has one.
@@ -166,6 +172,7 @@ class _Search:
     results: Results
     on_progress: Callable[[SearchProgress], None] | None
     cancel: CancelToken | None
+    end: float = inf
     first: dict[Mesh, MeshCandidate] = field(default_factory=dict)
     done: dict[Mesh, MeshCandidate] = field(default_factory=dict)
     bounds: dict[Mesh, float] = field(default_factory=dict)
@@ -268,7 +275,8 @@ class _Search:
 
     @property
     def _is_cancelled(self) -> bool:
-        return self.cancel is not None and self.cancel.is_set()
+        is_over = time.monotonic() > self.end
+        return is_over or (self.cancel is not None and self.cancel.is_set())
 
 
 def _is_final(plan: Plan | None, options: PlanOptions) -> bool:

@@ -178,6 +178,7 @@ def _search(task: _Task) -> tuple[bytes, bool]:
         task.request["num_devices"],
         topology=topology_from_json(json.dumps(task.request["topology"])),
         max_axes=task.request["max_axes"],
+        total_time_limit=task.request.get("total_time_limit"),
         options=PlanOptions.model_validate(task.request["options"]),
         resources=task.resources,
         on_progress=task.report_progress,
