@@ -45,8 +45,10 @@ def certificate_statement(
             f"{hardware}. It holds for these pipelines: {proof}.{also}"
         )
     budget = options.memory.budget or mesh.topology.device.memory
+    number = options.training.micro_batches
     plans = (
-        f"among the plans of one stage in offered layouts that fit {_gigabytes(budget)} per device"
+        f"among the plans of one stage{f' and {number} micro-batches' if number > 1 else ''} in "
+        f"offered layouts that fit {_gigabytes(budget)} per device"
     )
     if obeyed:
         plans += f" and obey {listed(obeyed)}"

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
         estimate_micro_batches,
     )
     from autoshard.planner.pipeline.named_cuts import cut_names
-    from autoshard.planner.pipeline.pipeline_planner import make_plan
+    from autoshard.planner.pipeline.pipeline_planner import compare_plan, make_plan
     from autoshard.planner.pipeline.request_size import problem_size
     from autoshard.planner.planner import (
         GraphIdentity,
@@ -60,6 +60,7 @@ __all__ = [
     "check_optimality",
     "choose_micro_batches",
     "compare_baselines",
+    "compare_plan",
     "cut_names",
     "estimate_micro_batches",
     "explain",

@@ -258,24 +258,32 @@ class _Baselines:
 
     def _best(self, pattern: Family, latest: float, prices: Callable[[Mesh], Prices]) -> Baseline:
         """The fastest form of a pattern, or the reason why there is none."""
-        best = _late(pattern)
         forms = family_forms(self.graph, self.mesh, pattern)
         if not forms:
             number = self.mesh.num_devices
             return _without_plan(pattern, f"{number} devices have no such division into axes")
-        for number, form in enumerate(forms):
+        best, too_large, remarks = _late(pattern), list[_TooLarge](), list[str]()
+        for form in forms:
             seconds = latest - self.limits.seconds
             if seconds <= 0 or self.limits.is_cancelled:
-                late = {"remarks": tuple(dict.fromkeys((_MORE_TIME, *best.remarks)))}
-                return best.model_copy(update=late) if best.found else best
+                remarks = [_MORE_TIME]
+                break
             self.limits.begin(f"comparing: {NAMES[pattern]} on {mesh_text(form.mesh)}")
             is_same = form.mesh.axis_sizes == self.mesh.axis_sizes
             bound = self.bound if is_same else -inf
             on_mesh = _OnMesh(pattern, form, prices(form.mesh), self.work, bound)
             token = Cutoff(best.step_time or inf, cancel=self.limits.cancel)
             found = on_mesh.planned(self._options(pattern, form), self.limits, token, seconds)
-            best = min(best, found, key=_order) if number else found
-        return best
+            if isinstance(found, _TooLarge):
+                too_large.append(found)
+            elif form is forms[0] or _seconds(found) < _seconds(best):
+                best = found
+        if best.found:
+            remarks = [*dict.fromkeys((*remarks, *best.remarks))]
+            return best.model_copy(update={"remarks": tuple(remarks)})
+        if not too_large:
+            return best
+        return min(too_large, key=lambda one: one.formulation.min_input_bytes).baseline
 
     def _options(self, pattern: Family, form: Form) -> PlanOptions:
         """The options of a baseline: the request's, but restricted to the pattern only."""
@@ -284,10 +292,8 @@ class _Baselines:
         return free.with_values(**own, stages=1, comparisons=False)
 
 
-def _order(baseline: Baseline) -> tuple[float, bool, float]:
-    """The fastest first; then what does not fit, the smallest first."""
-    needed = baseline.needed_memory
-    return baseline.step_time or inf, needed is None, needed or 0
+def _seconds(baseline: Baseline) -> float:
+    return baseline.step_time or inf
 
 
 @dataclass(frozen=True)
@@ -320,7 +326,7 @@ class _OnMesh:
 
     def planned(
         self, own: PlanOptions, limits: ComparisonLimits, token: Cutoff, seconds: float
-    ) -> Baseline:
+    ) -> "Baseline | _TooLarge":
         """The form, or the reason why there is none, or why it was not planned to its end."""
         pattern = self.pattern
         try:
@@ -345,7 +351,9 @@ class _OnMesh:
         )
         outcome = search.run(formulation.prices.memory_budget, quick=True, bound=self.bound)
         if outcome.plan is None:
-            return self._not_found(own, search, formulation, outcome, token)
+            if token.is_set() or not outcome.is_conflict:
+                return _late(pattern)
+            return _TooLarge(self, own, search, formulation, outcome)
         stage = outcome.plan.stage
         if pattern in {"megatron", "megatron-sp"} and not _shards_weights(stage, self.axes):
             return _without_plan(
@@ -370,36 +378,6 @@ class _OnMesh:
         category = pattern_category(self.pattern, self.work, training=own.mode == "training")
         return step_performance(self.work, self.form.mesh, seconds, category)
 
-    def _not_found(
-        self,
-        own: PlanOptions,
-        search: BudgetSearch,
-        formulation: Formulation,
-        outcome: Outcome,
-        token: Cutoff,
-    ) -> Baseline:
-        """A form that does not fit, that there was no time for, or that is slower than another."""
-        pattern = self.pattern
-        if token.is_set() or not outcome.is_conflict:
-            return _late(pattern)
-        budget, least = formulation.prices.memory_budget, formulation.min_input_bytes
-        certificate = outcome_certificate(outcome, own, self.form.mesh)
-        _, smallest = search.min_usage_plan
-        if smallest is None and least <= budget:
-            reason = "an operator of the program does not allow this pattern"
-            return _without_plan(pattern, reason).model_copy(update={"certificate": certificate})
-        needed = least if smallest is None else smallest.memory.peak
-        more = "more than " if smallest is None else ""
-        return Baseline(
-            algo=pattern,
-            name=NAMES[pattern],
-            axes=tuple((axis.name, axis.size) for axis in self.form.mesh.axes),
-            distributed_optimizer=self.form.distributed,
-            certificate=certificate,
-            reason=f"does not fit: needs {more}{format_bytes(needed)} of {format_bytes(budget)}",
-            needed_memory=needed,
-        )
-
     def _remarks(self, *, late: bool) -> Iterator[str]:
         """Differences between a plan and what the framework does; and if time was short."""
         if late:
@@ -419,6 +397,47 @@ class _OnMesh:
                 f"{len(unusual)} of {len(parameters)} parameters are not Shard(0), since their dim "
                 f"0 does not divide over the devices: {', '.join(unusual[:_MAX_NAMES])}{more}"
             )
+
+
+@dataclass(frozen=True)
+class _TooLarge:
+    """A form that does not fit; what it needs is searched only where no other form fits.
+
+    Attributes:
+        form: it.
+        options: its options.
+        search: that has found no plan.
+        formulation: of its problem.
+        outcome: of the search.
+    """
+
+    form: _OnMesh
+    options: PlanOptions
+    search: BudgetSearch
+    formulation: Formulation
+    outcome: Outcome
+
+    @property
+    def baseline(self) -> Baseline:
+        """The form without a plan, with the memory that it needs."""
+        pattern, mesh = self.form.pattern, self.form.form.mesh
+        budget, least = self.formulation.prices.memory_budget, self.formulation.min_input_bytes
+        certificate = outcome_certificate(self.outcome, self.options, mesh)
+        _, smallest = self.search.min_usage_plan
+        if smallest is None and least <= budget:
+            reason = "an operator of the program does not allow this pattern"
+            return _without_plan(pattern, reason).model_copy(update={"certificate": certificate})
+        needed = least if smallest is None else smallest.memory.peak
+        more = "more than " if smallest is None else ""
+        return Baseline(
+            algo=pattern,
+            name=NAMES[pattern],
+            axes=tuple((axis.name, axis.size) for axis in mesh.axes),
+            distributed_optimizer=self.form.form.distributed,
+            certificate=certificate,
+            reason=f"does not fit: needs {more}{format_bytes(needed)} of {format_bytes(budget)}",
+            needed_memory=needed,
+        )
 
 
 def _shards_weights(stage: Stage, axes: NontrivialAxes) -> bool:

@@ -114,6 +114,7 @@ def make_stage_plan(
     block_cache: KeyValueStore | None = None,
     max_strategies: int | None = None,
     quick: bool = False,
+    proves: bool = True,
 ) -> Plan:
     """Find the fastest way to run a graph as one stage on a mesh.
 
@@ -128,6 +129,7 @@ def make_stage_plan(
         max_strategies: maximum total number of strategies of all variables.
         quick: True for the first plan that fits the memory budget, which is the fastest one if it
             is optimal; if there is none, the reason is not looked for.
+        proves: False to leave out the bound of all plans that fit the memory for a quick plan.
 
     Returns:
         A plan with its certificate. If none was found, a document without stages, whose
@@ -167,7 +169,7 @@ def make_stage_plan(
             cancel=cancel,
             block_cache=block_cache,
         )
-        outcome = search.run(formulation.prices.memory_budget, quick=quick, proves=quick)
+        outcome = search.run(formulation.prices.memory_budget, quick=quick, proves=quick and proves)
     conflict = None
     if outcome.is_conflict and not quick:
         with _timed(seconds, "find conflict"):

@@ -175,7 +175,9 @@ def _batch(plan: Plan) -> Iterator[str]:
     batch = batch_of(plan)
     if batch is not None:
         tokens = "" if batch.tokens is None else f" x {batch.sequence} = {batch.tokens:,} tokens"
-        yield f"batch {batch.samples}{tokens} a step"
+        number = plan.stages[0].micro_batches
+        parts = f" in {number} micro-batches" if number > 1 else ""
+        yield f"batch {batch.samples}{tokens} a step{parts}"
 
 
 def _optimizer(plan: Plan) -> str:

@@ -103,6 +103,7 @@ def plan(
     *,
     on_progress: ProgressListener | None = None,
     cancel: "CancelToken | None" = None,
+    made: Plan | None = None,
 ) -> tuple[Plan, bool]:
     """Plan a graph for a mesh.
 
@@ -115,6 +116,7 @@ def plan(
         resources: caches and limits.
         on_progress: called with the solver's progress.
         cancel: set it to stop with the best plan so far, whose status is then `cancelled`.
+        made: the plan of the same request without comparisons, if it is known.
 
     Returns:
         the plan; true if it is final.
@@ -123,15 +125,17 @@ def plan(
         InputError: the request cannot be planned.
     """
     found, is_complete = find_rules(graph, resources)
-    made = planner.make_plan(
-        found,
-        mesh,
-        options,
-        on_progress=None if on_progress is None else lambda p: on_progress(_solver_progress(p)),
-        cancel=cancel,
-        block_cache=resources.blocks,
-        max_strategies=resources.max_strategies,
-    )
+    listener = None if on_progress is None else lambda p: on_progress(_solver_progress(p))
+    limits: dict[str, Any] = {
+        "on_progress": listener,
+        "cancel": cancel,
+        "block_cache": resources.blocks,
+        "max_strategies": resources.max_strategies,
+    }
+    if made is None:
+        made = planner.make_plan(found, mesh, options, **limits)
+    else:
+        made = planner.compare_plan(made, found, options, **limits)
     if cancel is not None and cancel.is_set():
         made = _cut_short(made)
     return _with_id(made, planner.plan_id(graph, mesh, options)), is_complete and _is_final(made)

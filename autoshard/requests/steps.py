@@ -49,7 +49,7 @@ def divide_step(
     """Divide a step into as many micro-batches as are estimated to be fastest.
 
     If the devices together hold all activations of the whole batch, it is one micro-batch.
-    Otherwise quick plans of several numbers are compared; see `estimate_micro_batches`. The program
+    Otherwise first plans of several numbers are compared; see `estimate_micro_batches`. The program
     of the chosen number is an export of its own.
 
     Args:
@@ -97,9 +97,12 @@ def divide_step(
 
 def _other_number(batch: int, number: int) -> int | None:
     """Another number of micro-batches, whose batch size tells how the program depends on it."""
-    for other in (number // 2, 2 * number):
+    if batch // number < _LEAST:
+        return None
+    # A smaller batch before a larger one, of whose values more are too large to be computed once.
+    for other in (2 * number, number // 2):
         if other and batch % other == 0 and batch // other >= _LEAST:
-            return other if batch // number >= _LEAST else None
+            return other
     return None
 
 

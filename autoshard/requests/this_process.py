@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from autoshard import planner, report
 from autoshard.errors import MeshError
-from autoshard.mesh import Topology, get_topology, list_topologies, resolve_topology
+from autoshard.mesh import Mesh, Topology, get_topology, list_topologies, resolve_topology
 from autoshard.plan import Plan
 from autoshard.requests import running
 from autoshard.requests.kept_plans import Offline, OfflinePlans, open_folder, require_plan
@@ -103,9 +103,18 @@ class ThisProcess:
             self._resources,
             on_progress=on_progress,
             cancel=cancel,
+            made=self._without_comparisons(request, mesh),
         )
         self._keep(made, request, is_final=is_final)
         return PlanResult(made, cached=False, source="local")
+
+    def _without_comparisons(self, request: PlanRequest, mesh: Mesh) -> Plan | None:
+        """The plan that a search has made for the mesh, to which comparisons are added."""
+        if not request.options.solver.comparisons:
+            return None
+        alone = request.options.with_values(comparisons=False)
+        known = self._plans.get(planner.plan_id(request.program, mesh, alone))
+        return None if known is None else known.plan
 
     def search(
         self,
@@ -128,9 +137,8 @@ class ThisProcess:
         )
 
         def keep(made: Plan, is_final: bool) -> bool:  # noqa: FBT001  as `KeepPlan` is called
-            if is_final:
-                self._keep(made)
-            return is_final
+            self._keep(made, is_final=is_final)
+            return True
 
         found, _ = running.search(
             request.program,

@@ -62,6 +62,7 @@ from autoshard.requests.models import (
 )
 from autoshard.requests.results import MeshSearch
 from autoshard.requests.running import plan_coverage
+from autoshard.requests.this_process import ThisProcess
 
 _SHOWN = 5
 """Meshes that are listed when --gpus chooses one."""
@@ -200,11 +201,13 @@ def plan(
         graph = _graph(model, recipe.batch(model, batch), mode, quiet=quiet)
         program = load_graph(graph)
         mesh, options = recipe.laid_out(program)
+    # One for both: the plan of the mesh that the search chooses is not made again.
+    here = None if connection.server else connection.here()
     if mesh is None:
         arguments = devices.search_arguments(options, discover=discover)
-        mesh = _best_mesh(graph, arguments, connection, quiet=quiet)
+        mesh = _best_mesh(graph, arguments, connection, here, quiet=quiet)
     with _followed(connection, quiet=quiet) as run:
-        if connection.server:
+        if here is None:
             with connection.open() as client:
                 result = client.request_plan(
                     graph,
@@ -215,10 +218,10 @@ def plan(
                 )
         else:
             request = PlanRequest(graph, mesh=mesh, options=options, discover=discover)
-            result = connection.here().plan(request, on_progress=run.report, cancel=run.stop)
+            result = here.plan(request, on_progress=run.report, cancel=run.stop)
     found = result.plan
     assert found is not None, "the request waits for the plan"
-    if connection.server:
+    if here is None:
         errors.print(marked("plan:", _source(result), style="bold"), highlight=False)
     _write(found, output)
     if output_format.chosen == "json":
@@ -265,10 +268,15 @@ def _step(
 
 
 def _best_mesh(
-    graph: Path | bytes, arguments: SearchArguments, connection: Connection, *, quiet: bool
+    graph: Path | bytes,
+    arguments: SearchArguments,
+    connection: Connection,
+    here: ThisProcess | None,
+    *,
+    quiet: bool,
 ) -> Mesh:
     """The mesh of the fastest plan of a search; those of the next best are listed on stderr."""
-    found, plans, _ = _searched(graph, arguments, connection, num_workers=2, quiet=quiet)
+    found, plans, _ = _searched(graph, arguments, connection, here, quiet=quiet)
     certificates = [one.certificate for one in found.meshes[:1]]
     has_plan = any(one is not None and one.objective is not None for one in certificates)
     if not (quiet and has_plan):
@@ -283,18 +291,17 @@ def _searched(
     graph: Path | bytes,
     arguments: SearchArguments,
     connection: Connection,
+    here: ThisProcess | None,
     *,
-    num_workers: int,
     quiet: bool,
 ) -> tuple[MeshSearch, Sequence[Plan | None], bool]:
     """The meshes of a search, their plans, and whether Ctrl-C has ended it."""
     with _followed(connection, quiet=quiet) as run:
-        if connection.server:
+        if here is None:
             with connection.open() as client:
                 found = client.search(graph, on_progress=run.report, **arguments)
                 plans = _plans_of(found, client.get_plan)
         else:
-            here = connection.here(num_workers=num_workers)
             request = MeshSearchRequest(graph, **arguments)
             found = here.search(request, on_progress=run.report, cancel=run.stop)
             plans = _plans_of(found, here.get_plan)
@@ -412,9 +419,8 @@ def search(
         discover=custom.discover(),
     )
     graph = _graph(model, batch, options, quiet=quiet)
-    found, plans, is_stopped = _searched(
-        graph, arguments, connection, num_workers=workers, quiet=quiet
-    )
+    here = None if connection.server else connection.here(num_workers=workers)
+    found, plans, is_stopped = _searched(graph, arguments, connection, here, quiet=quiet)
     best = plans[0] if plans else None
     if best is not None:
         _write(best, output)

@@ -9,7 +9,6 @@ from rich.text import Text
 
 from autoshard.cli.rendering.output import console
 from autoshard.cli.rendering.wording import in_flags
-from autoshard.mesh import Mesh
 from autoshard.plan import Plan
 from autoshard.plan.options.restrictions import FREE
 from autoshard.report import LayoutRow, answer_of
@@ -52,7 +51,7 @@ def print_summary(
     if context is not None and is_whole and plan.found:
         found = answer_of(plan, within=within)
         simplest = found.layouts[found.simplest]
-        commands = (*_simplest_commands(simplest, plan.mesh, context), *commands)
+        commands = (*_simplest_commands(simplest, plan, context), *commands)
     text = plan.summary(width=width, commands=commands, within=within)
     console.print(Text(in_flags(text)), soft_wrap=True)
 
@@ -75,7 +74,7 @@ def _next_commands(plan: Plan, graph: Path | None, source: str | None) -> tuple[
     return (*commands, f"autoshard launch --plan {file} train.py")
 
 
-def _simplest_commands(simplest: LayoutRow, devices: Mesh, context: typer.Context) -> Iterator[str]:
+def _simplest_commands(simplest: LayoutRow, plan: Plan, context: typer.Context) -> Iterator[str]:
     """The commands that print the code or settings of a family; none for a planned layout."""
     target = _EXPORTS.get(simplest.algo or "")
     if target is None or simplest.algo is None:
@@ -86,7 +85,10 @@ def _simplest_commands(simplest: LayoutRow, devices: Mesh, context: typer.Contex
     own += ["--distributed-optimizer"] if simplest.distributed_optimizer else []
     if context.params.get("intra_bandwidth") is not None:
         # The last axis would be the node.
-        own += ["--nodes", str(devices.num_nodes or 1)]
+        own += ["--nodes", str(plan.mesh.num_nodes or 1)]
+    number = plan.options.training.micro_batches
+    if number > 1 and context.params.get("micro_batches") is None:
+        own += ["--micro-batches", str(number)]
     yield join(["autoshard", "plan", *_repeated(context, _OF_ONE_LAYOUT), *own])
     yield f"autoshard export {file} --to {target}"
 

@@ -209,10 +209,13 @@ class _Search:
         if first is None or first.plan is None:
             options = _options_of(mesh, self.options)
             return MeshCandidate(mesh, options, None, _NOT_TRIED, bound, was_stopped=True)
+        is_cancelled = self.cancel is not None and self.cancel.is_set()
+        status = SolveStatus.CANCELLED if is_cancelled else SolveStatus.FEASIBLE
         certificate = with_statement(
-            first.plan.certificate.model_copy(update={"status": SolveStatus.CANCELLED}),
+            first.plan.certificate.model_copy(update={"status": status}),
             first.options,
             mesh,
+            late=not is_cancelled,
         )
         plan = first.plan.model_copy(update={"certificate": certificate})
         return replace(first, plan=plan, bound=bound, was_stopped=True)

@@ -12,7 +12,7 @@ from autoshard.plan.options import PlanOptions
 from autoshard.planner.memory.least_memory import LeastMemory
 from autoshard.planner.pipeline.limits import SearchLimits, Stopped
 from autoshard.planner.pipeline.pipeline_planner import make_plan
-from autoshard.planner.pipeline.quick_plans import QuickPlanner
+from autoshard.planner.planner import make_stage_plan
 from autoshard.solve import CancelToken, KeyValueStore, Progress
 
 _MOST = 1024
@@ -102,11 +102,11 @@ def estimate_micro_batches(
     cancel: CancelToken | None = None,
     block_cache: KeyValueStore | None = None,
 ) -> MicroBatches:
-    """The number of micro-batches whose quick plan of one stage is the fastest.
+    """The number of micro-batches whose first plan of one stage is the fastest.
 
     The first number tried is that with one sample for each device; then half of it and so on, as
-    long as that is faster, and otherwise twice as many. The plans are those of one mesh, of nodes
-    by devices of a node, with as few recomputed blocks as fit its memory.
+    long as that is faster, and otherwise twice as many. The plans are the first ones that fit the
+    memory of one mesh, of nodes by devices of a node.
 
     Args:
         graph: the program of the whole batch of a step, or of a part of it, with a dynamic batch
@@ -188,7 +188,7 @@ def _climb(numbers: list[int], start: int, seconds_of: Callable[[int], float]) -
 
 @dataclass
 class _Estimates:
-    """Quick plans of several numbers of micro-batches of one batch.
+    """First plans of several numbers of micro-batches of one batch.
 
     Attributes:
         graph: the program, with a dynamic batch size.
@@ -223,12 +223,23 @@ class _Estimates:
         """
         self.limits.begin(f"{number} micro-batches on {mesh_text(self.mesh)}")
         program, options = self.program(number)
-        made = None
+        seconds = inf
         if LeastMemory.of(program, self.mesh, options).fits:
-            made = QuickPlanner(self.limits, self.block_cache).plan(program, self.mesh, options)
-        costs = None if made is None else made.costs
-        self.seconds[number] = inf if costs is None else costs.total
-        return self.seconds[number]
+            made = make_stage_plan(
+                program,
+                self.mesh,
+                options.with_values(time_limit=max(self.limits.time_limit - self.limits.seconds, 1)),
+                on_progress=self.limits.report,
+                cancel=self.limits.cancel,
+                block_cache=self.block_cache,
+                quick=True,
+                proves=False,
+            )
+            seconds = inf if made.costs is None else made.costs.total
+        if self.limits.is_over and seconds == inf:
+            raise self.limits.stopped()
+        self.seconds[number] = seconds
+        return seconds
 
 
 def _without_plan(batch: int, tried: Iterable[int]) -> str:

@@ -131,10 +131,43 @@ def make_plan(
     asked = to_options(options, single_options)
     limits = ComparisonLimits(on_progress, cancel, block_cache, max_strategies)
     plan = _with_performance(_plan(program, devices, asked, limits), program)
-    if not asked.solver.comparisons or not plan.found:
+    return compare_plan(
+        plan,
+        program,
+        asked,
+        on_progress=on_progress,
+        cancel=cancel,
+        block_cache=block_cache,
+        max_strategies=max_strategies,
+    )
+
+
+def compare_plan(
+    plan: Plan,
+    graph: Graph,
+    options: PlanOptions,
+    *,
+    on_progress: Callable[[Progress], None] | None = None,
+    cancel: CancelToken | None = None,
+    block_cache: KeyValueStore | None = None,
+    max_strategies: int | None = None,
+) -> Plan:
+    """A plan with the comparisons that its options ask for, if it was found.
+
+    Args:
+        plan: the plan, made without comparisons.
+        graph: its program.
+        options: those of the plan, with `comparisons` or without.
+        on_progress: as for `make_plan`.
+        cancel: as for `make_plan`.
+        block_cache: as for `make_plan`.
+        max_strategies: as for `make_plan`.
+    """
+    plan = plan.model_copy(update={"options": options})
+    if not options.solver.comparisons or not plan.found:
         return plan
-    limits = replace(limits, start=time.perf_counter())
-    return with_comparisons(plan, program, partial(_remade, program, devices, limits), limits)
+    limits = ComparisonLimits(on_progress, cancel, block_cache, max_strategies)
+    return with_comparisons(plan, graph, partial(_remade, graph, plan.mesh, limits), limits)
 
 
 def make_first_plan(
