@@ -11,7 +11,7 @@ import torch
 from support.command_line import autoshard
 from support.configs import write_config
 
-from autoshard import plan_model
+from autoshard import plan_model, planner
 from autoshard.errors import OptionError
 from autoshard.graph import InputKind, is_graph_file, load_graph
 from autoshard.plan import Plan
@@ -270,6 +270,46 @@ def test_one_call_plans_what_the_command_plans(config: Any, tmp_path: Path) -> N
     assert planned.id == same.id
     assert answer_of(planned) == answer_of(same)
     assert len(planned.baselines) == 5
+
+
+def test_a_batch_is_that_of_a_step_in_all_its_micro_batches(config: Any) -> None:
+    batch = ("--global-batch", "8", "--seq-length", "32", "--no-comparisons", "--no-cache")
+    planned = autoshard("plan", config(), "--mesh", "2", *batch, "--micro-batches", "4")
+    assert planned.exit_code == 0, planned.output
+    assert "batch 8 x 32 = 256 tokens a step in 4 micro-batches" in planned.stdout
+    assert "among the plans of one stage and 4 micro-batches" in planned.stdout
+    uneven = autoshard("plan", config(), "--mesh", "2", *batch, "--micro-batches", "3")
+    assert uneven.exit_code == 1
+    assert "which does not divide the batch of a step, 8 samples" in uneven.output
+
+
+SHORT = ("--global-batch", "64", "--seq-length", "128", "--memory-budget", "8MB", "--no-cache")
+"""A batch whose activations do not fit the memory at once, with room for a few samples."""
+
+
+def test_the_number_of_micro_batches_is_chosen(
+    config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The plan of the chosen mesh is that of the search, whose processes have planned it.
+    monkeypatch.setattr(planner, "make_plan", None)
+    file = tmp_path / "plan.json"
+    planned = autoshard("plan", config(), "--gpus", "2", *SHORT, "-o", str(file))
+    assert planned.exit_code == 0, planned.output
+    made = Plan.load(file)
+    number = made.options.training.micro_batches
+    assert number > 1
+    assert f"micro-batches: {number} of a step" in planned.stderr
+    assert f"64 x 128 = 8,192 tokens a step in {number} micro-batches" in planned.stdout
+    assert len(made.baselines) == 5
+    simplest = planned.stdout.partition("Next:")[2]
+    assert "--algo" not in simplest or f"--micro-batches {number}" in simplest
+
+
+def test_a_number_of_micro_batches_that_is_given_is_kept(config: Any) -> None:
+    given = ("--micro-batches", "1", "--no-comparisons", "--quiet", "--format", "json")
+    planned = autoshard("plan", config(), "--gpus", "2", *SHORT[:4], "--no-cache", *given)
+    assert planned.exit_code == 0, planned.output
+    assert Plan.from_json(planned.stdout).options.training.micro_batches == 1
 
 
 def test_one_call_plans_archives_and_modules(config: Any, tmp_path: Path) -> None:

@@ -38,7 +38,9 @@ def test_the_estimated_number_is_nearly_the_fastest(graph: Graph, budget: int) -
     options = PlanOptions(memory_budget=budget)
     found = estimate_micro_batches(graph, 4, options, topology=TOPOLOGY)
     mesh = make_mesh((2, 2), topology=TOPOLOGY)
-    times = {number: seconds(graph, mesh, number, budget) for number in {1, 4, 16, 64, found.number}}
+    times = {
+        number: seconds(graph, mesh, number, budget) for number in {1, 4, 16, 64, found.number}
+    }
     assert times[found.number] <= 1.05 * min(times.values())
     assert found.seconds[found.number] == min(found.seconds.values())
     assert found.options.training.micro_batches == found.number
