@@ -12,7 +12,7 @@ from autoshard.client import Client
 from autoshard.client.variables import SERVER_VARIABLE
 from autoshard.errors import OptionError
 from autoshard.graph import is_graph_file
-from autoshard.mesh import Mesh, Topology, make_mesh
+from autoshard.mesh import Mesh, Topology, make_mesh, resolve_topology
 from autoshard.plan import Plan, PlanOptions
 from autoshard.plan.options import to_options
 from autoshard.requests.model_configs import BatchShape, ElementType, check_named_config
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
     from autoshard.requests.running import ProgressListener
+    from autoshard.requests.steps import Step
     from autoshard.solve import CancelToken
 
     ModelLike: TypeAlias = str | Path | bytes | ExportedProgram | nn.Module
@@ -94,30 +95,31 @@ def plan_model(
     merged = to_options(options, {"comparisons": True, **single_options})
     devices: dict[str, Any] = {"topology": topology, "nodes": nodes, "gpus_per_node": gpus_per_node}
     batch: dict[str, Any] = {"batch_size": batch_size, "seq_length": seq_length, "dtype": dtype}
+    url = os.environ.get(SERVER_VARIABLE) if server is None else server
     graph: ModelLike
+    one_stage = None
     if gpus is not None and divides_step(model, merged):
-        graph, merged = divided_step(str(model), merged, gpus, **batch, **devices)
+        step = divided_step(str(model), merged, gpus, **batch, **devices, pipelines=not url)
+        graph, merged, mesh, one_stage = step.graph, step.options, step.mesh, step.one_stage
     else:
         graph = model_graph(model, args, kwargs, options=merged, **batch)
-    url = os.environ.get(SERVER_VARIABLE) if server is None else server
     with Client(url, cache=cache) if url else Client.local(cache=cache) as client:
-        if gpus is not None:
-            alone = merged.with_values(comparisons=False)
+        if mesh is None:
+            assert gpus is not None, "one of them is given"
             found = client.search(
                 graph,
                 num_devices=gpus,
-                options=alone,
-                total_time_limit=alone.solver.time_limit,
+                options=merged.with_values(comparisons=False),
+                total_time_limit=merged.solver.time_limit,
                 on_progress=on_progress,
                 **devices,
             )
             mesh = found.meshes[0].mesh
         elif not isinstance(mesh, Mesh):
             sizes = (mesh,) if isinstance(mesh, int) else mesh
-            assert sizes is not None, "checked above"
             mesh = make_mesh(sizes, **devices)
-        assert mesh is not None, "given or found"
-        return client.plan(graph, mesh=mesh, options=merged, on_progress=on_progress)
+        request: dict[str, Any] = {"mesh": mesh, "options": merged, "on_progress": on_progress}
+        return client.plan(graph, **request, one_stage=one_stage)
 
 
 def divides_step(model: "ModelLike", options: PlanOptions) -> bool:
@@ -137,10 +139,11 @@ def divided_step(
     topology: str | Topology | None = None,
     nodes: int | None = None,
     gpus_per_node: int | None = None,
+    pipelines: bool = True,
     on_progress: "ProgressListener | None" = None,
     cancel: "CancelToken | None" = None,
-) -> tuple[bytes, PlanOptions]:
-    """The program of a micro-batch of a config's model, and the options with their number.
+) -> "Step":
+    """The step of a config's model in micro-batches, and in stages if that is faster.
 
     Args:
         model: a config, as in `plan_model`.
@@ -152,6 +155,7 @@ def divided_step(
         topology: as in `plan_model`.
         nodes: as in `plan_model`.
         gpus_per_node: as in `plan_model`.
+        pipelines: False to compare no pipelines.
         on_progress: called with what is exported or estimated.
         cancel: set it to end with what is known.
 
@@ -165,20 +169,18 @@ def divided_step(
     check_named_config(model, batch)
     # torch and the planner are imported only where a model is exported.
     from autoshard.requests.model_files import export_named  # noqa: PLC0415
-    from autoshard.requests.steps import divide_step  # noqa: PLC0415
+    from autoshard.requests.steps import StepDivider  # noqa: PLC0415
 
-    found = divide_step(
+    return StepDivider(
         partial(export_named, model, dtype=dtype),
         batch,
         options,
         num_devices,
-        topology=topology,
-        nodes=nodes,
-        gpus_per_node=gpus_per_node,
+        resolve_topology(topology, num_devices, nodes, gpus_per_node),
+        pipelines=pipelines,
         on_progress=on_progress,
         cancel=cancel,
-    )
-    return found.graph, options.with_values(micro_batches=found.number)
+    ).divided()
 
 
 def _is_config(model: str | Path) -> bool:

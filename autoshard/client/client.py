@@ -76,6 +76,8 @@ class AsyncClient(ClientBase):
             dtype: of a config: element type of the weights; by default its own, or bfloat16.
             args: example arguments of the module's forward.
             kwargs: example keyword arguments of the module's forward.
+            one_stage: archive and options that the usual layouts are planned for, in place of those
+                of a pipeline, which has other micro-batches; in this process only.
             mesh: size of each axis, such as `(2, 4)` or `"2x4"`, or the arguments of `make_mesh` as
                 a mapping, or a mesh.
             options: of planning.

@@ -28,9 +28,9 @@ class RunAgain(Document):
 class Baseline(Document):
     """The fastest plan of one stage on the same devices within the pattern of a usual parallelism.
 
-    It has the plan's mode, optimizer, memory budget and micro-batches, but none of its
-    restrictions, and the mesh of its own that is fastest. The option `algo` on a mesh of `axes`
-    plans it by itself. Either it has costs and memory, or `reason` says why there is none.
+    It has the plan's mode, optimizer and memory budget, but none of its restrictions, and the mesh
+    of its own that is fastest. The option `algo` on a mesh of `axes` plans it by itself. Either it
+    has costs and memory, or `reason` says why there is none.
     """
 
     algo: Family = Field(description="value of the option `algo` that makes this plan")
@@ -42,6 +42,12 @@ class Baseline(Document):
         default=False,
         description="true if parameters and optimizer are sharded over the data-parallel axes "
         "(ZeRO-1)",
+    )
+    micro_batches: int = Field(
+        default=1,
+        ge=1,
+        description="number of micro-batches of a step: that of the plan, or, beside a pipeline "
+        "whose micro-batches were chosen, the one chosen for one stage",
     )
     certificate: Certificate | None = Field(
         default=None,

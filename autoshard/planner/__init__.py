@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from autoshard.base.lazy_imports import lazy_names
 
 if TYPE_CHECKING:
-    from autoshard.planner.baselines import compare_baselines
+    from autoshard.planner.baselines import OneStage, compare_baselines
     from autoshard.planner.explanation import (
         Alternative,
         Explanation,
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         OptimalityCheck,
         check_optimality,
     )
+    from autoshard.planner.pipeline.estimates import PipelineEstimate, estimate_pipeline
     from autoshard.planner.pipeline.micro_batches import (
         MicroBatches,
         activations_fit,
@@ -53,7 +54,9 @@ __all__ = [
     "JointPlans",
     "MeshCandidate",
     "MicroBatches",
+    "OneStage",
     "OptimalityCheck",
+    "PipelineEstimate",
     "SearchProgress",
     "activations_fit",
     "candidate_meshes",
@@ -63,6 +66,7 @@ __all__ = [
     "compare_plan",
     "cut_names",
     "estimate_micro_batches",
+    "estimate_pipeline",
     "explain",
     "identity_of",
     "make_plan",

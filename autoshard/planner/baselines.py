@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 from autoshard.base.limits import LimitReached, limited
 from autoshard.base.outcome import TIME_LIMIT_REACHED, SolveStatus
@@ -88,6 +88,18 @@ class ComparisonLimits:
             self.on_progress(Progress(phase, inf, -inf, self.seconds))
 
 
+class OneStage(NamedTuple):
+    """The step of a request without a pipeline, in other micro-batches.
+
+    Attributes:
+        graph: the program of a micro-batch.
+        options: with their number.
+    """
+
+    graph: Graph
+    options: PlanOptions
+
+
 class Cutoff:
     """A cancel token that ends planning once a known plan is proven to be nearly as fast as any.
 
@@ -160,7 +172,11 @@ def compare_baselines(
 
 
 def with_comparisons(
-    plan: Plan, graph: Graph, make: Callable[[PlanOptions], Plan], limits: ComparisonLimits
+    plan: Plan,
+    graph: Graph,
+    make: Callable[[PlanOptions], Plan],
+    limits: ComparisonLimits,
+    one_stage: OneStage | None = None,
 ) -> Plan:
     """A plan with its baselines, and with the cost of its restrictions.
 
@@ -171,10 +187,12 @@ def with_comparisons(
         graph: its program.
         make: plans the program with other options.
         limits: cancellation, progress, cache.
+        one_stage: of the baselines of a pipeline; its own if None.
     """
     unrestricted = _unrestricted(plan, make, limits)
     bound = _bound_of_all(plan, unrestricted)
-    baselines = _Baselines(graph, plan.mesh, plan.options, limits, bound).all()
+    program, options = one_stage or OneStage(graph, plan.options)
+    baselines = _Baselines(program, plan.mesh, options, limits, bound).all()
     seconds = {**plan.provenance.wall_time, "compare": round(limits.seconds, 6)}
     return plan.model_copy(
         update={
@@ -365,6 +383,7 @@ class _OnMesh:
             name=NAMES[pattern],
             axes=tuple((axis.name, axis.size) for axis in self.form.mesh.axes),
             distributed_optimizer=self.form.distributed,
+            micro_batches=own.training.micro_batches,
             certificate=outcome_certificate(outcome, own, self.form.mesh),
             costs=outcome.plan.costs,
             memory=outcome.plan.memory,
@@ -434,6 +453,7 @@ class _TooLarge:
             name=NAMES[pattern],
             axes=tuple((axis.name, axis.size) for axis in mesh.axes),
             distributed_optimizer=self.form.form.distributed,
+            micro_batches=self.options.training.micro_batches,
             certificate=certificate,
             reason=f"does not fit: needs {more}{format_bytes(needed)} of {format_bytes(budget)}",
             needed_memory=needed,

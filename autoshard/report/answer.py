@@ -54,6 +54,7 @@ class LayoutRow(Document):
     algo: Family | None = Field(description="the family; null for the plan itself")
     axes: tuple[tuple[str, int], ...] = Field(description="of its mesh, outermost first")
     distributed_optimizer: bool = False
+    micro_batches: int = 1
     seconds: Seconds | None = Field(description="predicted, of a step; null if there is no plan")
     performance: Performance | None = None
     rate: float | None = Field(
@@ -214,6 +215,7 @@ def _rows(
         name=f"this plan: {layout_name(roles)}",
         algo=None,
         axes=tuple((axis.name, axis.size) for axis in plan.mesh.axes),
+        micro_batches=plan.stages[0].micro_batches,
         seconds=plan.costs.total,
         performance=performance,
         rate=_rate(performance, plan),
@@ -245,6 +247,8 @@ def _family(plan: Plan, baseline: Baseline) -> LayoutRow:
     """The row of a family: its best form, or why it has none."""
     needs = [_NEEDS[baseline.algo]]
     needs += ["ZeRO-1"] if baseline.distributed_optimizer else []
+    number = baseline.micro_batches
+    needs += [f"{number} micro-batches"] if number != plan.stages[0].micro_batches else []
     needs += _settings(baseline.again, baseline.algo, plan.options.mode)
     needs += [remark.partition(",")[0] for remark in baseline.remarks]
     if not baseline.found:
@@ -257,6 +261,7 @@ def _family(plan: Plan, baseline: Baseline) -> LayoutRow:
         algo=baseline.algo,
         axes=baseline.axes,
         distributed_optimizer=baseline.distributed_optimizer,
+        micro_batches=number,
         seconds=baseline.step_time,
         performance=baseline.performance,
         rate=_rate(baseline.performance, plan),

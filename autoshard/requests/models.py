@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from torch.export import ExportedProgram
     from torch.nn import Module
 
+    from autoshard.planner import OneStage
+
 MeshLike: TypeAlias = "PlainMeshLike | Mapping[str, Any]"
 ModelLike: TypeAlias = "str | Path | bytes | ExportedProgram | Module"
 
@@ -78,6 +80,7 @@ class PlanArguments(_ModelArguments):
     """Keyword arguments of `Client.plan` that describe the plan."""
 
     mesh: MeshLike
+    one_stage: NotRequired[tuple[bytes, PlanOptions] | None]
 
 
 class SearchArguments(_ModelArguments):
@@ -179,13 +182,26 @@ class PlanRequest(GraphRequest):
         *,
         mesh: MeshLike,
         discover: bool = True,
+        one_stage: tuple[bytes, PlanOptions] | None = None,
         **options: Any,
     ) -> None:
+        self._one_stage = one_stage
         given = _config_arguments(options)
         self.options = _merge_options(**options)
         members = {"mesh": _mesh_document(mesh), "options": self.options.model_dump(mode="json")}
         how: dict[str, Any] = {"discover": discover, "options": self.options, "given": given}
         super().__init__(model, args, kwargs, members, **how)
+
+    @cached_property
+    def one_stage(self) -> "OneStage | None":
+        """The step without a pipeline that the usual layouts are planned for; None for its own."""
+        # The planner is loaded only where it plans.
+        from autoshard.planner import OneStage  # noqa: PLC0415
+
+        if self._one_stage is None:
+            return None
+        archive, options = self._one_stage
+        return OneStage(load_graph(archive), options)
 
     def mesh(self, topologies: Mapping[str, Topology]) -> Mesh:
         """Build the mesh.

@@ -104,6 +104,7 @@ def plan(
     on_progress: ProgressListener | None = None,
     cancel: "CancelToken | None" = None,
     made: Plan | None = None,
+    one_stage: "planner.OneStage | None" = None,
 ) -> tuple[Plan, bool]:
     """Plan a graph for a mesh.
 
@@ -117,6 +118,7 @@ def plan(
         on_progress: called with the solver's progress.
         cancel: set it to stop with the best plan so far, whose status is then `cancelled`.
         made: the plan of the same request without comparisons, if it is known.
+        one_stage: what a pipeline is compared with, in micro-batches of its own.
 
     Returns:
         the plan; true if it is final.
@@ -133,9 +135,9 @@ def plan(
         "max_strategies": resources.max_strategies,
     }
     if made is None:
-        made = planner.make_plan(found, mesh, options, **limits)
-    else:
-        made = planner.compare_plan(made, found, options, **limits)
+        alone = options.with_values(comparisons=False)
+        made = planner.make_plan(found, mesh, alone, **limits)
+    made = planner.compare_plan(made, found, options, **limits, one_stage=one_stage)
     if cancel is not None and cancel.is_set():
         made = _cut_short(made)
     return _with_id(made, planner.plan_id(graph, mesh, options)), is_complete and _is_final(made)

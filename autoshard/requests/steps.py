@@ -1,14 +1,22 @@
-"""The step of a config's model: its batch, divided into micro-batches for a number of devices."""
+"""The step of a config's model, divided into micro-batches, and into stages on several nodes."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from types import MappingProxyType
+from typing import NamedTuple
 
-from autoshard.errors import GraphError
-from autoshard.graph import load_graph, with_dynamic_batch
-from autoshard.mesh import Topology, resolve_topology
+from autoshard.errors import GraphError, OptionError
+from autoshard.graph import Graph, load_graph, with_dynamic_batch
+from autoshard.mesh import Mesh, Topology
 from autoshard.plan import PlanOptions
-from autoshard.planner import activations_fit, estimate_micro_batches
+from autoshard.plan.options import PipelineOptions
+from autoshard.plan.options.restrictions import restrictions
+from autoshard.planner import (
+    PipelineEstimate,
+    activations_fit,
+    estimate_micro_batches,
+    estimate_pipeline,
+)
 from autoshard.requests.model_configs import BatchShape
 from autoshard.requests.results import JobProgress
 from autoshard.requests.running import ProgressListener
@@ -16,83 +24,154 @@ from autoshard.solve import CancelToken, Progress
 
 _LEAST = 2
 """The least batch size of an export that tells others: 1 is a special case in PyTorch."""
+_FASTER = 0.97
+"""Estimated time of a pipeline, relative to that of one stage, from which on it is planned."""
 
 
-@dataclass(frozen=True)
-class DividedStep:
-    """A step in micro-batches.
+class Step(NamedTuple):
+    """A step of a model in micro-batches, on one stage or a pipeline.
 
     Attributes:
         graph: the archive of the program of a micro-batch.
-        number: of micro-batches.
-        seconds: estimated step time of each number that was tried, inf if it does not fit; empty if
-            the whole batch fits at once.
+        options: of planning, with their number; of a pipeline, with `stages`.
+        mesh: of the pipeline; None for one stage, whose mesh is not chosen.
+        seconds: estimated step time of one stage by number of micro-batches, inf if it does not
+            fit; empty if the whole batch fits at once.
+        one_stage: of a pipeline, the archive and the options of the fastest number of micro-batches
+            of one stage; None if none fits, or for one stage.
     """
 
     graph: bytes
-    number: int
-    seconds: Mapping[int, float] = field(default_factory=dict)
+    options: PlanOptions
+    mesh: Mesh | None = None
+    seconds: Mapping[int, float] = MappingProxyType({})
+    one_stage: tuple[bytes, PlanOptions] | None = None
 
 
-def divide_step(
-    export: Callable[[BatchShape], bytes],
-    batch: BatchShape,
-    options: PlanOptions,
-    num_devices: int,
-    *,
-    topology: str | Topology | None = None,
-    nodes: int | None = None,
-    gpus_per_node: int | None = None,
-    on_progress: ProgressListener | None = None,
-    cancel: CancelToken | None = None,
-) -> DividedStep:
-    """Divide a step into as many micro-batches as are estimated to be fastest.
+@dataclass(frozen=True)
+class StepDivider:
+    """Divides the step of a model into micro-batches, and into stages if that is faster.
 
-    If the devices together hold all activations of the whole batch, it is one micro-batch.
-    Otherwise first plans of several numbers are compared; see `estimate_micro_batches`. The program
-    of the chosen number is an export of its own.
+    If the devices together hold all activations of the whole batch, a step of one stage is one
+    micro-batch. Otherwise first plans of several numbers are compared; see
+    `estimate_micro_batches`. On several nodes they are compared with pipelines; see
+    `estimate_pipeline`. The program of what is chosen is an export of its own.
 
-    Args:
+    Attributes:
         export: exports the model with a batch.
         batch: of a step, of all devices together.
         options: of planning in training, with one micro-batch.
         num_devices: number of devices.
-        topology: as for `make_mesh`.
-        nodes: as for `make_mesh`.
-        gpus_per_node: as for `make_mesh`.
+        topology: of the devices.
+        pipelines: False to compare no pipelines.
         on_progress: called with what is exported or estimated.
         cancel: set it to end with what is known.
-
-    Raises:
-        GraphError: the model cannot be exported.
-        OptionError: no number of micro-batches has a plan that fits.
-        MeshError: the topology has fewer devices.
     """
-    exports = _Exports(export, batch, on_progress)
-    where = resolve_topology(topology, num_devices, nodes, gpus_per_node)
-    start = 1
-    while batch.batch_size % (2 * start) == 0 and batch.batch_size // (2 * start) >= num_devices:
-        start *= 2
-    program = load_graph(exports.of(start))
-    if activations_fit(program, start, num_devices, where, options):
-        return DividedStep(exports.of(1), 1)
-    other = _other_number(batch.batch_size, start)
-    if other is None:
-        return DividedStep(exports.of(start), start)
-    try:
-        dynamic = with_dynamic_batch(program, load_graph(exports.of(other)))
-    except GraphError:
-        # The program is another for another batch: only the number that is usual is known.
-        return DividedStep(exports.of(start), start)
-    found = estimate_micro_batches(
-        dynamic,
-        num_devices,
-        options.with_values(micro_batches=start),
-        topology=where,
-        on_progress=partial(_report, on_progress),
-        cancel=cancel,
-    )
-    return DividedStep(exports.of(found.number), found.number, found.seconds)
+
+    export: Callable[[BatchShape], bytes]
+    batch: BatchShape
+    options: PlanOptions
+    num_devices: int
+    topology: Topology
+    pipelines: bool = True
+    on_progress: ProgressListener | None = None
+    cancel: CancelToken | None = None
+    _exports: dict[int, bytes] = field(default_factory=dict)
+
+    def divided(self) -> Step:
+        """The step as it is estimated to be fastest.
+
+        Raises:
+            GraphError: the model cannot be exported.
+            OptionError: no number of micro-batches has a plan that fits.
+        """
+        batch, start = self.batch.batch_size, 1
+        while batch % (2 * start) == 0 and batch // (2 * start) >= self.num_devices:
+            start *= 2
+        program = load_graph(self._exported(start))
+        where = (self.num_devices, self.topology, self.options)
+        number = 1 if activations_fit(program, start, *where) else start
+        other = _other_number(batch, start)
+        if other is None or (number == 1 and not self._compares_pipelines):
+            return self._of_one_stage(number, {})
+        try:
+            dynamic = with_dynamic_batch(program, load_graph(self._exported(other)))
+        except GraphError:
+            # The program is another for another batch: only the usual number is known.
+            return self._of_one_stage(start, {})
+        pipeline = self._pipeline(dynamic, start) if self._compares_pipelines else None
+        return self._fastest(dynamic, start, pipeline)
+
+    def _fastest(self, dynamic: Graph, start: int, pipeline: PipelineEstimate | None) -> Step:
+        """The faster one of a pipeline and of one stage, whose number of micro-batches is chosen.
+
+        Args:
+            dynamic: the program of one of `start` micro-batches, with a dynamic batch size.
+            start: number of micro-batches.
+            pipeline: the fastest one; None if there is none.
+
+        Raises:
+            OptionError: nothing fits.
+        """
+        seconds: Mapping[int, float] = {}
+        try:
+            found = estimate_micro_batches(
+                dynamic,
+                self.num_devices,
+                self.options.with_values(micro_batches=start),
+                topology=self.topology,
+                on_progress=self._report,
+                cancel=self.cancel,
+            )
+            best, seconds = found.number, found.seconds
+        except OptionError:
+            if pipeline is None:
+                raise
+            best = 0
+        if pipeline is None or (best and pipeline.seconds >= _FASTER * seconds[best]):
+            return self._of_one_stage(best, seconds)
+        return Step(
+            self._exported(pipeline.micro_batches),
+            self.options.with_values(stages="auto", micro_batches=pipeline.micro_batches),
+            pipeline.mesh,
+            seconds,
+            self._of_one_stage(best, seconds)[:2] if best else None,
+        )
+
+    def _of_one_stage(self, number: int, seconds: Mapping[int, float]) -> Step:
+        options = self.options.with_values(micro_batches=number)
+        return Step(self._exported(number), options, seconds=seconds)
+
+    @property
+    def _compares_pipelines(self) -> bool:
+        """True on several nodes, unless the options restrict plans or say how they are cut."""
+        node = self.topology.levels[0].size or self.num_devices
+        is_open = not restrictions(self.options) and self.options.pipeline == PipelineOptions()
+        return self.pipelines and is_open and self.num_devices > node
+
+    def _pipeline(self, dynamic: Graph, start: int) -> PipelineEstimate | None:
+        return estimate_pipeline(
+            dynamic,
+            self.num_devices,
+            self.options.with_values(micro_batches=start),
+            topology=self.topology,
+            on_progress=self._report,
+            cancel=self.cancel,
+        )
+
+    def _exported(self, number: int) -> bytes:
+        """The archive of the program of a micro-batch, of a number of them; each is made once."""
+        if number not in self._exports:
+            shape = self.batch.of_micro_batch(number)
+            if self.on_progress is not None:
+                phase = f"exporting the model with a batch of {shape.batch_size:,}"
+                self.on_progress(JobProgress(phase=phase, elapsed=0.0))
+            self._exports[number] = self.export(shape)
+        return self._exports[number]
+
+    def _report(self, progress: Progress) -> None:
+        if self.on_progress is not None:
+            self.on_progress(JobProgress(phase=progress.phase, elapsed=progress.elapsed))
 
 
 def _other_number(batch: int, number: int) -> int | None:
@@ -104,28 +183,3 @@ def _other_number(batch: int, number: int) -> int | None:
         if other and batch % other == 0 and batch // other >= _LEAST:
             return other
     return None
-
-
-@dataclass
-class _Exports:
-    """Exports of one model with micro-batches of several sizes, each made once."""
-
-    export: Callable[[BatchShape], bytes]
-    batch: BatchShape
-    on_progress: ProgressListener | None
-    made: dict[int, bytes] = field(default_factory=dict)
-
-    def of(self, number: int) -> bytes:
-        """The archive of the program of a micro-batch, of a number of them."""
-        if number not in self.made:
-            shape = self.batch.of_micro_batch(number)
-            if self.on_progress is not None:
-                phase = f"exporting the model with a batch of {shape.batch_size:,}"
-                self.on_progress(JobProgress(phase=phase, elapsed=0.0))
-            self.made[number] = self.export(shape)
-        return self.made[number]
-
-
-def _report(on_progress: ProgressListener | None, progress: Progress) -> None:
-    if on_progress is not None:
-        on_progress(JobProgress(phase=progress.phase, elapsed=progress.elapsed))

@@ -104,6 +104,7 @@ class ThisProcess:
             on_progress=on_progress,
             cancel=cancel,
             made=self._without_comparisons(request, mesh),
+            one_stage=request.one_stage,
         )
         self._keep(made, request, is_final=is_final)
         return PlanResult(made, cached=False, source="local")

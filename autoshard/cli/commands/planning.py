@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -49,7 +49,7 @@ from autoshard.exports import (
     recipe_problems,
 )
 from autoshard.graph import Graph, is_graph_file, load_graph
-from autoshard.mesh import Axis, Mesh, make_mesh
+from autoshard.mesh import Axis, Mesh, make_mesh, mesh_text
 from autoshard.model_plans import divided_step, divides_step
 from autoshard.plan import Plan, PlanOptions
 from autoshard.report.answer import WITHIN
@@ -63,6 +63,9 @@ from autoshard.requests.models import (
 from autoshard.requests.results import MeshSearch
 from autoshard.requests.running import plan_coverage
 from autoshard.requests.this_process import ThisProcess
+
+if TYPE_CHECKING:
+    from autoshard.requests.steps import Step
 
 _SHOWN = 5
 """Meshes that are listed when --gpus chooses one."""
@@ -190,10 +193,14 @@ def plan(
     """
     options = planning.read().with_values(comparisons=comparisons)
     discover = custom.discover()
-    recipe = program = None
+    recipe = program = step = None
     if layout_from is None:
-        mesh = devices.mesh()
-        graph, options = _step(model, batch, options, devices, quiet=quiet)
+        mesh, pipelines = devices.mesh(), connection.server is None
+        step = _step(model, batch, options, devices, pipelines=pipelines, quiet=quiet)
+        if step is None:
+            graph = _graph(model, batch, options, quiet=quiet)
+        else:
+            graph, options, mesh = step.graph, step.options, step.mesh
     else:
         size = None if is_graph_file(model) else batch.batch_size
         recipe = _Recipe.read(layout_from, devices.as_one_axis(), options, size)
@@ -217,7 +224,13 @@ def plan(
                     on_progress=run.report,
                 )
         else:
-            request = PlanRequest(graph, mesh=mesh, options=options, discover=discover)
+            request = PlanRequest(
+                graph,
+                mesh=mesh,
+                options=options,
+                discover=discover,
+                one_stage=None if step is None else step.one_stage,
+            )
             result = here.plan(request, on_progress=run.report, cancel=run.stop)
     found = result.plan
     assert found is not None, "the request waits for the plan"
@@ -245,26 +258,36 @@ def _graph(model: str, batch: ConfigBatch, options: PlanOptions, *, quiet: bool)
 
 
 def _step(
-    model: str, batch: ConfigBatch, options: PlanOptions, devices: Devices, *, quiet: bool
-) -> tuple[Path | bytes, PlanOptions]:
-    """The graph of a model, and the options, with the number of micro-batches if it is chosen."""
+    model: str,
+    batch: ConfigBatch,
+    options: PlanOptions,
+    devices: Devices,
+    *,
+    pipelines: bool,
+    quiet: bool,
+) -> "Step | None":
+    """The step of a config, if its micro-batches are chosen, else None."""
     if devices.gpus is None or not divides_step(model, options):
-        return _graph(model, batch, options, quiet=quiet), options
+        return None
     with followed(quiet=quiet, can_stop=True) as run:
-        graph, options = divided_step(
+        step = divided_step(
             *(model, options, devices.gpus),
             **asdict(batch),
             topology=read_topology(devices.topology),
             nodes=devices.nodes,
             gpus_per_node=devices.gpus_per_node,
+            pipelines=pipelines,
             on_progress=run.report,
             cancel=run.stop,
         )
     if not quiet:
-        number = options.training.micro_batches
+        number = step.options.training.micro_batches
         text = f"{number} of a step (--micro-batches gives another number)"
         errors.print(marked("micro-batches:", text, style="bold"), highlight=False)
-    return graph, options
+        if step.mesh is not None:
+            text = f"{mesh_text(step.mesh)}, estimated to be faster than one stage (--stages 1)"
+            errors.print(marked("pipeline:", text, style="bold"), highlight=False)
+    return step
 
 
 def _best_mesh(

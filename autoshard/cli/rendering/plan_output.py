@@ -86,7 +86,7 @@ def _simplest_commands(simplest: LayoutRow, plan: Plan, context: typer.Context) 
     if context.params.get("intra_bandwidth") is not None:
         # The last axis would be the node.
         own += ["--nodes", str(plan.mesh.num_nodes or 1)]
-    number = plan.options.training.micro_batches
+    number = simplest.micro_batches
     if number > 1 and context.params.get("micro_batches") is None:
         own += ["--micro-batches", str(number)]
     yield join(["autoshard", "plan", *_repeated(context, _OF_ONE_LAYOUT), *own])

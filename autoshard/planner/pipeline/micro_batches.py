@@ -67,7 +67,7 @@ def choose_micro_batches(
         >>> plan = make_plan(chosen.graph, mesh, chosen.options)
     """
     options = options or PlanOptions()
-    symbol, batch = _batch_size(graph)
+    symbol, batch = batch_symbol(graph)
     best: MicroBatches | None = None
     seconds: dict[int, float] = {}
     worse = 0
@@ -126,7 +126,7 @@ def estimate_micro_batches(
         MeshError: the topology has fewer devices.
     """
     options = options or PlanOptions()
-    symbol, part = _batch_size(graph)
+    symbol, part = batch_symbol(graph)
     batch = part * options.training.micro_batches
     where = resolve_topology(topology, num_devices, nodes, gpus_per_node)
     limits = SearchLimits(options.solver.time_limit, cancel, on_progress=on_progress)
@@ -228,7 +228,9 @@ class _Estimates:
             made = make_stage_plan(
                 program,
                 self.mesh,
-                options.with_values(time_limit=max(self.limits.time_limit - self.limits.seconds, 1)),
+                options.with_values(
+                    time_limit=max(self.limits.time_limit - self.limits.seconds, 1)
+                ),
                 on_progress=self.limits.report,
                 cancel=self.limits.cancel,
                 block_cache=self.block_cache,
@@ -249,7 +251,7 @@ def _without_plan(batch: int, tried: Iterable[int]) -> str:
     )
 
 
-def _batch_size(graph: Graph) -> tuple[str, int]:
+def batch_symbol(graph: Graph) -> tuple[str, int]:
     """The symbol of the batch size and its value, from dim 0 of the arguments."""
     if graph.dynamic is not None:
         for given in graph.inputs:

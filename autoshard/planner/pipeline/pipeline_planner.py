@@ -21,7 +21,7 @@ from autoshard.plan.options import PlanOptions, to_options
 from autoshard.plan.options.of_stages import on_sub_mesh, stage_options, with_pinned_ends
 from autoshard.plan.predictions import Certificate, Costs
 from autoshard.plan.sub_meshes import num_pipeline_ranks, sub_mesh
-from autoshard.planner.baselines import ComparisonLimits, with_comparisons
+from autoshard.planner.baselines import ComparisonLimits, OneStage, with_comparisons
 from autoshard.planner.export_roles import chooses_export_roles, fastest_export
 from autoshard.planner.formulation.formulating import (
     check_checkpointing,
@@ -151,6 +151,7 @@ def compare_plan(
     cancel: CancelToken | None = None,
     block_cache: KeyValueStore | None = None,
     max_strategies: int | None = None,
+    one_stage: OneStage | None = None,
 ) -> Plan:
     """A plan with the comparisons that its options ask for, if it was found.
 
@@ -162,12 +163,14 @@ def compare_plan(
         cancel: as for `make_plan`.
         block_cache: as for `make_plan`.
         max_strategies: as for `make_plan`.
+        one_stage: of the baselines of a pipeline; its own micro-batches if None.
     """
     plan = plan.model_copy(update={"options": options})
     if not options.solver.comparisons or not plan.found:
         return plan
     limits = ComparisonLimits(on_progress, cancel, block_cache, max_strategies)
-    return with_comparisons(plan, graph, partial(_remade, graph, plan.mesh, limits), limits)
+    remade = partial(_remade, graph, plan.mesh, limits)
+    return with_comparisons(plan, graph, remade, limits, one_stage)
 
 
 def make_first_plan(
