@@ -98,7 +98,7 @@ if TYPE_CHECKING:
         without_checkpoints,
         without_torch_function,
     )
-    from autoshard.torch_private.versions import NEWEST, OLDEST, check_parts
+    from autoshard.torch_private.versions import NEWEST, OLDEST, check_parts, untested
 else:
     __getattr__, __dir__ = lazy_names(__name__)
 
@@ -175,6 +175,7 @@ __all__ = [
     "torch_model_state_dict",
     "torch_optimizer_state_dict",
     "torch_total_norm",
+    "untested",
     "version_counter",
     "with_record",
     "without_canonical_form",

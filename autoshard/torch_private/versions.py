@@ -45,7 +45,7 @@ def check_parts(checks: Mapping[str, Check]) -> None:
         TorchVersionError: a check fails, or the version is too old; a warning where the environment
             variable AUTOSHARD_ANY_TORCH is 1.
     """
-    installed = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    installed = _installed()
     with _usual_modes():
         failed = [text for what, check in checks.items() if (text := _failure(what, check))]
     if failed:
@@ -58,6 +58,20 @@ def check_parts(checks: Mapping[str, Check]) -> None:
             f"({_working()}); what it relies on was checked and is there",
             stacklevel=2,
         )
+
+
+def untested() -> str:
+    """Say that the installed torch is none that tests have passed with; empty if it is one.
+
+    For private parts that only make something faster: what a check cannot show need not be risked.
+    """
+    if OLDEST <= _installed() <= NEWEST:
+        return ""
+    return f"PyTorch {torch.__version__} is none of the versions that were tested ({_working()})"
+
+
+def _installed() -> tuple[int, ...]:
+    return tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
 @contextmanager

@@ -61,3 +61,17 @@ def test_an_export_in_full_says_why(caplog: pytest.LogCaptureFixture) -> None:
         export_model(CASES["layers that are called twice"].model(), (X,))
     assert "each layer is traced" in caplog.text
     assert "layers.3 is called again" in caplog.text
+
+
+def test_layers_are_traced_in_full_with_a_torch_that_was_not_tested(
+    left_out: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = CASES["layers that are alike"]
+    archive = export_model(found.model(), found.args, **found.options)
+    assert sum(left_out) == found.count
+    left_out.clear()
+    monkeypatch.setattr("autoshard.torch_private.versions.NEWEST", (2, 0))
+    with caplog.at_level("INFO", "autoshard"):
+        assert export_model(found.model(), found.args, **found.options) == archive
+    assert not left_out
+    assert "each layer is traced: PyTorch 2." in caplog.text

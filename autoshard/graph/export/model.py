@@ -44,7 +44,7 @@ from autoshard.graph.export.tracing import (
 from autoshard.graph.ir import ExportedModel
 from autoshard.graph.mixed_precision import MixedPrecision
 from autoshard.graph.opaque_call import OpaqueModule
-from autoshard.torch_private import pytree, without_canonical_form
+from autoshard.torch_private import pytree, untested, without_canonical_form
 
 _log = logging.getLogger(__name__)
 
@@ -145,6 +145,9 @@ def export_model(
 
     def export(opaque: Iterable[str | type | OpaqueModule]) -> bytes:
         opaque, repeats = tuple(opaque), not strict and dynamic_shapes is None
+        if repeats and (reason := untested()):
+            _log.info("each layer is traced: %s", reason)
+            repeats = False
         found = export_as(opaque, gradients=True, repeats=repeats)
         if path_text(GRAD_MODE) in found.state and not torch.is_grad_enabled():
             # the mode in which forward is to run

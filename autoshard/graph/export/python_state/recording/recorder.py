@@ -49,6 +49,7 @@ from autoshard.graph.export.python_state.description.values import (
 )
 from autoshard.graph.export.python_state.recording.calls import ModuleCall
 from autoshard.graph.export.python_state.recording.changes import Changes
+from autoshard.graph.export.python_state.recording.function_results import FunctionResults
 from autoshard.graph.export.python_state.recording.patching import own_attribute, patched, restore
 from autoshard.graph.export.python_state.user_code.code import code_digest, is_installed
 from autoshard.graph.export.python_state.user_code.executed_lines import (
@@ -163,7 +164,8 @@ class Recorder:
         self._globals: dict[int, dict[str, Any]] = {}
         self._thread = 0
         self._replayed: Path | None = None
-        self.holders = Holders(self._watch, self._keep_class)
+        self._results = FunctionResults()
+        self.holders = Holders(self._watch, self._keep_class, self._results.add)
         self.holders.add_module(model, (), kind)
         self._lines = ExecutedLines(
             self._on_code, self._on_function, self._on_line, self._on_torch, self._end
@@ -173,7 +175,7 @@ class Recorder:
     def recording(self) -> Iterator[None]:
         """A context in which calls of the model are recorded."""
         self._thread = threading.get_ident()
-        with self._patches as patches:
+        with self._results.forgotten(), self._patches as patches:
             patches.enter_context(patched(nn.Module, "_call_impl", self._patched_call))
             patches.enter_context(patched(nn.Module, "__getattribute__", self._patched_read))
             patches.enter_context(patched(nn.Module, "__setattr__", self._patched_write))

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterator
 from enum import Enum
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -31,6 +31,7 @@ _PLAIN = (
 _OF_PYTHON = frozenset({"_thread", "argparse", "collections", "configparser", "types"})
 """Modules of Python whose objects hold what users put there."""
 
+_CACHED = type(cache(lambda: None))  # that of functools.lru_cache, too
 _PARTS_OF = {
     property: ("fget",),
     cached_property: ("func",),
@@ -56,12 +57,16 @@ class Holders:
     Args:
         on_object: called for each new object that is no module, class or function.
         on_class: called for each new class of a user.
+        on_cached: called for functions that keep results of their calls, as by `functools.cache`.
     """
 
     def __init__(
-        self, on_object: Callable[[Any, Path], None], on_class: Callable[[type], None]
+        self,
+        on_object: Callable[[Any, Path], None],
+        on_class: Callable[[type], None],
+        on_cached: Callable[[Any], None],
     ) -> None:
-        self._on_object, self._on_class = on_object, on_class
+        self._on_object, self._on_class, self._on_cached = on_object, on_class, on_cached
         self._known: dict[int, tuple[Any, Path]] = {}
         self._functions: dict[int, dict[int, tuple[FunctionType, Path]]] = {}  # by their code
         self._classes: dict[type, None] = {}
@@ -114,7 +119,8 @@ class Holders:
             self.add_class(value)
         elif isinstance(value, tuple(_PARTS_OF)):
             self._add_parts(value, path)
-        elif hasattr(type(value), "cache_info"):  # functools.lru_cache
+        elif isinstance(value, _CACHED):
+            self._on_cached(value)
             self.add(value.__wrapped__, (*path, "__wrapped__"))
         elif identity(value) not in self._known:
             self._add_object(value, path)
