@@ -6,7 +6,7 @@ from typing import Any, Literal
 import torch
 from torch import fx, nn
 
-from autoshard.base.arguments import Count, check_arguments
+from autoshard.base.arguments import Count, check_arguments, names_elsewhere
 from autoshard.errors import OptionError, PlanError
 from autoshard.graph import Graph, OpaqueModule, export_model, graph_from_json, load_graph
 from autoshard.mesh import make_mesh
@@ -15,6 +15,10 @@ from autoshard.planner.pipeline.policies import cuts_of, stage_cutter
 from autoshard.runtime.pipelining.stage_module import stage_module
 
 
+@names_elsewhere(
+    shard_count="pass the number of stages as second argument, and then example arguments",
+    split_spec="pass PlanOptions(cuts=('before:layers.4',)) in place of the number of stages",
+)
 @check_arguments
 def split_model(
     model: nn.Module,

@@ -16,8 +16,8 @@ from support.models import Case, gpt2, graph_of, mlp, residuals
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from autoshard import split_model
-from autoshard.errors import OptionError, PlanError
+from autoshard import pipeline, split_model
+from autoshard.errors import ArgumentTypeError, OptionError, PlanError
 from autoshard.graph import MixedPrecision, export_model, load_graph
 from autoshard.plan import PlanOptions
 from autoshard.planner import make_plan
@@ -163,6 +163,7 @@ def errors() -> Iterator[tuple[Callable[[], object], type[Exception], str]]:
         PlanError,
         "no parameter or buffer 'up",
     )
+    yield partial(split_model, model, shard_count=3), ArgumentTypeError, "as second argument"
     yield partial(split_model, model, 0, (), user), OptionError, "stages"
 
 
@@ -170,3 +171,28 @@ def test_errors_name_the_way_out() -> None:
     for call, kind, text in errors():
         with pytest.raises(kind, match=text):
             call()
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("balance", r"PlanOptions\(balance="),
+        ("chunks", r"PlanOptions\(micro_batches="),
+        ("n_microbatches", r"PlanOptions\(micro_batches="),
+        ("split_spec", "before:layers.4"),
+        ("split_policy", "cut_names"),
+        ("mb_args", "to export_model"),
+        ("mb_kwargs", "to export_model"),
+        ("args_chunk_spec", "larger than a micro-batch"),
+        ("kwargs_chunk_spec", "larger than a micro-batch"),
+        ("output_merge_spec", "join="),
+        ("group", "DeviceMesh.from_group"),
+        ("worker_map", "not by RPC"),
+        ("devices", "that of the device mesh"),
+        ("input_device", "moved to the device of the mesh"),
+    ],
+)
+def test_arguments_of_the_seeds_say_where_they_are_now(name: str, text: str) -> None:
+    call: Any = pipeline
+    with pytest.raises(ArgumentTypeError, match=f"pipeline has no argument '{name}': .*{text}"):
+        call(mlp()[0], None, None, **{name: 1})

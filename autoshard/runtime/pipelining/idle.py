@@ -40,7 +40,7 @@ def without_stages(model: ModelT) -> ModelT:
     warnings.warn(
         f"rank {dist.get_rank()} is not part of the device mesh of the pipeline: it has no stage, "
         f"and a step returns None; leave optimizer and checkpoints out where len(model) is 0",
-        stacklevel=4,
+        stacklevel=5,
     )
     for module in model.modules():
         for name, _ in [*module.named_parameters(recurse=False, remove_duplicate=False)]:

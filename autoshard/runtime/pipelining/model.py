@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.base.arguments import DimIndex, Seed, check_arguments
+from autoshard.base.arguments import DimIndex, Seed, check_arguments, names_elsewhere
 from autoshard.errors import PlanError
 from autoshard.plan import Plan, Stage
 from autoshard.runtime.autocast import outside_autocast
@@ -252,6 +252,26 @@ for _name in ("cuda", "cpu", "half", "float", "double", "bfloat16", "type"):
     setattr(Pipelined, _name, Pipelined.to)
 
 
+_DIVIDED = "arguments are divided along the dim in which they are larger than a micro-batch"
+
+
+@names_elsewhere(
+    balance="it is an option of the plan: PlanOptions(balance=(2, 3, 2))",
+    chunks="it is an option of the plan: PlanOptions(micro_batches=8)",
+    n_microbatches="it is an option of the plan: PlanOptions(micro_batches=8)",
+    split_spec="cuts are options of the plan: PlanOptions(cuts=('before:layers.4',)), and calls of "
+    "pipe_split() and annotate_split_points are kept",
+    split_policy="cuts are options of the plan: PlanOptions(cuts=cut_names(graph, policy(graph)))",
+    mb_args="pass the arguments of a micro-batch to export_model",
+    mb_kwargs="pass the arguments of a micro-batch to export_model",
+    args_chunk_spec=_DIVIDED,
+    kwargs_chunk_spec=_DIVIDED,
+    output_merge_spec="pass join=, a function that makes one result of those of micro-batches",
+    group="the device mesh has the process groups: DeviceMesh.from_group makes one of a group",
+    worker_map="ranks communicate through the groups of the device mesh, and not by RPC",
+    devices="each rank has one device, that of the device mesh; split_model needs no ranks",
+    input_device="arguments are moved to the device of the mesh",
+)
 @check_arguments
 def pipeline(
     model: ModelT,
