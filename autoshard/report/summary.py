@@ -141,7 +141,7 @@ def remarks_on(plan: Plan) -> Iterator[str]:
 
 
 def reuse_sentences(plan: Plan) -> Iterator[str]:
-    """How much of the repeated blocks was solved for earlier plans, if anything was."""
+    """How much of the repeated blocks had been solved for other plans, if anything had."""
     blocks = plan.provenance.blocks
     reused = sum(block.num_reused for block in blocks)
     tables = reused + sum(block.num_solved for block in blocks)
@@ -149,7 +149,7 @@ def reuse_sentences(plan: Plan) -> Iterator[str]:
         repeated = max(block.num_repetitions for block in blocks)
         yield (
             f"Reused: {reused} of {tables} tables ({round(100 * reused / tables)} %) of the blocks "
-            f"that the model repeats, up to {repeated} times, were solved for earlier plans."
+            f"that the model repeats, up to {repeated} times, had been solved for other plans."
         )
 
 

@@ -52,7 +52,7 @@ def test_blocks_are_reused_unless_that_is_not_wanted(tmp_path: Path) -> None:
         " ".join(autoshard("plan", archive, "--mesh", "2,2", *options).stdout.split())
         for options in (("--cache", folder), ("--no-cache",))
     ]
-    assert ["were solved for earlier plans." in text for text in shown] == [True, False]
+    assert ["had been solved for other plans." in text for text in shown] == [True, False]
     assert re.search(r"Reused: \d+ of \d+ tables \(\d+ %\) of the blocks", shown[0])
 
 
