@@ -51,6 +51,7 @@ if TYPE_CHECKING:
         shard_loader,
     )
     from autoshard.sizing import find_largest, fit_model, size_model
+    from autoshard.splitting import split_model
     from autoshard.version import __version__
 else:
     __getattr__, __dir__ = lazy_names(__name__)
@@ -104,4 +105,5 @@ __all__ = [
     "shard_loader",
     "simulate",
     "size_model",
+    "split_model",
 ]

@@ -59,6 +59,7 @@ PUBLIC = [
     "shard_loader",
     "simulate",
     "size_model",
+    "split_model",
 ]
 
 

@@ -148,6 +148,31 @@ def check_arguments(function: Callable[P, T]) -> Callable[P, T]:
     return cast("Callable[P, T]", await_call) if is_awaited else call
 
 
+def names_elsewhere(**places: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Make a function say where to put what other libraries take as arguments of theirs.
+
+    Args:
+        **places: what to do instead, by the name of an argument that the function does not have.
+
+    Raises:
+        ArgumentTypeError: on a call with such an argument.
+    """
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        @wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> T:
+            for name in kwargs:
+                if name in places:
+                    raise ArgumentTypeError(
+                        f"{function.__name__} has no argument {name!r}: {places[name]}"
+                    )
+            return function(*args, **kwargs)
+
+        return call
+
+    return decorate
+
+
 def check_methods(kind: type[T]) -> type[T]:
     """Make the constructor and public methods of a class refuse arguments, by `check_arguments`.
 

@@ -1,1 +1,1 @@
-"""Planned models in other training libraries: accelerate, and the Trainer of transformers."""
+"""Planned models in other libraries: accelerate, the Trainer of transformers; MASE's pass."""

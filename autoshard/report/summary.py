@@ -45,7 +45,7 @@ def summarise(
     found = answer_of(plan, within=within)
     remarks = [f"Remark: {text}" for text in remarks_on(plan)]
     verdict = [f"Verdict: {found.verdict}.", f"{found.prediction}.", *restriction_sentences(plan)]
-    ending = [found.sources, f"Certificate: {found.certificate}"]
+    ending = [found.sources, f"Certificate: {found.certificate}", *reuse_sentences(plan)]
     parts = [
         _sentences([*found.asked, *remarks, *verdict], width),
         [] if len(found.layouts) == 1 else plain_lines(layouts_table(found), width),
@@ -138,6 +138,19 @@ def remarks_on(plan: Plan) -> Iterator[str]:
         if text := stage.idle_text:
             yield text if plan.pipeline is None else f"stage {number}: {text}"
     yield from requirements(plan)
+
+
+def reuse_sentences(plan: Plan) -> Iterator[str]:
+    """How much of the repeated blocks had been solved for other plans, if anything had."""
+    blocks = plan.provenance.blocks
+    reused = sum(block.num_reused for block in blocks)
+    tables = reused + sum(block.num_solved for block in blocks)
+    if reused:
+        repeated = max(block.num_repetitions for block in blocks)
+        yield (
+            f"Reused: {reused} of {tables} tables ({round(100 * reused / tables)} %) of the blocks "
+            f"that the model repeats, up to {repeated} times, had been solved for other plans."
+        )
 
 
 def _sentences(texts: Iterable[str], width: int | None) -> list[str]:

@@ -1,4 +1,5 @@
 import json
+import re
 from importlib.metadata import version
 from pathlib import Path
 
@@ -47,6 +48,12 @@ def test_blocks_are_reused_unless_that_is_not_wanted(tmp_path: Path) -> None:
     assert blocks_reused(archive, "--cache", folder) == 0
     assert blocks_reused(archive, "--cache", folder) > 0
     assert blocks_reused(archive, "--no-cache", "--cache", folder) == 0
+    shown = [
+        " ".join(autoshard("plan", archive, "--mesh", "2,2", *options).stdout.split())
+        for options in (("--cache", folder), ("--no-cache",))
+    ]
+    assert ["had been solved for other plans." in text for text in shown] == [True, False]
+    assert re.search(r"Reused: \d+ of \d+ tables \(\d+ %\) of the blocks", shown[0])
 
 
 def test_json_is_the_plan(archive: Path) -> None:

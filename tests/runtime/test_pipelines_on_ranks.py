@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 from runtime.cases import (
+    own_schedules,
     pipeline_edges,
     pipeline_habits,
     pipeline_states,
@@ -14,7 +15,9 @@ from support.long_cases import long_of, with_long
 from support.ranks import joined
 
 NUM_RANKS = 4
-CASES = joined(stage_messages, pipelines, pipeline_states, pipeline_habits, pipeline_edges)
+CASES = joined(
+    stage_messages, pipelines, pipeline_states, pipeline_habits, pipeline_edges, own_schedules
+)
 LONG = long_of(pipelines)
 
 

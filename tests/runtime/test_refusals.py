@@ -186,9 +186,11 @@ runtime.program.opaque: bind_module
 runtime.parallelize: parallelize _plans _only_stage
 runtime.parameters.parameters: check_parameters check_stored_alike
 runtime.pipelining.deferred_norms: _check_traced _check_used_once
-runtime.pipelining.devices: StageDevices.of _check_axes _check_can_be_part
-runtime.pipelining.model: pipeline
+runtime.pipelining.devices: _check_axes _check_can_be_part
+runtime.pipelining.model: _plans_for
 runtime.pipelining.model_part: check_held_alike
+runtime.pipelining.schedules: _made
+runtime.pipelining.stage_module: _Writer._get _Writer._constant _Writer._call_opaque
 runtime.pipelining.tied: TiedParameters._check_equal
 runtime.planned_forward: PlannedForward._find
 runtime.process_groups: process_group make_groups

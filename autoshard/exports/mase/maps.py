@@ -12,8 +12,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.errors import PlanError
-from autoshard.exports.mase.solution import RESULT, MaseNode, node_name
-from autoshard.layouts import Layout, to_placements
+from autoshard.exports.mase.solution import (
+    RESULT,
+    MaseNode,
+    MaseSolution,
+    Placements,
+    extrapolated,
+    node_name,
+)
+from autoshard.layouts import Layout, layout_of_texts, to_placements
 from autoshard.plan import Plan, only_stage
 from autoshard.torch_private import DTensorSpec
 
@@ -46,6 +53,37 @@ def sharding_map(
         entry = found.setdefault(module, {"node": node_name(name), "sharding": {}})
         entry["sharding"][attribute] = DTensorSpec(mesh, placements)  # type: ignore[arg-type]
     return found
+
+
+def map_of_solution(
+    solution: MaseSolution, model: nn.Module, axis_sizes: tuple[int, ...]
+) -> dict[nn.Module, dict[str, Any]]:
+    """Convert a solution to a map for a model, whose later layers may be missing.
+
+    Args:
+        solution: at least the weights of the first layer.
+        model: model whose modules are the keys.
+        axis_sizes: sizes of the axes of the solution's mesh.
+
+    Raises:
+        PlanError: the solution lacks a weight of the model.
+    """
+    names = {name: node_name(name) for name, _ in model.named_parameters(remove_duplicate=False)}
+    nodes = extrapolated(solution, names.values())
+    found: dict[nn.Module, dict[str, Any]] = {}
+    for name, node in names.items():
+        if node not in nodes or RESULT not in nodes[node].results:
+            raise PlanError(f"the solution has no weight {node!r}, which is in the model")
+        path, _, attribute = name.rpartition(".")
+        entry = found.setdefault(model.get_submodule(path), {"node": node, "sharding": {}})
+        entry["sharding"][attribute] = spec_of_texts(nodes[node].results[RESULT], axis_sizes)
+    return found
+
+
+def spec_of_texts(texts: Placements, axis_sizes: tuple[int, ...]) -> DTensorSpec:
+    """The specification of a tensor for the launcher, which needs no mesh in it."""
+    placements = to_placements(layout_of_texts(texts, axis_sizes), axis_sizes)
+    return DTensorSpec(None, placements)  # type: ignore[arg-type]
 
 
 def solution_of_map(

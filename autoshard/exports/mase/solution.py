@@ -2,8 +2,10 @@
 
 The formats are those of MASE's `autosharding.py` (`_export_solution`, `_import_solution`). Each
 weight is a node, named like its parameter with `_` for `.`, and its placements are those of the
-result `data_out_0`. Names of operators depend on how MASE traced the model, so only weights and
-inputs are supported.
+result `data_out_0`. An operator has its inputs as `data_in_0`, `data_in_1` and so on, and weights
+under the names that their module gives them. Names of operators depend on how MASE traced the
+model: those of the export are written, and those of modules with weights; only weights and inputs
+are read.
 
 The file `ilp_solution.pkl` is a pickle, which can run any code when it is loaded. It is read only
 if the user trusts the file explicitly, by an unpickler that accepts DTensor placements and plain
@@ -13,17 +15,24 @@ plain pickles for such contents.
 
 import pickle
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from io import BytesIO
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from autoshard.base.files import read_file
 from autoshard.errors import LayoutError, OptionError, PlanError
-from autoshard.graph import Graph
-from autoshard.layouts import Layout, layout_of_texts, to_placements
-from autoshard.plan import Pins, Plan, only_stage
+from autoshard.graph import Graph, InputKind, graph_from_json
+from autoshard.layouts import (
+    Layout,
+    has_placements,
+    layout_of_texts,
+    placement_texts,
+    to_placements,
+)
+from autoshard.plan import Pins, Plan, Stage, only_stage
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
@@ -60,16 +69,66 @@ def node_name(target: str) -> str:
 
 
 def solution_of_plan(plan: Plan) -> dict[str, MaseNode]:
-    """Convert the weights and inputs of a plan to a solution; tied weights under all their names.
+    """Convert a plan to a solution; tied weights under all their names.
 
     Raises:
         PlanError: the document has no plan, or the plan is a pipeline, which MASE has not.
     """
-    return {
+    stage = only_stage(plan, "a solution of MASE")
+    weights = {
         node_name(name): MaseNode(results={RESULT: placed.placements})
-        for placed in only_stage(plan, "a solution of MASE").inputs
+        for placed in stage.inputs
         for name in (placed.target, *placed.aliases)
     }
+    return {**_operators(stage, plan.mesh.axis_sizes), **weights}
+
+
+def _operators(stage: Stage, axis_sizes: tuple[int, ...]) -> dict[str, MaseNode]:
+    """The operators of a stage, and the modules whose operators read weights of their own."""
+    graph = graph_from_json(stage.program)
+    stored = (InputKind.PARAMETER, InputKind.BUFFER)
+    targets = {i.name: i.target for i in graph.inputs if i.kind in stored}
+    operators: dict[str, MaseNode] = {}
+    of_modules: dict[str, list[MaseNode]] = {}
+    holding = set[str]()
+    for placed in stage.nodes:
+        node = graph.nodes[graph.numbers[placed.name]]
+        paths = [targets.get(value, "") for value in node.inputs]
+        data = (f"data_in_{number}" for number in count())
+        names = [path.rpartition(".")[2] or next(data) for path in paths]
+        results = [f"data_out_{number}" for number in range(len(node.outputs))]
+        operators[node.name] = MaseNode(
+            _placed(names, placed.inputs, axis_sizes), _placed(results, placed.outputs, axis_sizes)
+        )
+        of_modules.setdefault(node.module, []).append(operators[node.name])
+        holding |= {node.module} & {path.rpartition(".")[0] for path in paths if path}
+    return operators | {
+        node_name(path): MaseNode(_arguments(of_modules[path]), of_modules[path][-1].results)
+        for path in sorted(holding - {""})
+    }
+
+
+def _placed(
+    names: Sequence[str], layouts: Sequence[str], axis_sizes: tuple[int, ...]
+) -> dict[str, Placements]:
+    """Placements by name, of the layouts that DTensor can express."""
+    parsed = {name: Layout.parse(text) for name, text in zip(names, layouts, strict=True)}
+    return {
+        name: placement_texts(layout, axis_sizes)
+        for name, layout in parsed.items()
+        if has_placements(layout)
+    }
+
+
+def _arguments(operators: Sequence[MaseNode]) -> dict[str, Placements]:
+    """The inputs of the first operator of a module, and the weights of all."""
+    weights = {
+        name: placements
+        for operator in operators
+        for name, placements in operator.args.items()
+        if not name.startswith("data_in_")
+    }
+    return {**operators[0].args, **weights}
 
 
 def extrapolated(solution: MaseSolution, names: Iterable[str]) -> dict[str, MaseNode]:
@@ -173,7 +232,7 @@ def read_solution(path: Path, *, trust_pickle: bool) -> dict[str, MaseNode]:
     if not trust_pickle:
         raise OptionError(
             f"{path} is a pickle, which can run arbitrary code; if you trust its source, "
-            f"use --trust-pickle"
+            f"use --trust-pickle, or trust_pickle=True"
         )
     with BytesIO(read_file(path, PlanError)) as file:
         try:

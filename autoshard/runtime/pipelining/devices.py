@@ -52,16 +52,14 @@ class StageDevices:
 
         Args:
             plan: with several stages.
-            mesh: the devices of the plan.
+            mesh: the devices of the plan; this rank is one of them.
             known: devices of another plan, with meshes that can be used and the group.
 
         Raises:
-            PlanError: the mesh does not have the plan's axes, this rank is not part of it, or the
-                mesh is a part of a job whose communicators are split from that of all ranks.
+            PlanError: the mesh does not have the plan's axes, or is a part of a job whose
+                communicators are split from that of all ranks.
         """
         assert plan.pipeline is not None
-        if mesh.get_coordinate() is None:
-            raise PlanError("this rank is not part of the device mesh")
         devices: list[int] = mesh.mesh.flatten().tolist()
         sizes = [prod(size for _, size in stage.axes) for stage in plan.stages]
         alone = len(devices) == 1 and plan.mesh.num_devices > 1 and set(sizes) == {1}

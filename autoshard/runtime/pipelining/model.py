@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.base.arguments import DimIndex, Seed, check_arguments
+from autoshard.base.arguments import DimIndex, Seed, check_arguments, names_elsewhere
 from autoshard.errors import PlanError
 from autoshard.plan import Plan, Stage
 from autoshard.runtime.autocast import outside_autocast
@@ -26,6 +26,7 @@ from autoshard.runtime.parameters.state_dicts import support_state_dicts
 from autoshard.runtime.pipelining.deferred_norms import DeferredBatchNorms
 from autoshard.runtime.pipelining.devices import StageDevices
 from autoshard.runtime.pipelining.full_states import support_full_states
+from autoshard.runtime.pipelining.idle import Idle, without_stages
 from autoshard.runtime.pipelining.losses import LossFunction
 from autoshard.runtime.pipelining.micro_batches import Join
 from autoshard.runtime.pipelining.model_part import (
@@ -39,6 +40,7 @@ from autoshard.runtime.pipelining.model_part import (
 )
 from autoshard.runtime.pipelining.norms import clip_gradients
 from autoshard.runtime.pipelining.runner import PipelineRunner
+from autoshard.runtime.pipelining.schedules import MakeSchedule
 from autoshard.runtime.pipelining.stage import ScheduledStage
 from autoshard.runtime.pipelining.stage_forward import Checkpointing, StageForward
 from autoshard.runtime.pipelining.uninitialised import allocate
@@ -250,6 +252,26 @@ for _name in ("cuda", "cpu", "half", "float", "double", "bfloat16", "type"):
     setattr(Pipelined, _name, Pipelined.to)
 
 
+_DIVIDED = "arguments are divided along the dim in which they are larger than a micro-batch"
+
+
+@names_elsewhere(
+    balance="it is an option of the plan: PlanOptions(balance=(2, 3, 2))",
+    chunks="it is an option of the plan: PlanOptions(micro_batches=8)",
+    n_microbatches="it is an option of the plan: PlanOptions(micro_batches=8)",
+    split_spec="cuts are options of the plan: PlanOptions(cuts=('before:layers.4',)), and calls of "
+    "pipe_split() and annotate_split_points are kept",
+    split_policy="cuts are options of the plan: PlanOptions(cuts=cut_names(graph, policy(graph)))",
+    mb_args="pass the arguments of a micro-batch to export_model",
+    mb_kwargs="pass the arguments of a micro-batch to export_model",
+    args_chunk_spec=_DIVIDED,
+    kwargs_chunk_spec=_DIVIDED,
+    output_merge_spec="pass join=, a function that makes one result of those of micro-batches",
+    group="the device mesh has the process groups: DeviceMesh.from_group makes one of a group",
+    worker_map="ranks communicate through the groups of the device mesh, and not by RPC",
+    devices="each rank has one device, that of the device mesh; split_model needs no ranks",
+    input_device="arguments are moved to the device of the mesh",
+)
 @check_arguments
 def pipeline(
     model: ModelT,
@@ -262,6 +284,7 @@ def pipeline(
     checkpoint: Checkpointing = "always",
     deferred_batch_norm: bool = False,
     join: Join | None = None,
+    schedule: MakeSchedule | None = None,
     constants: Mapping[str, torch.Tensor] | None = None,
     custom_operators: Collection[str] = (),
     seed: Seed = 0,
@@ -287,7 +310,8 @@ def pipeline(
             several by name, such as one for training and one for evaluation, which hold the same
             parameters on each rank (`Plan.state_pins`, and the same cuts).
         device_mesh: a mesh with the axis names and sizes of the plan. In a single process, with a
-            mesh of one device, a plan whose stages have one device each runs too.
+            mesh of one device, a plan whose stages have one device each runs too. On ranks of the
+            job beyond the mesh, the model has no stage, and steps return None.
         loss_fn: the loss of a micro-batch, from the result of forward and the target; None if
             forward returns the loss.
         target_dim: the dim along which tensors of the target are divided; None for the one along
@@ -300,6 +324,10 @@ def pipeline(
             by those of the whole batch; otherwise each micro-batch updates them.
         join: makes one result of those of micro-batches. By default tensors are concatenated along
             the dim in which the arguments are divided, and scalars are averaged.
+        schedule: of your own, in place of the planned one: a class of
+            `torch.distributed.pipelining.schedules`, or a function that makes such an object of
+            `(stages, micro_batches, loss_fn=..., scale_grads=...)`. It runs the stages of each rank
+            as planned; predicted time and memory are those of the planned schedule.
         constants: as for `parallelize`.
         custom_operators: as for `parallelize`.
         seed: as for `parallelize`; each micro-batch draws the numbers of a step of its own.
@@ -312,13 +340,9 @@ def pipeline(
         PlanError: a plan has no stages, or does not fit mesh, model, schedule or another plan.
         TorchVersionError: the installed torch does not do what planned models rely on.
     """
-    if isinstance(model, Pipelined):
-        raise PlanError("the model has pipeline stages already; apply plans to a new model")
-    plans = {"": plan} if isinstance(plan, Plan) else dict(plan)
-    if not plans or any(one.pipeline is None for one in plans.values()):
-        raise PlanError("a plan has a single stage, or there is none: apply it with parallelize")
-    for one in plans.values():
-        check_runtime(one)
+    plans = _plans_for(model, plan)
+    if device_mesh.get_coordinate() is None:
+        return without_stages(model)
     first, *_ = plans.values()
     devices = _devices_of(plans, device_mesh)
     with raised_on_all_ranks(device_mesh):
@@ -372,6 +396,7 @@ def pipeline(
             scale_grads=scale_grads,
             checkpoint=checkpoint,
             join=join,
+            schedule=schedule,
         )
         for name, one in plans.items()
     ]
@@ -390,6 +415,18 @@ def pipeline(
     vars(model)["_removed"] = removed_names(model, first, names)
     drop_removed(model, vars(model)["_removed"])
     return model
+
+
+def _plans_for(model: nn.Module, plan: Plan | Mapping[str, Plan]) -> dict[str, Plan]:
+    """The plans by name, which may be applied to the model."""
+    if isinstance(model, Pipelined | Idle):
+        raise PlanError("the model has pipeline stages already; apply plans to a new model")
+    plans = {"": plan} if isinstance(plan, Plan) else dict(plan)
+    if not plans or any(one.pipeline is None for one in plans.values()):
+        raise PlanError("a plan has a single stage, or there is none: apply it with parallelize")
+    for one in plans.values():
+        check_runtime(one)
+    return plans
 
 
 def _check_state(state: PythonState, name: str, model: nn.Module) -> None:

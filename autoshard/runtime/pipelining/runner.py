@@ -23,7 +23,12 @@ from autoshard.runtime.pipelining.losses import Losses, LossFunction
 from autoshard.runtime.pipelining.micro_batches import Join, MicroBatchSplitter, join_results
 from autoshard.runtime.pipelining.norms import join_stages
 from autoshard.runtime.pipelining.routes import Route, TransferEnd
-from autoshard.runtime.pipelining.schedules import SPLIT, last_backward, make_schedule
+from autoshard.runtime.pipelining.schedules import (
+    SPLIT,
+    MakeSchedule,
+    last_backward,
+    make_schedule,
+)
 from autoshard.runtime.pipelining.stage import CutValue, ScheduledStage, StageStep
 from autoshard.runtime.pipelining.stage_forward import Checkpointing, MicroBatch, StageForward
 from autoshard.runtime.pipelining.tied import TiedParameters
@@ -49,6 +54,7 @@ class PipelineRunner:
             is their sum.
         checkpoint: for which micro-batches the planned activation checkpoints run.
         join: joins the results of micro-batches; None for the default.
+        schedule: makes a schedule in place of the planned one.
 
     Attributes:
         stages: of this rank.
@@ -70,6 +76,7 @@ class PipelineRunner:
         scale_grads: bool,
         checkpoint: Checkpointing,
         join: Join | None,
+        schedule: MakeSchedule | None,
     ) -> None:
         assert plan.pipeline is not None
         self._plan = plan
@@ -81,6 +88,7 @@ class PipelineRunner:
             "scale_grads": scale_grads,
             "checkpoint": checkpoint,
             "join": join,
+            "schedule": schedule,
         }
         self._model = model
         self._check_state = check_state
@@ -89,7 +97,10 @@ class PipelineRunner:
         self._join = join
         self._checkpoint = checkpoint
         self._batches = MicroBatchSplitter(plan.pipeline, signature, target_dim)
-        self.stages = _stages(model, plan, devices, forwards)
+        splits = len(devices.positions) > 1 and (
+            schedule is not None or plan.pipeline.schedule in SPLIT
+        )
+        self.stages = _stages(model, plan, devices, forwards, splits=splits)
         self.is_training = plan.options.mode == "training"
         self._loss_position = -1
         if self.is_training and loss_fn is None:
@@ -97,7 +108,11 @@ class PipelineRunner:
         scale = 1 / plan.pipeline.micro_batches if scale_grads else 1.0
         self._losses = Losses(loss_fn, self._loss_position, scale)
         self._schedule = make_schedule(
-            plan.pipeline, devices, self.stages, self._loss if self.is_training else None
+            plan.pipeline,
+            devices,
+            self.stages,
+            self._loss if self.is_training else None,
+            schedule,
         )
         self.tied = TiedParameters(plan, devices, model)
         join_stages(model, devices)
@@ -319,7 +334,12 @@ def _forget(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def _stages(
-    model: nn.Module, plan: Plan, devices: StageDevices, forwards: Sequence[StageForward]
+    model: nn.Module,
+    plan: Plan,
+    devices: StageDevices,
+    forwards: Sequence[StageForward],
+    *,
+    splits: bool,
 ) -> list[ScheduledStage]:
     """This rank's stages."""
     assert plan.pipeline is not None
@@ -341,7 +361,7 @@ def _stages(
             incoming=links[number - 1] if number else (),
             outgoing=[outgoing[name] for name in sent if name is not None],
             groups=(devices.group, devices.gradient_group),
-            splits=plan.pipeline.schedule in SPLIT and len(devices.positions) > 1,
+            splits=splits,
         )
         if number - 1 in devices.own_stages:
             stage.check_local(links[number - 1])

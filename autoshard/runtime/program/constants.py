@@ -27,6 +27,18 @@ def constant_value(graph: Graph, name: str, device: torch.device) -> torch.Tenso
     return elements.view(tensor.shape).to(device)
 
 
+def find_held(model: nn.Module, target: str) -> PythonPlace | None:
+    """The place of a constant that a model holds; None if it has nothing there."""
+    holder: Any = model
+    place: PythonPlace | None = None
+    for part in read_path(target):
+        place = find_place(holder, part)
+        if place is None:
+            return None
+        holder = place.value
+    return place
+
+
 @dataclass(frozen=True, slots=True)
 class HeldConstant:
     """A tensor that the model holds in an attribute, a container or an object.
@@ -48,16 +60,12 @@ class HeldConstant:
         Raises:
             PlanError: it has another shape than planned.
         """
-        holder: Any = model
-        place: PythonPlace | None = None
-        for part in read_path(placed.target):
-            place = find_place(holder, part)
-            if place is None:
-                return None
-            holder = place.value
-        assert place is not None
-        check_held(holder, placed)
-        moved = replace(place, value=holder if holder.is_meta else holder.to(device))
+        place = find_held(model, placed.target)
+        if place is None:
+            return None
+        held = place.value
+        check_held(held, placed)
+        moved = replace(place, value=held if held.is_meta else held.to(device))
         moved.put()
         return cls(placed.target, moved)
 

@@ -77,7 +77,7 @@ class OperatorCall:
         made = self._operator(*args, **kwargs)
         if isinstance(made, torch.Tensor):
             return (made,)
-        outputs = tuple(_flat(made))
+        outputs = tuple(flat_results(made))
         # Some operators, such as unbind, have as many outputs as a dim has elements.
         assert len(outputs) == self._num_outputs, self._name
         return outputs
@@ -99,14 +99,14 @@ def _template(
     if isinstance(argument, Ref):
         return _Input(next(positions))
     if isinstance(argument, Token):
-        return _object_of(argument, device, node)
+        return token_object(argument, device, node)
     if isinstance(argument, tuple):
         items = [_template(item, positions, device, node) for item in argument]
         return tuple(items) if any(True for _ in references(argument)) else items
     return argument
 
 
-def _object_of(token: Token, device: torch.device, node: Node) -> object:
+def token_object(token: Token, device: torch.device, node: Node) -> object:
     """The torch object of a token; any device becomes this rank's device."""
     check_token(node, token)
     return device if token.kind is TokenKind.DEVICE else getattr(torch, token.value)
@@ -120,9 +120,8 @@ def _fill(template: Any, tensors: Sequence[torch.Tensor]) -> Any:
     return template
 
 
-def _flat(result: Any) -> Iterator[torch.Tensor]:
+def flat_results(result: Any) -> list[torch.Tensor]:
+    """The tensors that an operator returns, in lists or not."""
     if isinstance(result, (list, tuple)):
-        for item in result:
-            yield from _flat(item)
-    else:
-        yield result
+        return [tensor for item in result for tensor in flat_results(item)]
+    return [result]
