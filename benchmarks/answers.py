@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import Timer
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -25,7 +26,11 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 """Published sizes of models; what a config leaves out has the default of transformers."""
 
 NUM_GPUS = (8, 64, 1024)
-_FIRST = re.compile(r"planned [1-9]|, best ")
+_SAMPLES = 4
+"""Samples of a step for each GPU, of as many tokens as the model has, 4,096 at most."""
+_MOST_SECONDS = 400.0
+"""Seconds after which an answer is given up."""
+_FIRST = re.compile(r"best \d|comparing|micro-batches: ")
 HEADER = ("model", "GPUs", "first answer, s", "answer, s", "of the processor, s", "verdict")
 
 
@@ -54,14 +59,9 @@ def measure_answers(names: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
 
 
 def _run(config: Path, gpus: int, path: Path) -> Timed:
-    batch = max(16, gpus)
-    sequence = (
-        512 if json.loads(config.read_text(encoding="utf-8"))["model_type"] == "bert" else 1024
-    )
     command = [
         *(sys.executable, "-m", "autoshard.cli", "plan", str(config), "--gpus", str(gpus)),
-        *("--topology", "h100-sxm", "--batch-size", str(batch), "--seq-length", str(sequence)),
-        *("-o", str(path)),
+        *("--topology", "h100-sxm", "--global-batch", str(_SAMPLES * gpus), "-o", str(path)),
     ]
     environment = {**os.environ, "AUTOSHARD_CACHE": str(path.with_name(f"{gpus}-{config.name}"))}
     start, before = time.perf_counter(), os.times()
@@ -70,10 +70,13 @@ def _run(config: Path, gpus: int, path: Path) -> Timed:
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
     ) as process:
         assert process.stdout is not None
+        latest = Timer(_MOST_SECONDS, process.kill)
+        latest.start()
         for line in process.stdout:
             lines.append(line)
             if first is None and _FIRST.search(line):
                 first = time.perf_counter() - start
+        latest.cancel()
     after = os.times()
     used = after.children_user + after.children_system
     used -= before.children_user + before.children_system
