@@ -19,6 +19,8 @@ from autoshard.graph.ir import Graph
 
 _MIN_LENGTH = 4
 """Minimum number of nodes of a block."""
+_MAX_PERIODS = 12
+"""Maximum number of layers that repeat together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,7 @@ def find_blocks(graph: Graph) -> tuple[Block, ...]:
         while (run := _longest_run(np.array(kinds, dtype=np.intp), untried)) is not None:
             first, length, size = run
             untried[first : first + size] = False
-            block = wiring.best_block(first, length, size)
+            block = _largest_block(wiring, first, length, size)
             parts = [] if block is None else _by_gradients(block, graph.kinds)
             if parts:
                 found += parts
@@ -74,6 +76,25 @@ def find_blocks(graph: Graph) -> tuple[Block, ...]:
         if covered.isdisjoint(range(first, last))
     ]
     return tuple(sorted(found, key=lambda block: block.start))
+
+
+def _largest_block(wiring: "_Wiring", first: int, length: int, size: int) -> Block | None:
+    """The block that covers most of a run, of one period or of several.
+
+    Layers that are alike but for what they share, such as the masks of sliding and of full
+    attention, repeat together.
+    """
+    best: Block | None = None
+    for periods in range(1, _MAX_PERIODS + 1):
+        if 2 * periods * length > size:
+            break
+        block = wiring.best_block(first, periods * length, size)
+        covered = 0 if best is None else best.stop - best.start
+        if block is not None and block.stop - block.start > covered + length:
+            best, covered = block, block.stop - block.start
+        if covered > size - (periods + 1) * length:
+            break
+    return best
 
 
 def _by_gradients(block: Block, kinds: Sequence[int]) -> list[Block]:

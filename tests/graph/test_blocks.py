@@ -1,8 +1,10 @@
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
+from support.configs import write_config
 from support.models import Case, bert, gpt2, graph_of, llama, meta
 from torch import nn
 
@@ -16,7 +18,10 @@ from autoshard.graph import (
     Ref,
     Tensor,
     find_blocks,
+    load_graph,
 )
+from autoshard.requests.model_configs import BatchShape
+from autoshard.requests.model_files import export_named
 
 
 class Stack(nn.Module):
@@ -148,3 +153,23 @@ def test_nodes_of_one_kind_differ_in_names_alone() -> None:
     }
     graph = Graph((Input("x", InputKind.USER, "x"),), nodes, (Output("d_out"),), values)
     assert graph.kinds == (0, 1, 2, 0, 3)
+
+
+@pytest.mark.parametrize(("layers", "period"), [(6, 2), (6, 3), (8, 2)])
+def test_layers_that_share_different_masks_repeat_together(
+    layers: int, period: int, tmp_path: Path
+) -> None:
+    kinds = ["sliding_attention"] * (period - 1) + ["full_attention"]
+    path = write_config(
+        tmp_path,
+        architectures=["Gemma2ForCausalLM"],
+        model_type="gemma2",
+        head_dim=16,
+        sliding_window=8,
+        num_hidden_layers=layers,
+        layer_types=kinds * (layers // period),
+    )
+    graph = load_graph(export_named(path, BatchShape(batch_size=2, seq_length=16)))
+    (block,) = find_blocks(graph)
+    assert block.count == layers // period
+    assert block.stop - block.start > 0.9 * len(graph.nodes)

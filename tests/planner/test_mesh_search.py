@@ -231,6 +231,13 @@ def test_a_search_that_is_stopped_has_the_first_plans() -> None:
     assert SolveStatus.CANCELLED in statuses
 
 
+def test_a_search_that_is_out_of_time_has_what_is_known() -> None:
+    graph = small_graph(partial(residuals, layers=4))
+    found = search_meshes(graph, 4, topology=FLAT, total_time_limit=1e-3, num_workers=1)
+    assert all(candidate.was_stopped and candidate.plan is None for candidate in found)
+    assert "out of time, before it was finished" in search_statement(found)
+
+
 def test_meshes_are_planned_in_the_order_of_their_innermost_axis() -> None:
     order: list[tuple[int, ...]] = []
     search_meshes(

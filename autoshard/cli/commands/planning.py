@@ -27,7 +27,7 @@ from autoshard.cli.options import (
 )
 from autoshard.cli.plan_options import Planning
 from autoshard.cli.progress import RunningRequest, followed
-from autoshard.cli.rendering.numbers import count
+from autoshard.cli.rendering.numbers import count, duration
 from autoshard.cli.rendering.output import (
     errors,
     marked,
@@ -416,6 +416,14 @@ def search(
     nodes: Nodes = None,
     gpus_per_node: GpusPerNode = None,
     max_axes: Annotated[int, count(help="Largest number of mesh axes.")] = 3,
+    total_time_limit: Annotated[
+        float | None,
+        duration(
+            help="Time limit of all meshes together, which have what is known of them then; "
+            "--time-limit is that of each mesh.",
+            unit="seconds",
+        ),
+    ] = None,
     workers: Annotated[
         int, count(help="Number of meshes planned at the same time, without a service.")
     ] = 2,
@@ -438,6 +446,7 @@ def search(
         nodes=nodes,
         gpus_per_node=gpus_per_node,
         max_axes=max_axes,
+        total_time_limit=total_time_limit,
         options=options,
         discover=custom.discover(),
     )

@@ -18,7 +18,8 @@ _EXPORTS = {"fsdp2": "fsdp2", "hsdp": "fsdp2", "megatron": "megatron", "megatron
 """The export that has the code or settings of each family; DDP needs none."""
 
 _NOT_REPEATED = frozenset(
-    {"shape", "gpus", "devices", "axes", "max_axes", "workers", "output", "format", "json", "quiet"}
+    {"shape", "gpus", "devices", "axes", "max_axes", "total_time_limit", "workers"}
+    | {"output", "format", "json", "quiet"}
 )
 """Options that another command for the same request does not repeat: of the mesh and the output."""
 _OF_ONE_LAYOUT = frozenset(

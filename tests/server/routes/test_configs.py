@@ -10,6 +10,7 @@ import pytest
 
 from autoshard.client import Client
 from autoshard.errors import OptionError, RequestRejectedError
+from autoshard.graph import graph_from_json
 from autoshard.plan import Plan
 from autoshard.requests.model_configs import BatchShape
 from autoshard_server import Settings
@@ -195,6 +196,16 @@ def test_a_config_without_a_model_is_refused_in_its_process(
     service: Any, fields: dict[str, Any], words: tuple[str, ...]
 ) -> None:
     expect(ask(service, config=LLAMA | fields), "config", *words)
+
+
+def test_a_batch_is_that_of_a_step_in_all_its_micro_batches(service: Any) -> None:
+    made = ask(service, options={"training": {"micro_batches": 2}})
+    assert made.status_code == 200, made.text
+    plan = Plan.from_json(made.content)
+    program = graph_from_json(plan.stages[0].program)
+    assert program.values[program.inputs[-1].name].shape[0] == MODEL["batch_size"] // 2
+    uneven = ask(service, options={"training": {"micro_batches": 3}})
+    expect(uneven, "config", "does not divide the batch of a step, 4 samples")
 
 
 @pytest.mark.thorough
