@@ -310,3 +310,18 @@ def test_metadata_reads_no_other_attributes(tmp_path: Path) -> None:
     repickled(path, (TensorProperties, "__init__"))
     with pytest.raises(CheckpointError, match="'__init__' is not allowed in metadata"):
         load_checkpoint(Tied(), path)
+
+
+def test_parameters_larger_than_the_memory_take_none() -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(1024, 65_536, 65_536))
+            self.register_buffer("table", torch.empty(8).fill_(3.0))
+            nn.init.normal_(self.weight)
+
+    with init_empty_weights():
+        model = Experts()
+    assert model.weight.is_meta
+    assert model.weight.nbytes > 1 << 43
+    assert model.get_buffer("table").tolist() == [3.0] * 8

@@ -10,11 +10,14 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.overrides import TorchFunctionMode
 
 from autoshard.runtime.global_tensors.dtensors import from_local, local_tensor
 
 EXTRA_STATE = "_extra_state"
 """Name in a state dict of what `get_extra_state` of a module returns."""
+_LARGE_BYTES = 1 << 30
+"""Size from which on a tensor is taken for a parameter, as a buffer with values is smaller."""
 
 
 @contextmanager
@@ -34,9 +37,24 @@ def init_empty_weights() -> Iterator[None]:
     hook: Any = _on_meta
     handle = register_module_parameter_registration_hook(hook)
     try:
-        yield
+        # Parameters of experts may be larger than the memory before they are registered.
+        with _LargeOnMeta():
+            yield
     finally:
         handle.remove()
+
+
+class _LargeOnMeta(TorchFunctionMode):
+    """Makes large tensors of `torch.empty`, which have no values yet, on the meta device."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Intercept a torch function."""
+        given = kwargs or {}
+        if func is torch.empty and not {"out", "pin_memory"} & given.keys():
+            made = func(*args, **{**given, "device": "meta"})
+            if made.nbytes >= _LARGE_BYTES:
+                return made
+        return func(*args, **given)
 
 
 def _on_meta(_: nn.Module, __: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
