@@ -1,7 +1,9 @@
 """Steps of a config's model that are divided into micro-batches."""
 
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -18,10 +20,16 @@ from tests.support.configs import write_config
 
 
 def divided(
-    folder: Path, batch: int, *, devices: int = 2, pipelines: bool = True, **options: object
+    folder: Path,
+    batch: int,
+    *,
+    devices: int = 2,
+    pipelines: bool = True,
+    config: Mapping[str, object] = MappingProxyType({}),
+    **options: object,
 ) -> tuple[Step, list[int]]:
-    """A step on some devices, and the batch sizes that were exported."""
-    export, exported = partial(export_named, write_config(folder, num_hidden_layers=4)), list[int]()
+    """A step on nodes of two devices, and the batch sizes that were exported."""
+    export, exported = partial(export_named, write_config(folder, **config)), list[int]()
 
     def counted(shape: BatchShape) -> bytes:
         exported.append(shape.batch_size)
@@ -29,13 +37,26 @@ def divided(
 
     divider = StepDivider(
         counted,
-        BatchShape(batch_size=batch, seq_length=128),
+        BatchShape(batch_size=batch, seq_length=512 if config else 128),
         PlanOptions(**options),
         devices,
         resolve_topology("h100-sxm", devices, None, 2),
         pipelines=pipelines,
     )
     return divider.divided(), exported
+
+
+WIDE: Mapping[str, object] = MappingProxyType(
+    {
+        "hidden_size": 8192,
+        "intermediate_size": 16_384,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 512,
+    }
+)
+"""Layers of many parameters for few tokens."""
 
 
 def number_of(step: Step) -> int:
@@ -79,18 +100,18 @@ def test_a_memory_that_no_number_fits_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_pipeline_that_is_faster_is_chosen_on_several_nodes(tmp_path: Path) -> None:
-    """Four nodes of two: between them, activations of a stage are less than gradients of all."""
-    found, _ = divided(tmp_path, 64, devices=8)
+    """Between nodes, activations of a stage are less than the gradients of all layers."""
+    found, _ = divided(tmp_path, 32, devices=8, config=WIDE)
     assert found.mesh is not None
     assert found.mesh.axis_names[0] == "pp"
     assert found.options.pipeline.stages == "auto"
     number = number_of(found)
-    assert batch_of(found.graph) == 64 // number
+    assert batch_of(found.graph) == 32 // number
     planned = make_plan(found.graph, found.mesh, found.options)
     assert planned.pipeline is not None
     assert found.one_stage is not None
     archive, options = found.one_stage
-    assert batch_of(archive) == 64 // options.training.micro_batches
+    assert batch_of(archive) == 32 // options.training.micro_batches
     alone = make_plan(archive, make_mesh((4, 2), topology=found.mesh.topology), options)
     assert planned.costs is not None
     assert alone.costs is not None
@@ -102,5 +123,5 @@ def test_a_pipeline_that_is_faster_is_chosen_on_several_nodes(tmp_path: Path) ->
 )
 def test_a_pipeline_is_not_compared(options: dict[str, object], tmp_path: Path) -> None:
     given: dict[str, Any] = {"devices": 8, **options}
-    found, _ = divided(tmp_path, 64, **given)
+    found, _ = divided(tmp_path, 32, **given, config=WIDE)
     assert (found.mesh, found.one_stage) == (None, None)
