@@ -60,7 +60,7 @@ def test_functions_of_ours_in_the_table_of_the_seeds_exist() -> None:
 
 
 def is_ours(name: str) -> bool:
-    """Whether autoshard has a function, or one with an argument, as in `export_model(args)`."""
+    """True if autoshard has a function, or one with an argument, as in `export_model(args)`."""
     path, _, argument = name.removesuffix(")").partition("(")
     found: Any = import_module("autoshard")
     for part in path.split("."):

@@ -141,7 +141,7 @@ def remarks_on(plan: Plan) -> Iterator[str]:
 
 
 def reuse_sentences(plan: Plan) -> Iterator[str]:
-    """How much of the repeated blocks had been solved for other plans, if anything had."""
+    """The part of the repeated blocks that had been solved for other plans, if any."""
     blocks = plan.provenance.blocks
     reused = sum(block.num_reused for block in blocks)
     tables = reused + sum(block.num_solved for block in blocks)

@@ -65,7 +65,7 @@ class Unknown(PipelineScheduleSingle):
 
 
 def check_refused(habit: Habit) -> None:
-    """What is no schedule, and one whose order is not known, are refused on all ranks."""
+    """An object that is no schedule, and one of unknown order, are refused on all ranks."""
     for wrong, text in (
         (Unknown, "schedule Unknown does not say in which order"),
         (lambda *_, **__: None, "does not say in which order"),
