@@ -110,7 +110,7 @@ def plan_model(
                 graph,
                 num_devices=gpus,
                 options=merged.with_values(comparisons=False),
-                total_time_limit=merged.solver.time_limit,
+                total_time_limit=merged.solver.time_limit / 2,
                 on_progress=on_progress,
                 **devices,
             )

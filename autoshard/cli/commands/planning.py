@@ -134,7 +134,7 @@ class Devices:
             nodes=self.nodes,
             gpus_per_node=self.gpus_per_node,
             options=options.with_values(comparisons=False),
-            total_time_limit=options.solver.time_limit,
+            total_time_limit=options.solver.time_limit / 2,
             discover=discover,
         )
 

@@ -129,7 +129,7 @@ def estimate_micro_batches(
     symbol, part = batch_symbol(graph)
     batch = part * options.training.micro_batches
     where = resolve_topology(topology, num_devices, nodes, gpus_per_node)
-    limits = SearchLimits(options.solver.time_limit, cancel, on_progress=on_progress)
+    limits = SearchLimits(options.solver.time_limit / 2, cancel, on_progress=on_progress)
     mesh = _usual_mesh(num_devices, where)
     estimates = _Estimates(graph, symbol, batch, mesh, options, limits, block_cache)
     numbers = list(_numbers(graph, symbol, batch))
