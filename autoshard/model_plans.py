@@ -119,7 +119,13 @@ def plan_model(
             sizes = (mesh,) if isinstance(mesh, int) else mesh
             mesh = make_mesh(sizes, **devices)
         request: dict[str, Any] = {"mesh": mesh, "options": merged, "on_progress": on_progress}
-        return client.plan(graph, **request, one_stage=one_stage)
+        planned = client.plan(graph, **request, one_stage=one_stage)
+    if one_stage is None or planned.found:
+        return planned
+    # The pipeline has no plan in the time limit.
+    archive, alone = one_stage
+    request = {"gpus": gpus, **devices, "options": alone, "server": server, "cache": cache}
+    return plan_model(archive, **request, on_progress=on_progress)
 
 
 def divides_step(model: "ModelLike", options: PlanOptions) -> bool:

@@ -248,7 +248,8 @@ def _family(plan: Plan, baseline: Baseline) -> LayoutRow:
     needs = [_NEEDS[baseline.algo]]
     needs += ["ZeRO-1"] if baseline.distributed_optimizer else []
     number = baseline.micro_batches
-    needs += [f"{number} micro-batches"] if number != plan.stages[0].micro_batches else []
+    if number != plan.stages[0].micro_batches:
+        needs += [f"{number} micro-batches" if number > 1 else "one micro-batch"]
     needs += _settings(baseline.again, baseline.algo, plan.options.mode)
     needs += [remark.partition(",")[0] for remark in baseline.remarks]
     if not baseline.found:

@@ -16,6 +16,7 @@ from autoshard.errors import OptionError
 from autoshard.graph import InputKind, is_graph_file, load_graph
 from autoshard.plan import Plan
 from autoshard.plan.predictions import step_time
+from autoshard.planner.pipeline import pipeline_planner
 from autoshard.report import answer_of
 from autoshard.requests.kept_plans import OfflinePlans
 from autoshard.requests.model_configs import BatchShape
@@ -327,3 +328,25 @@ def test_one_call_plans_archives_and_modules(config: Any, tmp_path: Path) -> Non
     for given in ({}, {"gpus": 2, "mesh": 2}):
         with pytest.raises(OptionError, match="give one of gpus and mesh"):
             plan_model(archive, **given, **options)
+
+
+def test_one_stage_is_planned_where_a_pipeline_has_no_plan(
+    config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stages get no time, so that the chosen pipeline, of wide layers on nodes of two, ends."""
+    made = pipeline_planner.make_plan
+
+    def late(graph: Any, mesh: Any, options: Any, **given: Any) -> Plan:
+        seconds = 1e-6 if options.pipeline.stages == "auto" else options.solver.time_limit
+        return made(graph, mesh, options.with_values(time_limit=seconds), **given)
+
+    monkeypatch.setattr(planner, "make_plan", late)
+    sizes = {"hidden_size": 8192, "intermediate_size": 16_384, "num_hidden_layers": 8}
+    heads = {"num_attention_heads": 64, "num_key_value_heads": 8, "max_position_embeddings": 512}
+    devices = ("--gpus", "8", "--topology", "h100-sxm", "--gpus-per-node", "2", "--no-comparisons")
+    batch = ("--global-batch", "32", "--seq-length", "512", "--no-cache")
+    planned = autoshard("plan", config(**sizes, **heads), *devices, *batch)
+    assert planned.exit_code == 0, planned.output
+    assert "pipeline: pp=" in planned.stderr
+    assert "no plan in the time limit; one stage is planned" in planned.stderr
+    assert "among the plans of one stage" in planned.stdout

@@ -208,33 +208,11 @@ def plan(
         graph = _graph(model, recipe.batch(model, batch), mode, quiet=quiet)
         program = load_graph(graph)
         mesh, options = recipe.laid_out(program)
-    # One for both: the plan of the mesh that the search chooses is not made again.
-    here = None if connection.server else connection.here()
-    if mesh is None:
-        arguments = devices.search_arguments(options, discover=discover)
-        mesh = _best_mesh(graph, arguments, connection, here, quiet=quiet)
-    with _followed(connection, quiet=quiet) as run:
-        if here is None:
-            with connection.open() as client:
-                result = client.request_plan(
-                    graph,
-                    mesh=mesh,
-                    options=options,
-                    discover=discover,
-                    on_progress=run.report,
-                )
-        else:
-            request = PlanRequest(
-                graph,
-                mesh=mesh,
-                options=options,
-                discover=discover,
-                one_stage=None if step is None else step.one_stage,
-            )
-            result = here.plan(request, on_progress=run.report, cancel=run.stop)
+    request = _Request(graph, mesh, options, devices, connection, discover=discover, quiet=quiet)
+    result = request.planned(None if step is None else step.one_stage)
     found = result.plan
     assert found is not None, "the request waits for the plan"
-    if here is None:
+    if connection.server:
         errors.print(marked("plan:", _source(result), style="bold"), highlight=False)
     _write(found, output)
     if output_format.chosen == "json":
@@ -248,6 +226,76 @@ def plan(
     if recipe is not None and program is not None and comparisons:
         recipe.print_changes(found, program, quiet=quiet)
     _end(found, is_stopped=found.certificate.status is SolveStatus.CANCELLED)
+
+
+@dataclass(frozen=True)
+class _Request:
+    """A request for a plan, in this process or at a service.
+
+    Attributes:
+        graph: the program.
+        mesh: the devices; None to search the mesh.
+        options: of planning.
+        devices: options about the mesh.
+        connection: to a service.
+        discover: True to look for rules of the model's own operators.
+        quiet: True to print no progress.
+    """
+
+    graph: Path | bytes
+    mesh: Mesh | None
+    options: PlanOptions
+    devices: Devices
+    connection: Connection
+    discover: bool
+    quiet: bool
+
+    def planned(self, one_stage: tuple[bytes, PlanOptions] | None) -> PlanResult:
+        """The plan.
+
+        Args:
+            one_stage: of a pipeline whose mesh was chosen, what it is compared with, and what is
+                planned if the pipeline has no plan; else None.
+        """
+        if self.connection.server:
+            return self._at_service()
+        # One for both: the plan of the mesh that the search chooses is not made again.
+        here = self.connection.here()
+        mesh = self.mesh or self._best_mesh(here)
+        with _followed(self.connection, quiet=self.quiet) as run:
+            request = PlanRequest(
+                self.graph,
+                mesh=mesh,
+                options=self.options,
+                discover=self.discover,
+                one_stage=one_stage,
+            )
+            result = here.plan(request, on_progress=run.report, cancel=run.stop)
+            is_stopped = run.stop.is_set()
+        if one_stage is None or is_stopped or (result.plan is not None and result.plan.found):
+            return result
+        text = "it has no plan in the time limit; one stage is planned"
+        errors.print(marked("pipeline:", text, style="bold"), highlight=False)
+        graph, options = one_stage
+        return replace(self, graph=graph, mesh=None, options=options).planned(None)
+
+    def _at_service(self) -> PlanResult:
+        mesh = self.mesh or self._best_mesh(None)
+        with (
+            _followed(self.connection, quiet=self.quiet) as run,
+            self.connection.open() as client,
+        ):
+            return client.request_plan(
+                self.graph,
+                mesh=mesh,
+                options=self.options,
+                discover=self.discover,
+                on_progress=run.report,
+            )
+
+    def _best_mesh(self, here: ThisProcess | None) -> Mesh:
+        arguments = self.devices.search_arguments(self.options, discover=self.discover)
+        return _best_mesh(self.graph, arguments, self.connection, here, quiet=self.quiet)
 
 
 def _graph(model: str, batch: ConfigBatch, options: PlanOptions, *, quiet: bool) -> Path | bytes:

@@ -514,7 +514,7 @@ class _Request:
             left = self.limits.left
             share = max(left / (len(places) - number), min(LEAST_TIME_LIMIT, left / 2))
             share = max(share, _LEAST_SHARE)
-            limits = limits.model_copy(update={"time_limit": share})
+            limits = limits.with_values(time_limit=share)
             # Stages are planned separately: what crosses a cut has the layout that the search has
             # assumed on both sides.
             limits = with_pinned_ends(limits, program, search.costs(place.devices).layouts)
