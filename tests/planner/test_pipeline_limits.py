@@ -11,11 +11,12 @@ from autoshard.base.outcome import SolveStatus
 from autoshard.checker import check_plan
 from autoshard.errors import OptionError
 from autoshard.graph import Graph
-from autoshard.mesh import make_mesh
+from autoshard.mesh import Mesh, make_mesh
 from autoshard.plan import PlanOptions
 from autoshard.planner import make_plan, plan_id, problem_size
 from autoshard.planner.budget.rounds import Outcome
 from autoshard.planner.budget.search import BudgetSearch
+from autoshard.planner.pipeline.equal_stages import EqualStages, StagePlan
 from autoshard.planner.pipeline.quick_plans import QuickPlanner
 from autoshard.solve import Progress
 
@@ -139,3 +140,18 @@ def test_collectives_are_forbidden_on_axes_that_stages_have(graph: Graph) -> Non
     wrong = PlanOptions(**OPTIONS.given | {"forbid": [{"kind": "all_reduce", "axis": "nobody"}]})
     with pytest.raises(OptionError, match="forbid names axis 'nobody'"):
         make_plan(graph, MESH, wrong)
+
+
+def test_stages_share_the_time_limit(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[float] = []
+    plan = EqualStages.plan
+
+    def noted(self: EqualStages, program: Graph, mesh: Mesh, options: PlanOptions) -> StagePlan:
+        given.append(options.solver.time_limit)
+        return plan(self, program, mesh, options)
+
+    monkeypatch.setattr(EqualStages, "plan", noted)
+    assert make_plan(graph, MESH, OPTIONS.with_values(time_limit=60.0)).found
+    assert len(given) == 2
+    assert given[0] <= 30.0
+    assert given[1] <= 60.0
