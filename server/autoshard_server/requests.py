@@ -208,8 +208,8 @@ class ModelRequestBody(GraphRequestBody):
     )
     batch_size: Length | None = Field(
         default=None,
-        description="of a config: sequences of a step, of all devices and micro-batches together; 8 if "
-        "null.",
+        description="of a config: sequences of a step, of all devices and micro-batches together; "
+        "8 if null.",
     )
     seq_length: Length | None = Field(
         default=None,

@@ -82,3 +82,8 @@ def test_numbers_are_tried_as_long_as_they_are_faster(
 
     _climb(list(range(len(times))), start, seconds_of)
     assert asked == tried
+
+
+def test_a_state_that_is_too_large_is_named(graph: Graph) -> None:
+    with pytest.raises(OptionError, match=r"parameters .*, so with 4 devices .* use at least"):
+        estimate_micro_batches(graph, 4, PlanOptions(memory_budget=100_000), topology=TOPOLOGY)

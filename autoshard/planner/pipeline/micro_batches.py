@@ -138,7 +138,7 @@ def estimate_micro_batches(
         _climb(numbers, numbers.index(start), estimates.seconds_of)
     best = min(estimates.seconds, key=lambda number: estimates.seconds[number], default=start)
     if estimates.seconds.get(best, inf) == inf:
-        raise OptionError(_without_plan(batch, estimates.seconds))
+        raise OptionError(_without_plan(batch, estimates.seconds, estimates.reason))
     return MicroBatches(best, *estimates.program(best), estimates.seconds)
 
 
@@ -199,6 +199,7 @@ class _Estimates:
         limits: of all of them together.
         block_cache: as for `make_plan`.
         seconds: of a step with each number that was tried; inf if it does not fit.
+        reason: why the latest number cannot fit, by arithmetic; empty if it may.
     """
 
     graph: Graph
@@ -209,6 +210,7 @@ class _Estimates:
     limits: SearchLimits
     block_cache: KeyValueStore | None = None
     seconds: dict[int, float] = field(default_factory=dict)
+    reason: str = ""
 
     def program(self, number: int) -> tuple[Graph, PlanOptions]:
         """The program of a micro-batch, and the options with their number."""
@@ -224,7 +226,9 @@ class _Estimates:
         self.limits.begin(f"{number} micro-batches on {mesh_text(self.mesh)}")
         program, options = self.program(number)
         seconds = inf
-        if LeastMemory.of(program, self.mesh, options).fits:
+        least = LeastMemory.of(program, self.mesh, options)
+        self.reason = "" if least.fits else least.reason
+        if least.fits:
             made = make_stage_plan(
                 program,
                 self.mesh,
@@ -244,10 +248,11 @@ class _Estimates:
         return seconds
 
 
-def _without_plan(batch: int, tried: Iterable[int]) -> str:
+def _without_plan(batch: int, tried: Iterable[int], reason: str = "") -> str:
+    numbers = ", ".join(map(str, tried))
     return (
-        f"no number of micro-batches of a batch of {batch} has a plan: "
-        f"{', '.join(map(str, tried))} were tried; allow more memory or other schedules"
+        f"no number of micro-batches of a batch of {batch} has a plan: {numbers} were tried; "
+        f"{reason or 'allow more memory or other schedules'}"
     )
 
 
