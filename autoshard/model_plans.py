@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
     from autoshard.requests.running import ProgressListener
-    from autoshard.requests.steps import Step
+    from autoshard.requests.steps import DividedStep
     from autoshard.solve import CancelToken
 
     ModelLike: TypeAlias = str | Path | bytes | ExportedProgram | nn.Module
@@ -148,7 +148,7 @@ def divided_step(
     pipelines: bool = True,
     on_progress: "ProgressListener | None" = None,
     cancel: "CancelToken | None" = None,
-) -> "Step":
+) -> "DividedStep":
     """The step of a config's model in micro-batches, and in stages if that is faster.
 
     Args:

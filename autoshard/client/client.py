@@ -67,28 +67,25 @@ class AsyncClient(ClientBase):
             plan = client.plan(config="config.json", seq_length=4096, mesh=(2, 4))
 
         Args:
-            model: a module, which is exported on the meta device; or the path or bytes of a
-                `.pt2` archive or of its model.json.
-            config: in place of a model, the config of a text model of transformers, or the path
-                of its file. The service makes the model, which needs its extra `configs`.
+            model: a module, which is exported on the meta device; or the path or bytes of a `.pt2`
+                archive or of its model.json.
+            config: in place of a model, the config of a text model of transformers, or the path of
+                its file. The service makes the model, which needs its extra `configs`.
             batch_size: of a config: sequences of a step, of all devices together; by default 8.
             seq_length: of a config: tokens of each sequence; by default at most 4,096.
             dtype: of a config: element type of the weights; by default its own, or bfloat16.
             args: example arguments of the module's forward.
             kwargs: example keyword arguments of the module's forward.
-            one_stage: archive and options that the usual layouts are planned for, in place of those
-                of a pipeline, which has other micro-batches; in this process only.
-            mesh: size of each axis, such as `(2, 4)` or `"2x4"`, or the arguments of `make_mesh` as
-                a mapping, or a mesh.
+            one_stage: archive and options of the usual layouts beside a pipeline; in this process.
+            mesh: such as `(2, 4)` or `"2x4"`, a mesh, or a mapping of arguments of `make_mesh`.
             options: of planning.
             mode: replaces that of the options.
             memory_budget: per device, such as "80GB"; replaces that of the options.
             discover: run the model's own operators in this process, on small tensors, to find
                 their sharding rules; the service never runs them. If False, they are replicated.
             on_progress: called with each progress report of the job.
-            offline: use of plans kept on this machine: `fallback` if the service cannot be
-                reached, `never`, or `only`, which does not contact the service.
-                `request_plan` returns the source of the plan as well.
+            offline: use of plans kept on this machine: `fallback` if the service cannot be reached,
+                `never`, or `only`, without the service. `request_plan` has the plan's source.
 
         Returns:
             The plan. Ask `plan.found` first: if there is none, `plan.reason` says why.
@@ -149,8 +146,7 @@ class AsyncClient(ClientBase):
             nodes: number of nodes, as for `make_mesh`.
             gpus_per_node: number of devices of a node, instead of `nodes`.
             max_axes: largest number of mesh axes.
-            total_time_limit: seconds of all meshes together; those that were not planned then have
-                what is known of them. None for no limit but those of the plans.
+            total_time_limit: seconds of all meshes together; None for those of the plans alone.
             options: of planning, the same for all meshes; `time_limit` is that of each plan.
             mode: replaces that of the options.
             memory_budget: per device, such as "80GB"; replaces that of the options.

@@ -28,7 +28,7 @@ _FASTER = 0.97
 """Estimated time of a pipeline, relative to that of one stage, from which on it is planned."""
 
 
-class Step(NamedTuple):
+class DividedStep(NamedTuple):
     """A step of a model in micro-batches, on one stage or a pipeline.
 
     Attributes:
@@ -78,7 +78,7 @@ class StepDivider:
     cancel: CancelToken | None = None
     _exports: dict[int, bytes] = field(default_factory=dict)
 
-    def divided(self) -> Step:
+    def divided(self) -> DividedStep:
         """The step as it is estimated to be fastest.
 
         Raises:
@@ -102,7 +102,9 @@ class StepDivider:
         pipeline = self._pipeline(dynamic, start) if self._compares_pipelines else None
         return self._fastest(dynamic, start, pipeline)
 
-    def _fastest(self, dynamic: Graph, start: int, pipeline: PipelineEstimate | None) -> Step:
+    def _fastest(
+        self, dynamic: Graph, start: int, pipeline: PipelineEstimate | None
+    ) -> DividedStep:
         """The faster one of a pipeline and of one stage, whose number of micro-batches is chosen.
 
         Args:
@@ -130,7 +132,7 @@ class StepDivider:
             best = 0
         if pipeline is None or (best and pipeline.seconds >= _FASTER * seconds[best]):
             return self._of_one_stage(best, seconds)
-        return Step(
+        return DividedStep(
             self._exported(pipeline.micro_batches),
             self.options.with_values(stages="auto", micro_batches=pipeline.micro_batches),
             pipeline.mesh,
@@ -138,9 +140,9 @@ class StepDivider:
             self._of_one_stage(best, seconds)[:2] if best else None,
         )
 
-    def _of_one_stage(self, number: int, seconds: Mapping[int, float]) -> Step:
+    def _of_one_stage(self, number: int, seconds: Mapping[int, float]) -> DividedStep:
         options = self.options.with_values(micro_batches=number)
-        return Step(self._exported(number), options, seconds=seconds)
+        return DividedStep(self._exported(number), options, seconds=seconds)
 
     @property
     def _compares_pipelines(self) -> bool:

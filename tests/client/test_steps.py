@@ -15,7 +15,7 @@ from autoshard.plan import PlanOptions
 from autoshard.planner import make_plan
 from autoshard.requests.model_configs import BatchShape
 from autoshard.requests.model_files import export_named
-from autoshard.requests.steps import Step, StepDivider
+from autoshard.requests.steps import DividedStep, StepDivider
 from tests.support.configs import write_config
 
 
@@ -27,7 +27,7 @@ def divided(
     pipelines: bool = True,
     config: Mapping[str, object] = MappingProxyType({}),
     **options: object,
-) -> tuple[Step, list[int]]:
+) -> tuple[DividedStep, list[int]]:
     """A step on nodes of two devices, and the batch sizes that were exported."""
     export, exported = partial(export_named, write_config(folder, **config)), list[int]()
 
@@ -59,7 +59,7 @@ WIDE: Mapping[str, object] = MappingProxyType(
 """Layers of many parameters for few tokens."""
 
 
-def number_of(step: Step) -> int:
+def number_of(step: DividedStep) -> int:
     return step.options.training.micro_batches
 
 

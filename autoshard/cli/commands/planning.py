@@ -65,7 +65,7 @@ from autoshard.requests.running import plan_coverage
 from autoshard.requests.this_process import ThisProcess
 
 if TYPE_CHECKING:
-    from autoshard.requests.steps import Step
+    from autoshard.requests.steps import DividedStep
 
 _SHOWN = 5
 """Meshes that are listed when --gpus chooses one."""
@@ -208,7 +208,9 @@ def plan(
         graph = _graph(model, recipe.batch(model, batch), mode, quiet=quiet)
         program = load_graph(graph)
         mesh, options = recipe.laid_out(program)
-    request = _Request(graph, mesh, options, devices, connection, discover=discover, quiet=quiet)
+    request = _PlanningRequest(
+        graph, mesh, options, devices, connection, discover=discover, quiet=quiet
+    )
     result = request.planned(None if step is None else step.one_stage)
     found = result.plan
     assert found is not None, "the request waits for the plan"
@@ -229,7 +231,7 @@ def plan(
 
 
 @dataclass(frozen=True)
-class _Request:
+class _PlanningRequest:
     """A request for a plan, in this process or at a service.
 
     Attributes:
@@ -313,7 +315,7 @@ def _step(
     *,
     pipelines: bool,
     quiet: bool,
-) -> "Step | None":
+) -> "DividedStep | None":
     """The step of a config, if its micro-batches are chosen, else None."""
     if devices.gpus is None or not divides_step(model, options):
         return None

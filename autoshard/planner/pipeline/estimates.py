@@ -68,7 +68,7 @@ def estimate_pipeline(
         the fastest one; None if none fits the memory, or the program cannot be cut.
     """
     limits = SearchLimits(options.solver.time_limit / 2, cancel, on_progress=on_progress)
-    estimates = _Estimates(graph, options, limits, block_cache)
+    estimates = _PipelineEstimates(graph, options, limits, block_cache)
     best: PipelineEstimate | None = None
     with suppress(Stopped):
         for mesh, data in _meshes(num_devices, topology):
@@ -92,7 +92,7 @@ def _meshes(num_devices: int, topology: Topology) -> Iterator[tuple[Mesh, int]]:
 
 
 @dataclass(frozen=True)
-class _Estimates:
+class _PipelineEstimates:
     """Estimates of the pipelines of one batch; attributes as for `estimate_pipeline`."""
 
     graph: Graph

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import inf, log2
@@ -10,16 +10,14 @@ from typing import Any, NamedTuple
 
 from autoshard.base.arguments import Count, check_arguments
 from autoshard.base.limits import LimitReached, Limits, limited
-from autoshard.base.outcome import SolveStatus, relative_gap
+from autoshard.base.outcome import SolveStatus
 from autoshard.errors import OptionError
 from autoshard.graph import Graph, GraphLike, StageCutter, to_graph
-from autoshard.lowering.instructions import count_collectives
 from autoshard.mesh import Mesh, MeshLike, to_mesh
 from autoshard.plan.certificate import with_statement
 from autoshard.plan.document import GraphSummary, Plan
 from autoshard.plan.options import PlanOptions, to_options
 from autoshard.plan.options.of_stages import on_sub_mesh, stage_options, with_pinned_ends
-from autoshard.plan.predictions import Certificate, Costs
 from autoshard.plan.sub_meshes import num_pipeline_ranks, sub_mesh
 from autoshard.planner.baselines import ComparisonLimits, OneStage, with_comparisons
 from autoshard.planner.export_roles import chooses_export_roles, fastest_export
@@ -43,22 +41,19 @@ from autoshard.planner.pipeline.range_costs import whole_bound
 from autoshard.planner.pipeline.request_size import largest_sub_mesh
 from autoshard.planner.pipeline.search import MAX_ACTIONS, PipelineCandidate, PipelineSearch
 from autoshard.planner.pipeline.stage_plans import (
+    DocumentBuilder,
     PlannedStage,
-    pipeline_document,
     with_stored_layouts,
 )
 from autoshard.planner.planner import (
     make_stage_plan,
     plan_id,
     plan_without_stages,
-    provenance,
     without_memory,
 )
 from autoshard.pricing.performance import plan_performance
 from autoshard.pricing.throughput import program_work
-from autoshard.schedules.rank_memory import largest_rank_memory
-from autoshard.schedules.schedule import Schedule, schedule_error
-from autoshard.schedules.simulation import ScheduleSimulation
+from autoshard.schedules.schedule import schedule_error
 from autoshard.solve import CancelToken, KeyValueStore, Progress
 
 _USUAL_RANKS = 8
@@ -165,8 +160,10 @@ def compare_plan(
         max_strategies: as for `make_plan`.
         one_stage: of the baselines of a pipeline; its own micro-batches if None.
     """
-    plan = plan.model_copy(update={"options": options})
-    if not options.solver.comparisons or not plan.found:
+    # Other options may have been chosen for the plan, such as roles of axes for an export.
+    own = plan.options.with_values(comparisons=options.solver.comparisons)
+    plan = plan.model_copy(update={"options": own})
+    if not own.solver.comparisons or not plan.found:
         return plan
     limits = ComparisonLimits(on_progress, cancel, block_cache, max_strategies)
     remade = partial(_remade, graph, plan.mesh, limits)
@@ -348,7 +345,7 @@ class _Request:
             block_cache=self.block_cache,
         )
         seconds = {"search": 0.0, "plan stages": 0.0}
-        document = _DocumentBuilder(self.cutter.graph, self.mesh, self.options, seconds)
+        document = DocumentBuilder(self.cutter.graph, self.mesh, self.options, seconds)
         try:
             return self._plan(search, document, seconds, number, start)
         except (Stopped, LimitReached) as stopped:
@@ -358,7 +355,7 @@ class _Request:
     def _plan(
         self,
         search: PipelineSearch,
-        document: "_DocumentBuilder",
+        document: "DocumentBuilder",
         seconds: dict[str, float],
         number: int | None,
         start: float,
@@ -550,74 +547,3 @@ def _rank_numbers(mesh: Mesh) -> list[int]:
                 continue
             found.append(number)
     return sorted(found, key=lambda number: abs(log2(number / _USUAL_RANKS)))
-
-
-@dataclass(frozen=True)
-class _DocumentBuilder:
-    """Makes the plan document of a request."""
-
-    graph: Graph
-    mesh: Mesh
-    options: PlanOptions
-    seconds: Mapping[str, float]
-
-    @property
-    def budget(self) -> int:
-        """Bytes per device."""
-        return self.options.memory.budget or self.mesh.topology.device.memory
-
-    def with_stages(
-        self, schedule: Schedule, stages: Sequence[PlannedStage], proven: ProvenBound
-    ) -> Plan:
-        proof = proven.proof
-        pipeline, simulation = pipeline_document(self.graph, self.mesh, schedule, stages, proof)
-        costs = _costs(stages, schedule, simulation)
-        bound = min(proven.seconds, costs.total)
-        gap = relative_gap(costs.total, bound)
-        is_optimal = gap <= self.options.solver.relative_gap
-        own = tuple(one.stage for one in stages)
-        memory = [summary.memory for summary in pipeline.stages]
-        certificate = Certificate(
-            status=SolveStatus.OPTIMAL if is_optimal else SolveStatus.FEASIBLE,
-            objective=costs.total,
-            bound=bound,
-            gap=gap,
-        )
-        return Plan(
-            id=plan_id(self.graph, self.mesh, self.options),
-            graph=GraphSummary.of(self.graph),
-            mesh=self.mesh,
-            options=self.options,
-            provenance=provenance(self.seconds),
-            certificate=with_statement(certificate, self.options, self.mesh, proof),
-            costs=costs,
-            memory=largest_rank_memory(schedule, memory, self.budget),
-            collectives=count_collectives(own, [one.graph for one in stages]),
-            stages=own,
-            pipeline=pipeline,
-        )
-
-    def without_stages(self, reason: str, status: SolveStatus = SolveStatus.INFEASIBLE) -> Plan:
-        """A document that says why there is no plan."""
-        return plan_without_stages(
-            self.graph,
-            self.mesh,
-            self.options,
-            reason=reason,
-            status=status,
-            seconds=self.seconds,
-        )
-
-
-def _costs(
-    stages: Sequence[PlannedStage], schedule: Schedule, simulation: ScheduleSimulation
-) -> Costs:
-    """Costs of the rank that works the longest; the rest of the step it is idle."""
-    busiest = max(
-        schedule.ranks,
-        key=lambda held: sum(c.total for s in held if (c := stages[s].plan.costs) is not None),
-    )
-    parts = [c for s in busiest if (c := stages[s].plan.costs) is not None]
-    sums = {name: sum(getattr(part, name) for part in parts) for name in Costs.model_fields}
-    idle = max(simulation.seconds - sums["total"], 0.0)
-    return Costs.model_validate({**sums, "total": simulation.seconds, "idle": idle})

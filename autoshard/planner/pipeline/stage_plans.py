@@ -1,12 +1,16 @@
 """Plans of all stages of a pipeline, and the plan document that joins them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from autoshard.base.outcome import SolveStatus, relative_gap
 from autoshard.graph import Graph, InputKind
+from autoshard.lowering.instructions import count_collectives
 from autoshard.mesh import Mesh
+from autoshard.plan.certificate import with_statement
 from autoshard.plan.document import (
+    GraphSummary,
     Pipeline,
     PipelineArgument,
     Plan,
@@ -16,8 +20,12 @@ from autoshard.plan.document import (
     Transfer,
 )
 from autoshard.plan.options import PlanOptions
+from autoshard.plan.predictions import Certificate, Costs
 from autoshard.plan.stage import Stage
+from autoshard.planner.pipeline.bounds import ProvenBound
 from autoshard.planner.pipeline.search import StagePlace
+from autoshard.planner.planner import plan_id, plan_without_stages, provenance
+from autoshard.schedules.rank_memory import largest_rank_memory
 from autoshard.schedules.schedule import Schedule
 from autoshard.schedules.simulation import ScheduleSimulation, simulate_schedule
 from autoshard.schedules.transfers import largest_load, messages, transfer_seconds
@@ -232,3 +240,75 @@ def _arguments(whole: Graph) -> Iterable[PipelineArgument]:
                 dtype=None,
                 literal=given.literal,
             )
+
+
+@dataclass(frozen=True)
+class DocumentBuilder:
+    """Makes the plan document of a request."""
+
+    graph: Graph
+    mesh: Mesh
+    options: PlanOptions
+    seconds: Mapping[str, float]
+
+    @property
+    def budget(self) -> int:
+        """Bytes per device."""
+        return self.options.memory.budget or self.mesh.topology.device.memory
+
+    def with_stages(
+        self, schedule: Schedule, stages: Sequence[PlannedStage], proven: ProvenBound
+    ) -> Plan:
+        """The plan of some stages under a schedule."""
+        proof = proven.proof
+        pipeline, simulation = pipeline_document(self.graph, self.mesh, schedule, stages, proof)
+        costs = _costs(stages, schedule, simulation)
+        bound = min(proven.seconds, costs.total)
+        gap = relative_gap(costs.total, bound)
+        is_optimal = gap <= self.options.solver.relative_gap
+        own = tuple(one.stage for one in stages)
+        memory = [summary.memory for summary in pipeline.stages]
+        certificate = Certificate(
+            status=SolveStatus.OPTIMAL if is_optimal else SolveStatus.FEASIBLE,
+            objective=costs.total,
+            bound=bound,
+            gap=gap,
+        )
+        return Plan(
+            id=plan_id(self.graph, self.mesh, self.options),
+            graph=GraphSummary.of(self.graph),
+            mesh=self.mesh,
+            options=self.options,
+            provenance=provenance(self.seconds),
+            certificate=with_statement(certificate, self.options, self.mesh, proof),
+            costs=costs,
+            memory=largest_rank_memory(schedule, memory, self.budget),
+            collectives=count_collectives(own, [one.graph for one in stages]),
+            stages=own,
+            pipeline=pipeline,
+        )
+
+    def without_stages(self, reason: str, status: SolveStatus = SolveStatus.INFEASIBLE) -> Plan:
+        """A document that says why there is no plan."""
+        return plan_without_stages(
+            self.graph,
+            self.mesh,
+            self.options,
+            reason=reason,
+            status=status,
+            seconds=self.seconds,
+        )
+
+
+def _costs(
+    stages: Sequence[PlannedStage], schedule: Schedule, simulation: ScheduleSimulation
+) -> Costs:
+    """Costs of the rank that works the longest; the rest of the step it is idle."""
+    busiest = max(
+        schedule.ranks,
+        key=lambda held: sum(c.total for s in held if (c := stages[s].plan.costs) is not None),
+    )
+    parts = [c for s in busiest if (c := stages[s].plan.costs) is not None]
+    sums = {name: sum(getattr(part, name) for part in parts) for name in Costs.model_fields}
+    idle = max(simulation.seconds - sums["total"], 0.0)
+    return Costs.model_validate({**sums, "total": simulation.seconds, "idle": idle})
