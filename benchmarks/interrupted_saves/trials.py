@@ -250,7 +250,9 @@ def launch(
 
 def _trace(pid: int, inject: str, log: Path | None) -> None:
     """Let strace see the system calls of a process that has stopped itself, and continue it."""
-    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+    while (state := Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]) != "T":
+        if state in "XZ":
+            return  # it ended before: its exit status says why
         time.sleep(0.005)
     calls = ["-e", f"trace={','.join(_CALLS)}", *(["-e", inject] if inject else [])]
     output = str(log or "/dev/null")

@@ -11,7 +11,7 @@ from autoshard.graph import Graph, export_model, load_graph, resized, with_dynam
 from autoshard.mesh import Mesh, make_mesh
 from autoshard.plan import PlanOptions
 from autoshard.planner import activations_fit, estimate_micro_batches, make_plan
-from autoshard.planner.pipeline.micro_batches import _climb
+from autoshard.planner.pipeline.micro_batches import _try_numbers
 
 BATCH, WIDTH = 256, 256
 TOPOLOGY = "h100-sxm"
@@ -80,7 +80,7 @@ def test_numbers_are_tried_as_long_as_they_are_faster(
         asked.append(number)
         return times[number]
 
-    _climb(list(range(len(times))), start, seconds_of)
+    _try_numbers(list(range(len(times))), start, seconds_of)
     assert asked == tried
 
 

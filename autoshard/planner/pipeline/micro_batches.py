@@ -135,7 +135,7 @@ def estimate_micro_batches(
     numbers = list(_numbers(graph, symbol, batch))
     start = max((n for n in numbers if batch // n >= num_devices), default=1)
     with suppress(Stopped):
-        _climb(numbers, numbers.index(start), estimates.seconds_of)
+        _try_numbers(numbers, numbers.index(start), estimates.seconds_of)
     best = min(estimates.seconds, key=lambda number: estimates.seconds[number], default=start)
     if estimates.seconds.get(best, inf) == inf:
         raise OptionError(_without_plan(batch, estimates.seconds, estimates.reason))
@@ -171,7 +171,7 @@ def _usual_mesh(num_devices: int, topology: Topology) -> Mesh:
     return make_mesh(shape, topology=topology)
 
 
-def _climb(numbers: list[int], start: int, seconds_of: Callable[[int], float]) -> None:
+def _try_numbers(numbers: list[int], start: int, seconds_of: Callable[[int], float]) -> None:
     """Try numbers from one of them on, fewer or else more, as long as that is faster."""
     at = seconds_of(numbers[start])
     for step in (-1, 1):
