@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from autoshard.errors import GraphError, OptionError
 from autoshard.graph import Graph, load_graph, with_dynamic_batch
+from autoshard.graph.sizes.dynamic_sizes import LEAST_SIZE
 from autoshard.mesh import Mesh, Topology
 from autoshard.plan import PlanOptions
 from autoshard.plan.options import PipelineOptions
@@ -22,8 +23,6 @@ from autoshard.requests.results import JobProgress
 from autoshard.requests.running import ProgressListener
 from autoshard.solve import CancelToken, Progress
 
-_LEAST = 2
-"""The least batch size of an export that tells others: 1 is a special case in PyTorch."""
 _FASTER = 0.97
 """Estimated time of a pipeline, relative to that of one stage, from which on it is planned."""
 
@@ -178,10 +177,10 @@ class StepDivider:
 
 def _other_number(batch: int, number: int) -> int | None:
     """Another number of micro-batches, whose batch size tells how the program depends on it."""
-    if batch // number < _LEAST:
+    if batch // number < LEAST_SIZE:
         return None
     # A smaller batch before a larger one, of whose values more are too large to be computed once.
     for other in (2 * number, number // 2):
-        if other and batch % other == 0 and batch // other >= _LEAST:
+        if other and batch % other == 0 and batch // other >= LEAST_SIZE:
             return other
     return None

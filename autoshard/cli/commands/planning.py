@@ -195,7 +195,7 @@ def plan(
     discover = custom.discover()
     recipe = program = step = None
     if layout_from is None:
-        mesh, pipelines = devices.mesh(), connection.server is None
+        mesh, pipelines = devices.mesh(), not connection.server
         step = _step(model, batch, options, devices, pipelines=pipelines, quiet=quiet)
         if step is None:
             graph = _graph(model, batch, options, quiet=quiet)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from autoshard.errors import GraphError, OptionError
 from autoshard.graph import Graph, resized
+from autoshard.graph.sizes.dynamic_sizes import LEAST_SIZE
 from autoshard.mesh import Mesh, Topology, make_mesh, mesh_text
 from autoshard.plan.options import PlanOptions
 from autoshard.plan.sub_meshes import PIPELINE_AXIS
@@ -20,8 +21,6 @@ from autoshard.solve import CancelToken, KeyValueStore, Progress
 _RANKS = (4, 2, 8, 16)
 _TENSOR_RANKS = (2, 4, 1, 8)
 """Numbers of pipeline ranks, and of innermost ranks; those that are often best come first."""
-_LEAST_SIZE = 2
-"""The least size of a micro-batch, as of the dynamic batch size of a program."""
 
 
 class PipelineEstimate(NamedTuple):
@@ -115,7 +114,7 @@ class _PipelineEstimates:
         """
         symbol, part = batch_symbol(self.graph)
         ranks = mesh.axis_sizes[0]
-        size = max(data, _LEAST_SIZE)
+        size = max(data, LEAST_SIZE)
         number, rest = divmod(part * self.options.training.micro_batches, size)
         if rest or number < ranks:
             return None
